@@ -1,0 +1,148 @@
+"""Engine options: `EngineConfig` as the user gives them, `ResolvedConfig` as the engine runs them.
+
+Everything that can be known to be wrong is refused here, before any actor starts: `EngineConfig` checks each field and
+how they go together, `resolve` checks them against the checkpoint and the device. Unknown keys are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.model import DTYPES, ModelConfig, rope_max_length
+from scheduler.errors import ConfigError
+
+DEFAULT_MODEL_DIR = Path(__file__).parent / "default_model"
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "cpu", "reference")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_MODEL_LEN = 40960
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. None means: chosen from the checkpoint, the backend or the device.
+
+    model: a checkpoint directory or a hub id. `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over
+    the ranks; on a GPU its size follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
+    `num_steps_ahead` is how many steps are submitted beyond the last unread result. Times are seconds.
+    """
+
+    model: str = str(DEFAULT_MODEL_DIR)
+    tokenizer: str | None = None
+    revision: str | None = None
+    tensor_parallel_size: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int = 2**30
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enforce_eager: bool = False
+    num_steps_ahead: int = 1
+    seed: int | None = None
+    ray_address: str | None = None
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 120.0
+    frontend_timeout_s: float = 60.0
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        for name in _WHOLE_AT_LEAST:
+            value = getattr(self, name)
+            if value is not None:
+                _check_at_least(name, value, _WHOLE_AT_LEAST[name])
+        for name in ("start_timeout_s", "step_timeout_s", "frontend_timeout_s"):
+            if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+        utilization = self.gpu_memory_utilization
+        if not _is_number(utilization) or not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization!r}")
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "every running sequence needs one token a step; raise the first or lower the second"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` and names the known."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What driver and workers run: options and checkpoint with every choice made. `model_dir` is a local directory."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    model_dir: str
+    device: str
+    dtype: str
+    block_size: int
+    max_model_len: int
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Width of a block table."""
+        return math.ceil(self.max_model_len / self.block_size)
+
+
+def resolve(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str) -> ResolvedConfig:
+    """Check the options against the checkpoint and fill in what was left open. `device` is "cpu" or "cuda"."""
+    model.check_tensor_parallel_size(engine.tensor_parallel_size)
+    longest = rope_max_length(model)
+    max_model_len = engine.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > longest:
+        scaling = model.rope.rope_type
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint serves"
+            + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
+        )
+    return ResolvedConfig(
+        engine=engine,
+        model=model,
+        model_dir=str(model_dir),
+        device=device,
+        dtype=model.dtype if engine.dtype == "auto" else engine.dtype,
+        block_size=engine.block_size or DEFAULT_BLOCK_SIZE,
+        max_model_len=max_model_len,
+    )
+
+
+_WHOLE_AT_LEAST = {
+    "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
+    "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
+}  # fmt: skip
+
+
+def _check_at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

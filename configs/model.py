@@ -1,0 +1,209 @@
+"""The shape of a Qwen3 checkpoint, read from its `config.json` without transformers.
+
+Both spellings are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`, `rope_scaling` and
+`torch_dtype` (before). What the engine cannot run is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.errors import ConfigError
+
+ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_TENSOR_PARALLEL_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see `workers/layers`)."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense Qwen3 model: sizes in elements, `dtype` that of the checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    rope: RopeConfig
+    dtype: str
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Read the dictionary of a `config.json`. Raises `ConfigError` naming what is missing or not supported."""
+        _check_supported(raw, where)
+        try:
+            heads = int(raw["num_attention_heads"])
+            hidden = int(raw["hidden_size"])
+            config = cls(
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=hidden,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_hidden_layers=int(raw["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or hidden // heads),
+                max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                attention_bias=bool(raw.get("attention_bias", False)),
+                rope=_read_rope(raw, where),
+                dtype=_read_dtype(raw, where),
+                eos_token_ids=_as_ids(raw.get("eos_token_id")),
+            )
+        except KeyError as error:
+            raise ConfigError(f"{where} has no {error.args[0]!r}: is this a Qwen3 checkpoint?") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from None
+        config._check(where)
+        return config
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> ModelConfig:
+        """Read `config.json`, with the end-of-sequence ids of `generation_config.json` where it has them."""
+        raw = read_json(model_dir / "config.json")
+        generation = read_generation_config(model_dir)
+        if generation.get("eos_token_id") is not None:
+            raw["eos_token_id"] = generation["eos_token_id"]
+        return cls.from_dict(raw, str(model_dir / "config.json"))
+
+    def possible_tensor_parallel_sizes(self) -> list[int]:
+        """Sizes that split the query heads, the KV heads (or replicate them evenly) and the MLP."""
+        sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
+        return [size for size in sizes if self._splits_into(size)]
+
+    def check_tensor_parallel_size(self, size: int) -> None:
+        if not self._splits_into(size):
+            possible = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
+            raise ConfigError(
+                f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads} query heads, "
+                f"{self.num_key_value_heads} KV heads, intermediate size {self.intermediate_size}); "
+                f"possible are {possible}"
+            )
+
+    def _splits_into(self, size: int) -> bool:
+        kv = self.num_key_value_heads
+        return (
+            self.num_attention_heads % size == 0
+            and self.intermediate_size % size == 0
+            and (kv % size == 0 or size % kv == 0)
+        )
+
+    def _check(self, where: str) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{where}: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{where}: {self.num_attention_heads} query heads do not divide over "
+                f"{self.num_key_value_heads} KV heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"{where}: head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: a model directory holds config.json and *.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_generation_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's `generation_config.json`, empty when it has none."""
+    path = model_dir / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _check_supported(raw: Mapping[str, Any], where: str) -> None:
+    kind = raw.get("model_type")
+    if kind != "qwen3":
+        raise ConfigError(f"{where} is of model_type {kind!r}; this engine runs 'qwen3' (dense Qwen3)")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+    if raw.get("use_sliding_window"):
+        raise ConfigError(f"{where}: use_sliding_window is not supported")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{where}: quantized checkpoints are not supported; use one in {', '.join(DTYPES)}")
+
+
+def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
+    values = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    rope_type = values.get("rope_type") or values.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(f"{where}: rope scaling {rope_type!r} is not supported; possible are {', '.join(ROPE_TYPES)}")
+    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if "factor" not in values:
+        raise ConfigError(f"{where}: rope scaling {rope_type!r} has no factor")
+    original = values.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 32768)
+    optional = {k: float(values[k]) for k in ("attention_factor", "mscale", "mscale_all_dim") if values.get(k)}
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=theta,
+        factor=float(values["factor"]),
+        original_max_position_embeddings=int(original),
+        beta_fast=float(values.get("beta_fast") or 32.0),
+        beta_slow=float(values.get("beta_slow") or 1.0),
+        truncate=bool(values.get("truncate", True)),
+        attention_factor=optional.get("attention_factor"),
+        mscale=optional.get("mscale"),
+        mscale_all_dim=optional.get("mscale_all_dim"),
+    )
+
+
+def _read_dtype(raw: Mapping[str, Any], where: str) -> str:
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}")
+    return dtype
+
+
+def _as_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(str(value)),)
+
+
+def rope_max_length(model: ModelConfig) -> int:
+    """Longest position count the rotary embedding serves. `dynamic` scaling changes with the longest row of a batch
+    beyond the original length, so it is only served up to that."""
+    if model.rope.rope_type == "dynamic":
+        return model.rope.original_max_position_embeddings
+    scaled = math.floor(model.rope.factor * model.rope.original_max_position_embeddings)
+    return max(model.max_position_embeddings, scaled)

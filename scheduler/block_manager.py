@@ -1,0 +1,268 @@
+"""Paged KV-cache accounting: which block holds what, who uses it, what may be reused.
+
+Owns block ids, reference counts and the prefix index. Never touches tensors, time or Ray.
+Laws (`BlockManager.check`): a block is free or used, never both; `ref_count` equals the tables that name it; the index
+finds only full, published blocks, by the hash, tokens and parent they were published with.
+Called by the scheduler, from one thread.
+
+A block is *published* when its content is known and every step that fills it has been submitted: steps run in order
+and a layer stores KV before it attends, so whoever is planned later may read it. Publishing gives a *serial*; a second
+copy of the same content takes the serial of the first, so (tokens, parent serial) names a whole prefix exactly and the
+hash only has to be fast. A free block keeps its content and stays findable until it is taken for something new.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import xxhash
+
+HashFunction = Callable[[bytes], int]
+NO_HASH = -1
+ROOT_SERIAL = 0
+
+
+class Block:
+    """One block of the cache. `ref_count` 0 is free, 1 owned, more shared; `hash` is `NO_HASH` until published.
+
+    `previous` and `next` link the free list, least recently used first.
+    """
+
+    __slots__ = ("block_id", "hash", "next", "parent_serial", "previous", "ref_count", "serial", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.hash = NO_HASH
+        self.token_ids: tuple[int, ...] = ()
+        self.serial = ROOT_SERIAL
+        self.parent_serial = ROOT_SERIAL
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+
+class BlockUser(Protocol):
+    """What the block manager reads and writes of a sequence."""
+
+    token_ids: list[int]
+    cache_salt: str
+    block_table: list[int]
+    block_hashes: list[int]  # chained hash of each full block, computed once
+    num_published_blocks: int
+
+
+class BlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix index over the published ones."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hash_function: HashFunction = xxhash.xxh3_128_intdigest,
+    ) -> None:
+        assert num_blocks >= 1 and block_size >= 1
+        self.block_size = block_size
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.num_free_blocks = 0
+        self.num_evictions = 0
+        self._caching = enable_prefix_caching
+        self._hash = hash_function
+        self._index: dict[int, Block] = {}
+        self._last_serial = ROOT_SERIAL
+        self._head = self._tail = Block(-1)  # sentinel of the circular free list
+        self._head.previous = self._head.next = self._head
+        for block in self.blocks:
+            self._push_free(block)
+
+    # -- sequences --------------------------------------------------------------------------------------------------
+
+    def can_allocate(self, seq: BlockUser) -> bool:
+        """Whether blocks for all tokens of a sequence can be had; cached blocks that are free count as taken."""
+        cached = self._find_cached(seq)
+        num_revived = sum(block.ref_count == 0 for block in cached)
+        num_new = self.num_blocks_for(len(seq.token_ids)) - len(cached)
+        return num_new + num_revived <= self.num_free_blocks
+
+    def allocate(self, seq: BlockUser) -> int:
+        """Give a sequence blocks for all its tokens, shared ones first; returns the number of tokens cached.
+
+        Call only where `can_allocate`.
+        """
+        assert not seq.block_table, "a sequence is allocated once"
+        cached = self._find_cached(seq)
+        for block in cached:
+            if block.ref_count == 0:
+                self._remove_free(block)
+            block.ref_count += 1
+        table = seq.block_table
+        table.extend(block.block_id for block in cached)
+        for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached)):
+            table.append(self._take_free())
+        seq.num_published_blocks = len(cached)
+        return len(cached) * self.block_size
+
+    def can_append(self, seq: BlockUser, num_tokens: int) -> bool:
+        """Whether the table of a sequence can grow to hold `num_tokens`."""
+        return self.num_blocks_for(num_tokens) - len(seq.block_table) <= self.num_free_blocks
+
+    def append(self, seq: BlockUser, num_tokens: int) -> list[int]:
+        """Grow a table to hold `num_tokens` and return the new block ids. Call only where `can_append`."""
+        num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        new = [self._take_free() for _ in range(num_new)]
+        seq.block_table.extend(new)
+        return new
+
+    def deallocate(self, seq: BlockUser) -> None:
+        """Release the blocks of a sequence, tail first, so that heads of prefixes outlive tails."""
+        blocks = self.blocks
+        for block_id in reversed(seq.block_table):
+            block = blocks[block_id]
+            block.ref_count -= 1
+            assert block.ref_count >= 0, f"block {block_id} released more often than taken"
+            if block.ref_count == 0:
+                self._push_free(block)
+        seq.block_table.clear()
+        seq.num_published_blocks = 0
+
+    def publish(self, seq: BlockUser, num_tokens: int) -> None:
+        """Make the full blocks among the first `num_tokens` tokens findable.
+
+        Their tokens are known, and every step that fills them is submitted.
+        """
+        if not self._caching:
+            return
+        for index in range(seq.num_published_blocks, num_tokens // self.block_size):
+            self._publish_block(seq, index)
+            seq.num_published_blocks = index + 1
+
+    def clear_index(self) -> None:
+        """Forget all content: the caches of a new epoch are empty. No sequence may hold blocks."""
+        assert self.num_free_blocks == len(self.blocks), "a new epoch starts with every block free"
+        self._index.clear()
+        for block in self.blocks:
+            _forget(block)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # -- prefix index -----------------------------------------------------------------------------------------------
+
+    def _find_cached(self, seq: BlockUser) -> list[Block]:
+        """The published blocks that hold the beginning of a sequence; nothing counts after the first miss."""
+        found: list[Block] = []
+        if not self._caching:
+            return found
+        parent_serial = ROOT_SERIAL
+        for index in range(len(seq.token_ids) // self.block_size):
+            block = self._index.get(self._block_hash(seq, index))
+            if block is None or block.parent_serial != parent_serial:
+                break
+            if block.token_ids != self._block_tokens(seq, index):
+                break
+            found.append(block)
+            parent_serial = block.serial
+        return found
+
+    def _publish_block(self, seq: BlockUser, index: int) -> None:
+        block = self.blocks[seq.block_table[index]]
+        assert block.ref_count == 1 and block.hash == NO_HASH, "only a block of one's own is published, once"
+        block.hash = self._block_hash(seq, index)
+        block.token_ids = self._block_tokens(seq, index)
+        block.parent_serial = self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
+        first = self._index.get(block.hash)
+        if first is not None and first.token_ids == block.token_ids and first.parent_serial == block.parent_serial:
+            block.serial = first.serial
+        else:
+            self._last_serial += 1
+            block.serial = self._last_serial
+        if first is None or first.ref_count == 0:
+            if first is not None:
+                _forget(first)
+            self._index[block.hash] = block
+
+    def _block_hash(self, seq: BlockUser, index: int) -> int:
+        """Chained hash of block `index`: it covers the parent's hash, or the salt for the first, and the tokens."""
+        hashes = seq.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            parent = hashes[-1].to_bytes(16, "little") if hashes else seq.cache_salt.encode()
+            tokens = array("i", seq.token_ids[start : start + self.block_size])
+            hashes.append(self._hash(parent + tokens.tobytes()))
+        return hashes[index]
+
+    def _block_tokens(self, seq: BlockUser, index: int) -> tuple[int, ...]:
+        start = index * self.block_size
+        return tuple(seq.token_ids[start : start + self.block_size])
+
+    # -- free list --------------------------------------------------------------------------------------------------
+
+    def _take_free(self) -> int:
+        """Take the least recently used free block for new content: it leaves the index at once."""
+        block = self._head.next
+        assert block is not None and block is not self._head, "no free block; ask can_allocate or can_append first"
+        self._remove_free(block)
+        if block.hash != NO_HASH:
+            if self._index.get(block.hash) is block:
+                del self._index[block.hash]
+                self.num_evictions += 1
+            _forget(block)
+        block.ref_count = 1
+        return block.block_id
+
+    def _push_free(self, block: Block) -> None:
+        head = self._head
+        last = head.previous
+        assert last is not None
+        block.previous, block.next = last, head
+        last.next = head.previous = block
+        self.num_free_blocks += 1
+
+    def _remove_free(self, block: Block) -> None:
+        previous, following = block.previous, block.next
+        assert previous is not None and following is not None, f"block {block.block_id} is not free"
+        previous.next, following.previous = following, previous
+        block.previous = block.next = None
+        self.num_free_blocks -= 1
+
+    # -- laws -------------------------------------------------------------------------------------------------------
+
+    def check(self, users: Iterable[BlockUser]) -> None:
+        """Raise AssertionError, naming the law and the values, unless every invariant holds over all `users`."""
+        counted = [0] * len(self.blocks)
+        for user in users:
+            for position, block_id in enumerate(user.block_table):
+                counted[block_id] += 1
+                published = position < user.num_published_blocks
+                has_hash = self.blocks[block_id].hash != NO_HASH
+                assert has_hash == published, f"block {block_id}: hash set {has_hash}, published {published}"
+        for block in self.blocks:
+            assert block.ref_count == counted[block.block_id], (
+                f"block {block.block_id}: ref_count {block.ref_count}, but {counted[block.block_id]} tables name it"
+            )
+        self._check_free_list()
+        for key, block in self._index.items():
+            assert key == block.hash != NO_HASH, f"index entry of block {block.block_id} has another block's hash"
+            assert len(block.token_ids) == self.block_size, f"block {block.block_id} is indexed, but not full"
+
+    def _check_free_list(self) -> None:
+        num_free = 0
+        block = self._head.next
+        while block is not None and block is not self._head:
+            assert block.ref_count == 0, f"block {block.block_id} is free and used {block.ref_count} times"
+            assert block.next is not None and block.next.previous is block, f"free list broken at {block.block_id}"
+            num_free += 1
+            block = block.next
+        num_unused = sum(b.ref_count == 0 for b in self.blocks)
+        assert num_free == num_unused == self.num_free_blocks, (
+            f"{num_free} blocks in the free list, {num_unused} unused, {self.num_free_blocks} counted"
+        )
+
+
+def _forget(block: Block) -> None:
+    block.hash = NO_HASH
+    block.token_ids = ()
+    block.serial = block.parent_serial = ROOT_SERIAL

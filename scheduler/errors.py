@@ -1,0 +1,68 @@
+"""Every error Eagleray raises on purpose.
+
+    EaglerayError
+    ├── ClientError              the caller asked for something that cannot be          400
+    │   ├── ConfigError          engine options, checkpoint or cluster do not fit
+    │   └── RequestError         one request is not acceptable; names the parameter
+    ├── OverloadedError          no room now, try again later                            503
+    └── EngineError              a fault of ours                                         500
+        ├── WorkerError          a rank failed, or its result is wrong
+        ├── StepTimeoutError     a step outlived its limit
+        └── EngineDeadError      the engine has stopped and will not come back           503
+
+A message says what was asked, what is possible and what to do. All of them pickle: the message is their only state,
+but for `RequestError.parameter`. `http_status` maps the classes to HTTP.
+"""
+
+from __future__ import annotations
+
+
+class EaglerayError(Exception):
+    """Base of every error raised on purpose."""
+
+    http_status = 500
+
+
+class ClientError(EaglerayError):
+    """The caller asked for something that cannot be done; asking again changes nothing."""
+
+    http_status = 400
+
+
+class ConfigError(ClientError):
+    """Engine options, checkpoint or cluster do not fit together."""
+
+
+class RequestError(ClientError):
+    """One request cannot be accepted. `parameter` names the field at fault."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str | None]]:
+        return type(self), (str(self), self.parameter)
+
+
+class OverloadedError(EaglerayError):
+    """No room at the moment; the same call may succeed later."""
+
+    http_status = 503
+
+
+class EngineError(EaglerayError):
+    """A fault of ours."""
+
+
+class WorkerError(EngineError):
+    """A rank failed, or its result contradicts another rank's."""
+
+
+class StepTimeoutError(EngineError):
+    """A step did not finish within its limit."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped; a new one must be started."""
+
+    http_status = 503

@@ -1,0 +1,116 @@
+"""The messages that cross a boundary of the engine, one type each, immutable.
+
+    frontend --Request--> driver --StepPlan--> every worker
+    frontend <--Deltas--- driver <-StepResult- rank 0
+
+Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to schedule. A receiver of a
+plan or a result checks `epoch` and `step_id`. Slots are rows of the workers' `BatchState`; a sequence keeps its slot
+while it runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduler.params import Sampling
+
+
+def ints(values: Iterable[int] = ()) -> array[int]:
+    """A flat array of signed 32-bit integers."""
+    return array("i", values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent again."""
+
+    request_id: str
+    token_ids: array[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedRows:
+    """Rows that enter the batch in a step; arrays of one entry a row, but for the two flat ones.
+
+    `num_cached_tokens[i]` leading tokens already stand in shared blocks, which must not be written. The row starts at
+    position `min(num_cached_tokens, num_tokens - 1)`: a row cached to its last token runs that one as a query only.
+    """
+
+    slots: array[int]
+    num_tokens: array[int]
+    num_prompt_tokens: array[int]
+    num_cached_tokens: array[int]
+    num_blocks: array[int]
+    token_ids: array[int]  # flat, sum(num_tokens)
+    block_ids: array[int]  # flat, sum(num_blocks)
+    sampling: tuple[Sampling, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What changed since the last plan, and what runs now. Applied in the order of the fields.
+
+    `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is `slots`, row by row
+    with `num_new_tokens` each; a row samples one token at the end of its chunk where `samples` is 1.
+    """
+
+    step_id: int
+    epoch: int
+    released: array[int]
+    admitted: AdmittedRows | None
+    appended_slots: array[int]
+    appended_block_ids: array[int]
+    slots: array[int]
+    num_new_tokens: array[int]
+    samples: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the raw logits: of the sampled token, and of the best alternatives."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Tokens of the sampling rows in batch order; `logprobs` has an entry a sampling row when any row asked.
+
+    `digest` is a CRC-32 of the token ids: every rank computes it, and the ranks must agree. `seconds` holds the time
+    of each part of the step by name.
+    """
+
+    step_id: int
+    epoch: int
+    rank: int = 0
+    digest: int = 0
+    token_ids: array[int]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deltas:
+    """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
+
+    One entry a request; `token_ids` is flat with `num_tokens` each. `finish_reasons`, `errors` and `logprobs` hold
+    only the requests that have any.
+    """
+
+    up_to: int
+    request_ids: tuple[str, ...]
+    first_indices: array[int]
+    num_tokens: array[int]
+    num_cached_tokens: array[int]
+    token_ids: array[int]
+    finish_reasons: dict[str, str]
+    errors: dict[str, str]
+    logprobs: dict[str, list[TokenLogprobs | None]]

@@ -1,0 +1,196 @@
+"""What a caller may ask of sampling, and what the engine gets of it.
+
+`SamplingParams` is the caller's: every field may be left unset. `resolve` fills what is unset from layers of defaults
+(flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and gives `Sampling`, the complete engine-side
+message. Stop strings, `n` and `ignore_eos` end at the frontend: text and end-of-sequence ids are its business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.errors import RequestError
+
+MAX_LOGPROBS = 20
+SEED_LIMIT = 2**63
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0), "top_k": (-1, 2**31 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
+    "seed": (0, SEED_LIMIT - 1), "min_tokens": (0, 2**31 - 1), "max_tokens": (1, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS), "n": (1, 128),
+}  # fmt: skip
+_WHOLE = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n"})
+_COPIED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+           "min_tokens", "max_tokens")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token of one sequence is chosen and when the sequence ends; complete.
+
+    `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report, -1 for no logprobs.
+    `stop_token_ids` holds every id that ends the sequence, those of the checkpoint included.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    logprobs: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, under the field's standard names; None means unset.
+
+    temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1].
+    repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
+    presence_penalty, frequency_penalty: in [-2, 2], over the output.
+    logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
+    stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides the checkpoint's
+    end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs, each with a seed of its own.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                _check_number(name, value, low, high, whole=name in _WHOLE)
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
+        if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos")
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        _check_logit_bias(self.logit_bias)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from decoded JSON. An unknown key raises `RequestError` and names the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise RequestError(f"unknown sampling parameter {key!r}; known are {', '.join(known)}", str(key))
+        values = dict(values)
+        if isinstance(values.get("logit_bias"), dict):
+            values["logit_bias"] = {_token_id_key(k): v for k, v in values["logit_bias"].items()}
+        return cls(**values)
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """These parameters with what is unset taken from `defaults`."""
+        unset = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) is None}
+        return dataclasses.replace(self, **unset)
+
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def resolve(self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()) -> Sampling:
+        """The engine's message for output number `index`; `seed` is the request's, drawn if it had none.
+
+        What is unset gets the value in `DEFAULTS`.
+        """
+        full = self.over(DEFAULTS)
+        stop_token_ids = frozenset(full.stop_token_ids or ())
+        if not full.ignore_eos:
+            stop_token_ids |= frozenset(eos_token_ids)
+        copied = {name: getattr(full, name) for name in _COPIED}
+        return Sampling(
+            **copied,
+            seed=derive_seed(seed, index),
+            top_k=max(0, full.top_k or 0),
+            logit_bias=tuple(sorted((full.logit_bias or {}).items())),
+            stop_token_ids=stop_token_ids,
+            logprobs=-1 if full.logprobs is None else full.logprobs,
+        )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of output number `index` of a request: the request's own for 0, hashed from (seed, index) for the others."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEED_LIMIT
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, whole: bool) -> None:
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    kind = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise RequestError(f"{name} must be {kind}, got {value!r}", name)
+    assert isinstance(value, int | float)
+    if not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be {kind} between {low} and {high}, got {value!r}", name)
+
+
+def _check_stop(stop: object) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+    if strings is None:
+        return
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
+        raise RequestError(f"stop must be a non-empty string or a list of them, got {stop!r}", "stop")
+
+
+def _check_stop_token_ids(ids: object) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list | tuple) or not all(_is_token_id(i) for i in ids):
+        raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids")
+
+
+def _check_logit_bias(bias: object) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+    for token_id, value in bias.items():
+        if not _is_token_id(token_id):
+            raise RequestError(f"logit_bias has {token_id!r} for a token id", "logit_bias")
+        _check_number("logit_bias", value, -100.0, 100.0, whole=False)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _token_id_key(key: str) -> int | str:
+    return int(key) if key.isascii() and key.isdecimal() else key
+
+
+DEFAULTS = SamplingParams(
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+    frequency_penalty=0.0, min_tokens=0, max_tokens=256, ignore_eos=False, n=1,
+)  # fmt: skip

@@ -1,0 +1,397 @@
+"""Who runs next, and with how many tokens. One loop for prefill chunks and decodes.
+
+    schedule(): running sequences first, then waiting ones, both in order of arrival, each by as many tokens as are
+    not computed yet, until `max_num_batched_tokens` are planned. When a running sequence finds no block, the latest
+    arrival yields: it gives back its blocks and slot and goes to the head of the waiting queue.
+
+A step is accounted for when it is submitted, not when its result is read, so the next one can be planned right away
+(running ahead). `apply` gives the tokens of a result to the *sequences* of the submitted plan: one that has finished
+since drops its token, one that was preempted keeps it. Because every rank runs the steps in order, blocks and slots
+are free for others as soon as they are given back here. An end by length is known beforehand and never run beyond.
+
+At most one running sequence is in the middle of its prompt, and it is the last: so every other one makes progress in
+every step. Owns sequences and the `BlockManager`. Never touches tensors, time or Ray. One thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.block_manager import BlockManager
+from scheduler.errors import EngineError, RequestError
+from scheduler.messages import AdmittedRows, Request, StepPlan, StepResult, TokenLogprobs, ints
+from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
+
+RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Sizes the scheduler works within, in tokens, blocks and sequences."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    enable_prefix_caching: bool = True
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest sequence that can be held, prompt and output."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a result brought: one token for each of `sequences`, and which sequences ended."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    finished: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan under construction."""
+
+    budget: int
+    slots: list[int] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    samples: bytearray = field(default_factory=bytearray)
+    sampling_sequences: list[Sequence] = field(default_factory=list)
+    appended_slots: list[int] = field(default_factory=list)
+    appended_block_ids: list[int] = field(default_factory=list)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # with its number of cached tokens
+    preempted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    step_id: int
+    epoch: int
+    sampling_sequences: list[Sequence]
+
+
+class Scheduler:
+    """Sequences between arrival and end. `schedule` gives the next plan, `apply` takes the oldest unread result."""
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager | None = None) -> None:
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs, "EngineConfig checks this"
+        self.limits = limits
+        self.block_manager = block_manager or BlockManager(
+            limits.num_blocks, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.submitted: deque[_Submitted] = deque()  # steps whose result is unread
+        self.stats = SchedulerStats()
+        self.epoch = 0
+        self._next_step_id = 0
+        self._next_arrival = 0
+        self._free_slots = list(range(limits.max_num_seqs))[::-1]
+        self._released_slots: list[int] = []  # since the last plan
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestError` unless the request can be run to at least one new token."""
+        tokens, most = request.token_ids, self.limits.max_total_tokens
+        if not tokens or request.num_prompt_tokens < 1:
+            raise RequestError("the prompt is empty; give at least one token", "prompt")
+        if len(tokens) >= most:
+            reason = "max_model_len" if most == self.limits.max_model_len else "KV cache"
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; at most {most - 1} are possible ({reason}: "
+                f"{most} tokens with the output). Shorten it or raise the "
+                + ("max_model_len" if reason == "max_model_len" else "size of the KV cache"),
+                "prompt",
+            )
+        if min(tokens) < 0 or max(tokens) >= self.limits.vocab_size:
+            wrong = next(t for t in tokens if not 0 <= t < self.limits.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.limits.vocab_size}", "prompt")
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Raises `RequestError`."""
+        self.check_request(request)
+        max_total = min(request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens)
+        seq = Sequence(request, arrival=self._next_arrival, max_total=max_total)
+        self._next_arrival += 1
+        self.waiting.append(seq)
+        return seq
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence now; tokens in flight for it are dropped. Does nothing to one that has ended."""
+        if seq.status is FINISHED:
+            return
+        if seq.status is RUNNING:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self._end(seq, reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and account for it as submitted; None when nothing can run before a result is read."""
+        step = _Step(budget=self.limits.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        if not step.slots:
+            return None
+        plan = self._plan(step)
+        self.submitted.append(_Submitted(plan.step_id, plan.epoch, step.sampling_sequences))
+        self.stats.num_steps += 1
+        self.stats.num_scheduled_tokens += self.limits.max_num_batched_tokens - step.budget
+        return plan
+
+    def apply(self, result: StepResult) -> StepOutput:
+        """Take the result of the oldest unread step. Raises `EngineError` for a result of another step."""
+        submitted = self.submitted[0] if self.submitted else None
+        if submitted is None or (result.step_id, result.epoch) != (submitted.step_id, submitted.epoch):
+            expected = f"step {submitted.step_id} of epoch {submitted.epoch}" if submitted else "no step"
+            raise EngineError(f"got the result of step {result.step_id} of epoch {result.epoch}, expected {expected}")
+        sequences, tokens = submitted.sampling_sequences, result.token_ids
+        if len(sequences) != len(tokens):
+            raise EngineError(f"step {result.step_id} sampled {len(tokens)} tokens for {len(sequences)} rows")
+        self.submitted.popleft()
+        output = StepOutput([], [])
+        self._take_tokens(sequences, tokens, output)
+        if result.logprobs is not None:
+            by_sequence = dict(zip(sequences, result.logprobs, strict=True))
+            output.logprobs = [by_sequence[seq] for seq in output.sequences]
+        if output.finished:
+            self.running = [seq for seq in self.running if seq.status is RUNNING]
+        return output
+
+    def start_epoch(self) -> None:
+        """All submitted steps are lost and the caches of the workers empty: every sequence starts again, in order.
+
+        Tokens whose result was not read are forgotten; they will be sampled again.
+        """
+        self.submitted.clear()
+        for seq in reversed(self.running):
+            self._give_back(seq)
+            seq.status = WAITING
+            self.waiting.appendleft(seq)
+        self.running.clear()
+        for seq in self.waiting:
+            seq.num_pending = 0
+            seq.num_total = len(seq.token_ids)
+        self.block_manager.clear_index()
+        self._released_slots.clear()
+        self._next_step_id = 0
+        self.epoch += 1
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, step: _Step) -> None:
+        """Plan every running sequence that has something to compute. Hot: once a sequence, a step."""
+        manager, running, block_size = self.block_manager, self.running, self.limits.block_size
+        slots, num_new_tokens, samples, sampling = (
+            step.slots, step.num_new_tokens, step.samples, step.sampling_sequences,
+        )  # fmt: skip
+        budget, index = step.budget, 0
+        while index < len(running) and budget > 0:
+            seq = running[index]
+            total = seq.num_total
+            if total >= seq.max_total:  # its last token is in flight
+                index += 1
+                continue
+            num_new = total - seq.num_computed
+            if num_new > budget:
+                num_new = budget
+            computed = seq.num_computed + num_new
+            if computed > len(seq.block_table) * block_size and not self._grow(seq, computed, step):
+                break  # it was the latest arrival and has yielded
+            index += 1
+            budget -= num_new
+            slots.append(seq.slot)
+            num_new_tokens.append(num_new)
+            seq.num_computed = computed
+            if computed == total:
+                samples.append(1)
+                sampling.append(seq)
+                seq.num_pending += 1
+                seq.num_total = total + 1
+            else:
+                samples.append(0)
+            if num_new > 1 or computed % block_size == 0:
+                manager.publish(seq, min(computed, len(seq.token_ids)))
+        step.budget = budget
+
+    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Give a running sequence the blocks for `num_tokens`; False if it had to yield itself."""
+        manager = self.block_manager
+        while not manager.can_append(seq, num_tokens):
+            latest = self.running.pop()
+            self._preempt(latest)
+            step.preempted = True
+            if latest is seq:
+                return False
+        for block_id in manager.append(seq, num_tokens):
+            step.appended_slots.append(seq.slot)
+            step.appended_block_ids.append(block_id)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the queue. A token in flight is kept: `apply` will bring it."""
+        self._give_back(seq)
+        seq.status = WAITING
+        seq.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Admit waiting sequences in order, while there are slots, blocks and budget."""
+        while self.waiting and self._free_slots and step.budget > 0:
+            seq = self.waiting[0]
+            if seq.num_pending or not self.block_manager.can_allocate(seq):
+                return
+            self.waiting.popleft()
+            self._admit(seq, step)
+
+    def _admit(self, seq: Sequence, step: _Step) -> None:
+        num_tokens = len(seq.token_ids)
+        num_cached = self.block_manager.allocate(seq)
+        seq.status = RUNNING
+        seq.slot = self._free_slots.pop()
+        seq.num_computed = min(num_cached, num_tokens - 1)  # cached to the end: the last token runs as a query only
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed
+            self.stats.num_cached_tokens += seq.num_computed
+            self.stats.num_prompt_tokens += num_tokens
+        self.running.append(seq)
+        step.admitted.append((seq, num_cached))
+        num_new = min(num_tokens - seq.num_computed, step.budget)
+        step.budget -= num_new
+        step.slots.append(seq.slot)
+        step.num_new_tokens.append(num_new)
+        seq.num_computed += num_new
+        done = seq.num_computed == num_tokens
+        step.samples.append(done)
+        if done:
+            step.sampling_sequences.append(seq)
+            seq.num_pending = 1
+            seq.num_total = num_tokens + 1
+        self.block_manager.publish(seq, seq.num_computed)
+
+    def _plan(self, step: _Step) -> StepPlan:
+        released, self._released_slots = self._released_slots, []
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        return StepPlan(
+            step_id=step_id,
+            epoch=self.epoch,
+            released=ints(released),
+            admitted=_admitted_rows(step.admitted) if step.admitted else None,
+            appended_slots=ints(step.appended_slots),
+            appended_block_ids=ints(step.appended_block_ids),
+            slots=ints(step.slots),
+            num_new_tokens=ints(step.num_new_tokens),
+            samples=bytes(step.samples),
+        )
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
+        """Append each token to its sequence and end those that are done. Hot: once a sampled token."""
+        block_size = self.limits.block_size
+        kept, kept_tokens = output.sequences, output.token_ids
+        for seq, token in zip(sequences, tokens, strict=True):
+            if seq.status is FINISHED:
+                continue  # it ran once too often
+            token_ids = seq.token_ids
+            token_ids.append(token)
+            seq.num_pending -= 1
+            kept.append(seq)
+            kept_tokens.append(token)
+            length = len(token_ids)
+            if token in seq.stop_token_ids:
+                self._finish_from_result(seq, "stop", output)
+            elif length >= seq.max_total:
+                self._finish_from_result(seq, "length", output)
+            elif length % block_size == 0 and seq.num_computed >= length:
+                self.block_manager.publish(seq, length)
+
+    def _finish_from_result(self, seq: Sequence, reason: str, output: StepOutput) -> None:
+        if seq.status is WAITING:  # preempted with this token in flight
+            self.waiting.remove(seq)
+        self._end(seq, reason)
+        output.finished.append(seq)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        if seq.slot != NO_SLOT:
+            self.block_manager.publish(seq, min(seq.num_computed, len(seq.token_ids)))
+            self._give_back(seq)
+        seq.status = FINISHED
+        seq.finish_reason = reason
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Release the blocks and the slot of a running sequence."""
+        self.block_manager.deallocate(seq)
+        self._free_slots.append(seq.slot)
+        self._released_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+        seq.num_computed = 0
+
+    # -- laws -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError, naming the law and the values, unless every invariant holds."""
+        limits = self.limits
+        assert len(self.running) <= limits.max_num_seqs, f"{len(self.running)} running, {limits.max_num_seqs} allowed"
+        for seq in self.running:
+            assert seq.status is RUNNING and seq.slot != NO_SLOT, f"running without being so: {seq}"
+            assert 0 < seq.num_computed <= seq.num_total <= seq.max_total, f"counts out of order: {seq}"
+            assert len(seq.block_table) * limits.block_size >= seq.num_computed, f"computed beyond its blocks: {seq}"
+        for seq in self.waiting:
+            assert seq.status is WAITING and seq.slot == NO_SLOT, f"waiting without being so: {seq}"
+            assert not seq.block_table and seq.num_computed == 0, f"waiting, but holds blocks: {seq}"
+        for seq in (*self.running, *self.waiting):
+            assert seq.num_total == len(seq.token_ids) + seq.num_pending, f"tokens in flight miscounted: {seq}"
+        arrivals = [seq.arrival for seq in (*self.running, *self.waiting)]
+        assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
+        slots = sorted([seq.slot for seq in self.running] + self._free_slots)
+        assert slots == list(range(limits.max_num_seqs)), f"slots lost or doubled: {slots}"
+        in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
+        assert not in_prompt or in_prompt == self.running[-1:], f"in the middle of a prompt, but not last: {in_prompt}"
+        self.block_manager.check(self.running)
+
+
+def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:
+    sequences = [seq for seq, _ in admitted]
+    token_ids, block_ids = ints(), ints()
+    for seq in sequences:
+        token_ids.extend(seq.token_ids)
+        block_ids.extend(seq.block_table)
+    return AdmittedRows(
+        slots=ints(seq.slot for seq in sequences),
+        num_tokens=ints(len(seq.token_ids) for seq in sequences),
+        num_prompt_tokens=ints(seq.num_prompt_tokens for seq in sequences),
+        num_cached_tokens=ints(num_cached for _, num_cached in admitted),
+        num_blocks=ints(len(seq.block_table) for seq in sequences),
+        token_ids=token_ids,
+        block_ids=block_ids,
+        sampling=tuple(seq.sampling for seq in sequences),
+    )

@@ -1,0 +1,69 @@
+"""One sequence of tokens on its way from prompt to end, and how far it has been computed.
+
+    token_ids      prompt, then every generated token the driver knows
+    num_total      len(token_ids) + num_pending: those in flight included
+    num_computed   tokens whose KV is in the cache once all submitted steps have run
+
+        0 ............ num_computed ............ len(token_ids) ....... num_total
+        |  KV stored  |  to be run in next steps, num_pending of them  |
+                         sampled in steps whose result is unread
+
+A sequence is only changed by the scheduler.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from scheduler.messages import Request
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+NO_SLOT = -1
+
+
+class Sequence:
+    """State of one request in the scheduler. `max_total` is the length, prompt included, at which it ends."""
+
+    __slots__ = (
+        "arrival", "block_hashes", "block_table", "cache_salt", "finish_reason", "max_total", "num_cached_tokens",
+        "num_computed", "num_pending", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "num_total",
+        "request_id", "sampling", "slot", "status", "stop_token_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
+        self.request_id = request.request_id
+        self.arrival = arrival
+        self.token_ids = list(request.token_ids)
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.sampling = request.sampling
+        self.stop_token_ids = request.sampling.stop_token_ids
+        self.cache_salt = request.cache_salt
+        self.max_total = max_total
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []
+        self.num_published_blocks = 0
+        self.slot = NO_SLOT
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_total = len(self.token_ids)
+        self.num_cached_tokens: int | None = None  # of the first admission
+        self.num_preemptions = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {self.status.value}, {len(self.token_ids)} tokens of {self.max_total}, "
+            f"{self.num_computed} computed, {self.num_pending} pending, blocks {self.block_table})"
+        )

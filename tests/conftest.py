@@ -1,0 +1,8 @@
+"""What all tests share: the checkout on the path, quiet libraries, no network."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
