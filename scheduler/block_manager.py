@@ -7,8 +7,8 @@ Called by the scheduler, from one thread.
 
 A block is *published* when its content is known and every step that fills it has been submitted: steps run in order
 and a layer stores KV before it attends, so whoever is planned later may read it. Publishing gives a *serial*; a second
-copy of the same content takes the serial of the first, so (tokens, parent serial) names a whole prefix exactly and the
-hash only has to be fast. A free block keeps its content and stays findable until it is taken for something new.
+copy of the same content takes the serial of the first, so (salt, tokens, parent serial) names a whole prefix exactly
+and the hash only has to be fast. A free block keeps its content and stays findable until it is taken for something new.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ class Block:
     `previous` and `next` link the free list, least recently used first.
     """
 
-    __slots__ = ("block_id", "hash", "next", "parent_serial", "previous", "ref_count", "serial", "token_ids")
+    __slots__ = (
+        "block_id", "cache_salt", "hash", "next", "parent_serial", "previous", "ref_count", "serial", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.hash = NO_HASH
         self.token_ids: tuple[int, ...] = ()
+        self.cache_salt = ""
         self.serial = ROOT_SERIAL
         self.parent_serial = ROOT_SERIAL
         self.previous: Block | None = None
@@ -159,9 +162,7 @@ class BlockManager:
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):
             block = self._index.get(self._block_hash(seq, index))
-            if block is None or block.parent_serial != parent_serial:
-                break
-            if block.token_ids != self._block_tokens(seq, index):
+            if block is None or not _has_content(block, self._block_tokens(seq, index), parent_serial, seq.cache_salt):
                 break
             found.append(block)
             parent_serial = block.serial
@@ -172,9 +173,10 @@ class BlockManager:
         assert block.ref_count == 1 and block.hash == NO_HASH, "only a block of one's own is published, once"
         block.hash = self._block_hash(seq, index)
         block.token_ids = self._block_tokens(seq, index)
+        block.cache_salt = seq.cache_salt
         block.parent_serial = self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
         first = self._index.get(block.hash)
-        if first is not None and first.token_ids == block.token_ids and first.parent_serial == block.parent_serial:
+        if first is not None and _has_content(first, block.token_ids, block.parent_serial, block.cache_salt):
             block.serial = first.serial
         else:
             self._last_serial += 1
@@ -262,7 +264,12 @@ class BlockManager:
         )
 
 
+def _has_content(block: Block, token_ids: tuple[int, ...], parent_serial: int, cache_salt: str) -> bool:
+    return block.token_ids == token_ids and block.parent_serial == parent_serial and block.cache_salt == cache_salt
+
+
 def _forget(block: Block) -> None:
     block.hash = NO_HASH
     block.token_ids = ()
+    block.cache_salt = ""
     block.serial = block.parent_serial = ROOT_SERIAL

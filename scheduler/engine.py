@@ -12,7 +12,7 @@ from typing import Protocol
 from scheduler.errors import RequestError
 from scheduler.messages import Request, StepPlan, StepResult
 from scheduler.scheduler import Scheduler, StepOutput
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, SequenceStatus
 
 
 class Executor(Protocol):
@@ -35,11 +35,12 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises `RequestError`."""
+        """Queue a request. One that its own tokens end already is returned finished. Raises `RequestError`."""
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         seq = self.scheduler.add(request)
-        self._sequences[request.request_id] = seq
+        if seq.status is not SequenceStatus.FINISHED:
+            self._sequences[request.request_id] = seq
         return seq
 
     def finish(self, request_id: str, reason: str) -> Sequence | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +151,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, whole: b
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise RequestError(f"{name} must be {kind}, got {value!r}", name)
     assert isinstance(value, int | float)
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN is not in any range
         raise RequestError(f"{name} must be {kind} between {low} and {high}, got {value!r}", name)
 
 
@@ -186,8 +185,11 @@ def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def _token_id_key(key: str) -> int | str:
-    return int(key) if key.isascii() and key.isdecimal() else key
+def _token_id_key(key: object) -> object:
+    """JSON has only strings for keys; what is no token id is left for the check to refuse."""
+    if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal():
+        return int(key)
+    return key
 
 
 DEFAULTS = SamplingParams(

@@ -109,30 +109,18 @@ class Scheduler:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def check_request(self, request: Request) -> None:
-        """Raise `RequestError` unless the request can be run to at least one new token."""
-        tokens, most = request.token_ids, self.limits.max_total_tokens
-        if not tokens or request.num_prompt_tokens < 1:
-            raise RequestError("the prompt is empty; give at least one token", "prompt")
-        if len(tokens) >= most:
-            reason = "max_model_len" if most == self.limits.max_model_len else "KV cache"
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; at most {most - 1} are possible ({reason}: "
-                f"{most} tokens with the output). Shorten it or raise the "
-                + ("max_model_len" if reason == "max_model_len" else "size of the KV cache"),
-                "prompt",
-            )
-        if min(tokens) < 0 or max(tokens) >= self.limits.vocab_size:
-            wrong = next(t for t in tokens if not 0 <= t < self.limits.vocab_size)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.limits.vocab_size}", "prompt")
-
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises `RequestError`."""
-        self.check_request(request)
+        """Queue a request; one that was sent again with all its tokens comes back finished. Raises `RequestError`."""
+        check_request(request, self.limits)
         max_total = min(request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens)
         seq = Sequence(request, arrival=self._next_arrival, max_total=max_total)
         self._next_arrival += 1
-        self.waiting.append(seq)
+        if seq.num_output_tokens and seq.token_ids[-1] in seq.stop_token_ids:
+            self._end(seq, "stop")
+        elif len(seq.token_ids) >= max_total:
+            self._end(seq, "length")
+        else:
+            self.waiting.append(seq)
         return seq
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -377,6 +365,26 @@ class Scheduler:
         in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
         assert not in_prompt or in_prompt == self.running[-1:], f"in the middle of a prompt, but not last: {in_prompt}"
         self.block_manager.check(self.running)
+
+
+def check_request(request: Request, limits: SchedulerLimits) -> None:
+    """Raise `RequestError` unless the prompt can be run to at least one new token."""
+    tokens, most = request.token_ids, limits.max_total_tokens
+    if not 1 <= request.num_prompt_tokens <= len(tokens):
+        given = f"{request.num_prompt_tokens} of {len(tokens)} tokens are the prompt" if tokens else "it is empty"
+        raise RequestError(f"the prompt needs at least one token; {given}", "prompt")
+    if request.num_prompt_tokens >= most:
+        by_model = most == limits.max_model_len
+        bound = "max_model_len" if by_model else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
+        remedy = "max_model_len" if by_model else "num_kv_blocks or the memory of the cache"
+        raise RequestError(
+            f"the prompt has {request.num_prompt_tokens} tokens; at most {most - 1} are possible, one less "
+            f"than {bound} allows for prompt and output. Shorten the prompt or raise {remedy}",
+            "prompt",
+        )
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {limits.vocab_size} ids", "prompt")
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

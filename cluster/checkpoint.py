@@ -1,0 +1,55 @@
+"""Finding a checkpoint: a directory, or a hub id to download. Reads nothing of the weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scheduler.errors import ConfigError, RequestError
+from scheduler.params import SamplingParams
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
+    """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises `ConfigError`."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ConfigError(f"{what} {model!r} is a file; give the directory that holds config.json and *.safetensors")
+    if not HUB_ID.match(model):
+        raise ConfigError(f"{what} {model!r} is neither an existing directory nor a hub id such as Qwen/Qwen3-0.6B")
+    return _download(model, revision, what)
+
+
+def _download(model: str, revision: str | None, what: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{what} {model!r} is no directory here, and as a hub id it cannot be downloaded: {first_line} "
+            "Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
+        ) from error
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Sampling defaults of a checkpoint's `generation_config.json`; `do_sample` false means greedy."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    for name, value in values.items():
+        if name != "top_k" and isinstance(value, int | float) and math.isfinite(value):
+            values[name] = float(value)
+    if generation_config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    try:
+        return SamplingParams.from_dict(values)
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json: {error}") from None

@@ -1,0 +1,282 @@
+"""A frontend of the driver: it sends requests, polls for what is new, and makes text and outputs of it.
+
+One background thread polls while anything is outstanding. Each user request is a `Generation` of one or more outputs
+(`n`), every output an engine request of its own; what is new goes to the generation's sink as `Chunk`s, on the polling
+thread. `Generation.done` fires once, with an error or without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cluster.mailbox import News, unpack
+from cluster.text import TextStream, Tokenizer
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from scheduler.messages import Deltas, Request, TokenLogprobs
+from scheduler.params import SamplingParams
+
+POLL_WAIT_S = 5.0
+CALL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What is new of output `index`. The last one has a `finish_reason`: stop, length, abort or error."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request, as far as it has come."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+
+
+class _Output:
+    """Follows one engine request and cuts its news into chunks."""
+
+    def __init__(self, request_id: str, index: int, stream: TextStream | None, sink: Callable[[Chunk], None]) -> None:
+        self.request_id = request_id
+        self.completion = CompletionOutput(index)
+        self._stream = stream
+        self._sink = sink
+
+    def take(self, news: News) -> bool:
+        """Add news, without what is known already; True if a stop string ended the output here, not in the engine."""
+        done = self.completion
+        if done.finish_reason is not None:
+            return False
+        known = len(done.token_ids) - news.first_index
+        tokens = news.token_ids[known:] if news.token_ids else []
+        stopped_at = self._push(tokens)
+        tokens = tokens[:stopped_at] if stopped_at is not None else tokens
+        logprobs = news.logprobs[known:][: len(tokens)] if news.logprobs is not None else None
+        reason = "stop" if stopped_at is not None else news.finish_reason
+        text = self._new_text(final=reason is not None)
+        done.token_ids += tokens
+        done.text += text
+        if logprobs is not None:
+            done.logprobs = (done.logprobs or []) + logprobs
+        done.finish_reason = reason
+        if tokens or reason:
+            self._sink(
+                Chunk(
+                    index=done.index,
+                    text=text,
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    finish_reason=reason,
+                    num_cached_tokens=news.num_cached_tokens,
+                )
+            )
+        return stopped_at is not None and news.finish_reason is None
+
+    def _push(self, tokens: list[int]) -> int | None:
+        """Feed the text; the number of tokens up to the one that completed a stop string."""
+        if self._stream is not None:
+            for i, token in enumerate(tokens):
+                if self._stream.push(token):
+                    return i + 1
+        return None
+
+    def _new_text(self, *, final: bool) -> str:
+        if self._stream is None:
+            return ""
+        if final:
+            self._stream.finish()
+        return self._stream.text[len(self.completion.text) :]
+
+
+class Generation:
+    """One user request: its prompt, its outputs, and a future that ends with them."""
+
+    def __init__(self, prompt: str | None, prompt_token_ids: list[int]) -> None:
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.outputs: list[_Output] = []
+        self.num_cached_tokens = 0
+        self.done: Future[None] = Future()
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [output.request_id for output in self.outputs]
+
+    @property
+    def completions(self) -> list[CompletionOutput]:
+        return [output.completion for output in self.outputs]
+
+    def take(self, output: _Output, news: News) -> bool:
+        if output is self.outputs[0]:
+            self.num_cached_tokens = news.num_cached_tokens
+        stopped = output.take(news)
+        if news.error is not None:
+            self.fail(EngineDeadError(news.error))
+        elif all(c.finish_reason is not None for c in self.completions) and not self.done.done():
+            self.done.set_result(None)
+        return stopped
+
+    def fail(self, error: EaglerayError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class Frontend:
+    """Requests of one process to one driver. Any thread may call; sinks run on the polling thread."""
+
+    def __init__(self, driver: Any, tokenizer: Tokenizer | None) -> None:
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._id = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+        self._active: dict[str, tuple[Generation, _Output]] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._acknowledged = 0
+        self._thread = threading.Thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
+        self._thread.start()
+
+    def prepare(
+        self,
+        generation: Generation,
+        params: SamplingParams,
+        *,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        cache_salt: str,
+        sink: Callable[[Chunk], None],
+    ) -> list[Request]:
+        """The engine requests of a generation, one an output; nothing is sent yet."""
+        requests = []
+        for index in range(params.n or 1):
+            request_id = f"{self._id}-{next(self._numbers)}"
+            sampling = params.resolve(seed=seed, index=index, eos_token_ids=eos_token_ids)
+            stream = TextStream(self._tokenizer, params.stop_strings()) if self._tokenizer is not None else None
+            generation.outputs.append(_Output(request_id, index, stream, sink))
+            requests.append(
+                Request(
+                    request_id=request_id,
+                    token_ids=array("i", generation.prompt_token_ids),
+                    num_prompt_tokens=len(generation.prompt_token_ids),
+                    sampling=sampling,
+                    cache_salt=cache_salt,
+                )
+            )
+        return requests
+
+    def submit(self, generations: list[Generation], requests: list[Request]) -> None:
+        """Send prepared requests, all or none. Raises `RequestError`, `EngineDeadError`."""
+        with self._changed:
+            for generation in generations:
+                self._active.update({o.request_id: (generation, o) for o in generation.outputs})
+        try:
+            call(self._driver.submit.remote(self._id, requests), "submit requests")
+        except BaseException:
+            self._forget(generations)
+            raise
+        with self._changed:
+            self._changed.notify_all()
+
+    def abort(self, generations: list[Generation]) -> None:
+        """End generations; what they have stays, with `finish_reason` "abort". Does not wait for the engine."""
+        ids = []
+        for generation in generations:
+            for output in generation.outputs:
+                if output.completion.finish_reason is None:
+                    output.completion.finish_reason = "abort"
+                    ids.append(output.request_id)
+            if not generation.done.done():
+                generation.done.set_result(None)
+        self._forget(generations)
+        if ids and not self._closed:
+            self._driver.finish.remote(self._id, ids, "abort")
+
+    def close(self) -> None:
+        """Stop polling; what is outstanding fails."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._fail_all(EngineDeadError("the engine was shut down"))
+
+    def _forget(self, generations: list[Generation]) -> None:
+        with self._changed:
+            for generation in generations:
+                for request_id in generation.request_ids:
+                    self._active.pop(request_id, None)
+
+    # -- polling thread ---------------------------------------------------------------------------------------------
+
+    def _poll_loop(self) -> None:
+        while self._wait_for_work():
+            try:
+                reply = self._driver.poll.remote(self._id, self._acknowledged, POLL_WAIT_S)
+                deltas: Deltas = call(reply, "poll the driver", POLL_WAIT_S + CALL_TIMEOUT_S)
+            except EaglerayError as error:
+                self._fail_all(error)
+                continue
+            self._acknowledged = deltas.up_to
+            self._take(deltas)
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            while not self._active and not self._closed:
+                self._changed.wait()
+            return not self._closed
+
+    def _take(self, deltas: Deltas) -> None:
+        stopped = []
+        for request_id, news in unpack(deltas):
+            entry = self._active.get(request_id)
+            if entry is None:
+                continue  # repeated, or aborted in the meantime
+            generation, output = entry
+            if generation.take(output, news):
+                stopped.append(request_id)
+            if output.completion.finish_reason is not None:
+                with self._changed:
+                    self._active.pop(request_id, None)
+        if stopped:
+            self._driver.finish.remote(self._id, stopped, "stop")
+
+    def _fail_all(self, error: EaglerayError) -> None:
+        with self._changed:
+            generations = {id(g): g for g, _ in self._active.values()}
+            self._active.clear()
+        for generation in generations.values():
+            generation.fail(error)
+
+
+def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
+    """The value of a call to the driver, with Ray's errors turned into ours."""
+    try:
+        return ray.get(ref, timeout=limit_s)
+    except GetTimeoutError:
+        raise EngineError(f"could not {what}: the driver did not answer within {limit_s:g} s") from None
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, EaglerayError):
+            raise cause from None
+        raise EngineError(f"could not {what}: {cause or error}") from error
+    except RayActorError as error:
+        raise EngineDeadError(f"could not {what}: the driver has died ({error})") from error
+    except RayError as error:
+        raise EngineDeadError(f"could not {what}: {error}") from error

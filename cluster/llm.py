@@ -1,0 +1,398 @@
+"""`LLM`: an engine and how a program uses it. Starts everything, hands prompts to it, stops everything.
+
+    with LLM("Qwen/Qwen3-0.6B", tensor_parallel_size=2) as llm:
+        for output in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
+            print(output.text)
+
+Works inside a program that runs Ray or an event loop, and leaves both as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import queue
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.checkpoint import find_model, generation_defaults
+from cluster.driver import Driver, EngineReport
+from cluster.frontend import Chunk, CompletionOutput, Frontend, Generation, call
+from cluster.placement import SESSION, actor_environment, pick_device, place
+from cluster.progress import ProgressBar
+from cluster.text import Message, Tokenizer, load_tokenizer
+from configs.engine import EngineConfig, ResolvedConfig, resolve
+from configs.model import ModelConfig, read_generation_config
+from scheduler.errors import ConfigError, EaglerayError, RequestError
+from scheduler.params import SEED_LIMIT, SamplingParams
+from scheduler.scheduler import check_request
+from workers.checkpoint import check_checkpoint
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+SHUTDOWN_TIMEOUT_S = 2.0
+
+logger = logging.getLogger("eagleray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request. `outputs` holds `n` completions; `text` and the like are those of the first."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+
+class LLM:
+    """One engine: a driver actor and `tensor_parallel_size` ranks. A context manager; `shutdown` ends it.
+
+    `model` is a directory or a hub id, the small default model unless given; the other options are those of
+    `configs.EngineConfig`. `sampling_defaults` stand between a request's own parameters and the checkpoint's.
+    Raises `ConfigError` for what cannot work, before any actor starts where that can be known.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        sampling_defaults: SamplingParams | None = None,
+        **options: Any,
+    ) -> None:
+        if model is not None:
+            options["model"] = str(model)
+        self.config = EngineConfig.from_dict(options)
+        model_dir = find_model(self.config.model, self.config.revision)
+        self._model = ModelConfig.from_dir(model_dir)
+        self._model.check_tensor_parallel_size(self.config.tensor_parallel_size)
+        check_checkpoint(model_dir, self._model)
+        defaults = generation_defaults(read_generation_config(model_dir))
+        self._defaults = (sampling_defaults or SamplingParams()).over(defaults)
+        self._random = random.Random(self.config.seed)
+        self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
+        self._exit = contextlib.ExitStack()
+        atexit.register(self.shutdown)
+        try:
+            self._start(model_dir)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- whole outputs ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts: text, token ids, or mappings with `prompt`, `prompt_token_ids` or `messages` (and
+        optionally `cache_salt`). Returns outputs in the order of the prompts. Raises `RequestError` before any runs.
+        """
+        many = _as_list(prompts)
+        params = _one_each(sampling_params, len(many))
+        with ProgressBar(len(many), enabled=use_tqdm) as bar:
+            generations = self._submit(many, params, [bar.sink() for _ in many])
+            try:
+                for generation in generations:
+                    generation.done.result()
+            except BaseException:
+                self._frontend.abort(generations)
+                raise
+        return [_request_output(generation) for generation in generations]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the checkpoint's chat template."""
+        return self.generate(_conversations(messages), sampling_params, use_tqdm=use_tqdm)
+
+    async def agenerate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """`generate` for an event loop; cancelling it aborts the requests."""
+        many = _as_list(prompts)
+        params = _one_each(sampling_params, len(many))
+        generations = await asyncio.to_thread(self._submit, many, params, [_discard] * len(many))
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(generation.done) for generation in generations))
+        finally:
+            self._frontend.abort(generations)
+        return [_request_output(generation) for generation in generations]
+
+    async def achat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """`chat` for an event loop."""
+        return await self.agenerate(_conversations(messages), sampling_params)
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Iterator[Chunk]:
+        """Chunks of one request as they come. Leaving the loop early aborts it and frees its blocks.
+
+        `request_id` is a name of one's own for `abort`.
+        """
+        chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        generation = self._submit([prompt], [sampling_params], [chunks.put], request_id)[0]
+        generation.done.add_done_callback(lambda _: chunks.put(None))
+        try:
+            while (chunk := chunks.get()) is not None:
+                yield chunk
+            generation.done.result()
+        finally:
+            self._frontend.abort([generation])
+
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[Chunk]:
+        """`stream` for an event loop; close it (or leave `async for`) to abort."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+
+        def put(chunk: Chunk | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        generation = (await asyncio.to_thread(self._submit, [prompt], [sampling_params], [put], request_id))[0]
+        generation.done.add_done_callback(lambda _: put(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            generation.done.result()
+        finally:
+            self._frontend.abort([generation])
+
+    def abort(self, request_id: str) -> bool:
+        """End the stream that was given this `request_id`; its last chunk says "abort". False if it is not running."""
+        generation = self._generations.pop(request_id, None)
+        if generation is None or generation.done.done():
+            return False
+        self._frontend.abort([generation])
+        return True
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
+    @property
+    def report(self) -> EngineReport:
+        """Limits of the engine, and how it came up."""
+        return self._report
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the scheduler: sequences running and waiting, free blocks, steps, preemptions, cached tokens."""
+        counters: dict[str, float] = call(self._driver.stats.remote(), "read the counters")
+        return counters
+
+    def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
+        """Raise `RequestError` if this prompt could not be run; nothing is sent."""
+        generation = self._generation(prompt)
+        for request in self._requests(generation, sampling_params, prompt, _discard):
+            check_request(request, self._report.limits)
+
+    def shutdown(self) -> None:
+        """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""
+        self._exit.close()
+        atexit.unregister(self.shutdown)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def _start(self, model_dir: Path) -> None:
+        began = time.perf_counter()
+        size = self.config.tensor_parallel_size
+        SESSION.connect(self.config.ray_address, size)
+        self._exit.callback(SESSION.release)
+        config = resolve(self.config, self._model, model_dir, pick_device(self.config.device, size))
+        connected = time.perf_counter()
+        placement = place(size, config.device)
+        self._exit.callback(remove_placement_group, placement)
+        self._driver = _start_driver(config, placement)
+        self._exit.callback(_stop_driver, self._driver)
+        starting = self._driver.start.remote()
+        self._tokenizer = self._load_tokenizer(model_dir)  # while the ranks start
+        self._report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
+        self._frontend = Frontend(self._driver, self._tokenizer)
+        self._exit.callback(self._frontend.close)
+        for line in self._report.lines:
+            logger.info(line)
+        phases = {"ray": connected - began, **self._report.seconds, "all": time.perf_counter() - began}
+        logger.info("start: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
+
+    def _load_tokenizer(self, model_dir: Path) -> Tokenizer | None:
+        if self.config.tokenizer is None:
+            return load_tokenizer(model_dir)
+        path = find_model(self.config.tokenizer, what="tokenizer")
+        tokenizer = load_tokenizer(path)
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer {self.config.tokenizer!r}: {path} has no tokenizer files")
+        return tokenizer
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        prompts: Seq[Prompt],
+        params: Seq[SamplingParams | None],
+        sinks: Seq[Callable[[Chunk], None]],
+        request_id: str | None = None,
+    ) -> list[Generation]:
+        if request_id is not None and request_id in self._generations:
+            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+        generations, requests = [], []
+        for prompt, wanted, sink in zip(prompts, params, sinks, strict=True):
+            generation = self._generation(prompt)
+            generations.append(generation)
+            requests += self._requests(generation, wanted, prompt, sink)
+        self._frontend.submit(generations, requests)
+        if request_id is not None:
+            self._generations[request_id] = generations[0]
+        return generations
+
+    def _requests(
+        self, generation: Generation, wanted: SamplingParams | None, prompt: Prompt, sink: Callable[[Chunk], None]
+    ) -> list[Any]:
+        params = (wanted or SamplingParams()).over(self._defaults)
+        if params.stop_strings() and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
+        _check_ids(params, self._model.vocab_size)
+        seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
+        salt = str(prompt.get("cache_salt") or "") if isinstance(prompt, Mapping) else ""
+        return self._frontend.prepare(
+            generation, params, seed=seed, eos_token_ids=self._model.eos_token_ids, cache_salt=salt, sink=sink
+        )
+
+    def _generation(self, prompt: Prompt) -> Generation:
+        """Token ids of a prompt in any of its forms. Raises `RequestError`."""
+        value: Any = prompt
+        if isinstance(prompt, Mapping):
+            value = _only_form(prompt)
+            if "messages" in prompt:
+                return Generation(None, self._need_tokenizer("messages").encode_chat(value))
+        if isinstance(value, str):
+            return Generation(value, self._need_tokenizer("a text prompt").encode(value))
+        if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
+            raise RequestError(f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt")
+        return Generation(None, list(value))
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
+            )
+        return self._tokenizer
+
+
+def _start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
+    return (
+        ray.remote(Driver)
+        .options(
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env=actor_environment(),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
+        )
+        .remote(config, placement)
+    )
+
+
+def _stop_driver(driver: Any) -> None:
+    with contextlib.suppress(EaglerayError):  # it may be dead already; what is left of it is killed next
+        call(driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
+    ray.kill(driver)
+
+
+def _request_output(generation: Generation) -> RequestOutput:
+    return RequestOutput(
+        prompt=generation.prompt,
+        prompt_token_ids=generation.prompt_token_ids,
+        outputs=generation.completions,
+        num_cached_tokens=generation.num_cached_tokens,
+    )
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"got {len(params)} sampling_params for {count} prompts", "sampling_params")
+    return list(params)
+
+
+def _conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
+    one = not messages or isinstance(messages[0], Mapping)
+    return [{"messages": m} for m in ([messages] if one else messages)]
+
+
+def _only_form(prompt: Mapping[str, Any]) -> Any:
+    forms = ("prompt", "prompt_token_ids", "messages")
+    unknown = [key for key in prompt if key not in (*forms, "cache_salt")]
+    if unknown:
+        raise RequestError(
+            f"unknown key {unknown[0]!r} in a prompt; known are {', '.join(forms)}, cache_salt", "prompt"
+        )
+    given = [form for form in forms if form in prompt]
+    if len(given) != 1:
+        raise RequestError(
+            f"a prompt has exactly one of {', '.join(forms)}; got {', '.join(given) or 'none'}", "prompt"
+        )
+    return prompt[given[0]]
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} ids", name)
+
+
+def _discard(_: Chunk) -> None:
+    """A sink for callers who wait for the whole output."""

@@ -1,0 +1,126 @@
+"""Where an engine runs: a Ray cluster to be part of, and a placement group with one bundle a rank.
+
+A Ray that the program has already started is used and left running. Otherwise a cluster started by `ray start` on this
+machine (or the one at `ray_address`) is joined; otherwise a local one of our own is started, and stopped with the last
+engine of this process. A cluster that cannot hold the ranks is refused with what is needed and what each node has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from scheduler.errors import ConfigError
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+# Logical CPUs of a local cluster of our own: they only gate placement, and several small engines fit a laptop.
+MIN_LOCAL_CPUS = 16
+PLACEMENT_TIMEOUT_S = 30.0
+
+logger = logging.getLogger("eagleray")
+
+
+class RaySession:
+    """This process's part in a Ray cluster, shared by its engines. `connect` and `release` come in pairs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ours = False
+
+    def connect(self, address: str | None, tensor_parallel_size: int) -> None:
+        """Be part of a cluster. Raises `ConfigError` when the one at `address` cannot be joined."""
+        with self._lock:
+            if not ray.is_initialized():
+                self._users = 0
+                _init_ray(address, tensor_parallel_size)
+                self._ours = True
+            elif self._users == 0:
+                self._ours = False
+            self._users += 1
+
+    def release(self) -> None:
+        """Leave; the last engine stops Ray here if we started it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._ours and ray.is_initialized():
+                ray.shutdown()
+
+
+SESSION = RaySession()
+
+
+def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    try:
+        if address not in (None, "local"):
+            ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
+            return
+        num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
+        try:
+            ray.init(address=address, num_cpus=num_cpus, include_dashboard=False, **quiet)
+        except ValueError:  # a cluster of `ray start` runs here: its sizes are not ours to set
+            ray.init(**quiet)
+    except (ConnectionError, ValueError) as error:
+        where = f"at {address!r} " if address else ""
+        raise ConfigError(
+            f"cannot join the Ray cluster {where}({error}). Check ray_address and RAY_ADDRESS, or `ray stop`"
+        ) from error
+
+
+def actor_environment(*, num_gpus: int = 0) -> dict[str, Any]:
+    """Runtime environment of our actors: the checkout on the path, and no GPU in sight of one that asked for none."""
+    inherited = os.environ.get("PYTHONPATH")
+    env = {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}
+    if num_gpus == 0:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return {"env_vars": env}
+
+
+def pick_device(device: str, tensor_parallel_size: int) -> str:
+    """ "auto" is "cuda" where the cluster has a GPU for every rank, else "cpu"."""
+    if device != "auto":
+        return device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= tensor_parallel_size else "cpu"
+
+
+def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
+    """Reserve one bundle a rank: on one node if a node can hold them all, else packed on few.
+
+    Raises `ConfigError` when the cluster has not the resources, at once, or when they do not come free in time.
+    """
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+    needed = {name: amount * tensor_parallel_size for name, amount in bundle.items()}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    fits_one = any(all(n["Resources"].get(k, 0) >= v for k, v in needed.items()) for n in nodes)
+    if not fits_one:
+        held = sum(int(min(n["Resources"].get(k, 0) // v for k, v in bundle.items())) for n in nodes)
+        if held < tensor_parallel_size:
+            raise ConfigError(_shortage(tensor_parallel_size, needed, "the Ray cluster has not the resources for"))
+    strategy = "STRICT_PACK" if fits_one else "PACK"
+    group = placement_group([dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy)
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        remove_placement_group(group)
+        what = f"after {PLACEMENT_TIMEOUT_S:.0f} s other work still holds the resources for"
+        raise ConfigError(_shortage(tensor_parallel_size, needed, what))
+    return group
+
+
+def _shortage(size: int, needed: dict[str, float], what: str) -> str:
+    rows = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            total = node["Resources"]
+            rows.append(f"{node['NodeManagerAddress']}: " + ", ".join(f"{total.get(k, 0):g} {k}" for k in needed))
+    want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+    return (
+        f"{what} tensor_parallel_size {size}: needed {want}; nodes have [{'; '.join(rows)}]. "
+        "Lower tensor_parallel_size, add nodes, or wait for other work to end"
+    )

@@ -1,0 +1,123 @@
+"""Text at the edge of the engine: encoding prompts, detokenizing as tokens come, stop strings.
+
+The driver knows token ids only. `TextStream` turns the tokens of one output into text that never has to be taken
+back: bytes of an unfinished character, and text that may be the beginning of a stop string, are held until decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from scheduler.errors import ConfigError, RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+Message = dict[str, Any]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(self, path: Path) -> None:
+        """Load from a directory. Raises `ConfigError` when its files cannot be read."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:
+            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Seq[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers. Raises `RequestError`."""
+        _check_messages(messages)
+        if not self.has_chat_template:
+            raise RequestError("this checkpoint has no chat template; send a prompt instead of messages", "messages")
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # the template is a program of the checkpoint
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        return ids
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a directory, None when it has no tokenizer files."""
+    return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
+
+
+class TextStream:
+    """Text of one output, token by token. `text` is what has been decided so far."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Seq[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._ids: list[int] = []
+        self._start = 0  # tokens from here are decoded together, as context for the new ones
+        self._read = 0  # tokens before here are in `_decoded`
+        self._decoded = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; True if a stop string is complete with it."""
+        self._ids.append(token_id)
+        known = self._tokenizer.decode(self._ids[self._start : self._read])
+        whole = self._tokenizer.decode(self._ids[self._start :])
+        if whole.endswith(UNFINISHED) or len(whole) <= len(known):
+            return False
+        searched = max(0, len(self._decoded) - self._longest_stop + 1)
+        self._decoded += whole[len(known) :]
+        self._start, self._read = self._read, len(self._ids)
+        return self._match(searched)
+
+    def finish(self) -> None:
+        """No token comes after: what was held is text now."""
+        if self.stopped:
+            return
+        known = self._tokenizer.decode(self._ids[self._start : self._read])
+        whole = self._tokenizer.decode(self._ids[self._start :])
+        searched = max(0, len(self._decoded) - self._longest_stop + 1)
+        self._decoded += whole[len(known) :]
+        if not self._match(searched):
+            self.text = self._decoded
+
+    def _match(self, searched: int) -> bool:
+        found = [i for i in (self._decoded.find(stop, searched) for stop in self._stop) if i >= 0]
+        if found:
+            self.stopped = True
+            self.text = self._decoded[: min(found)]
+            return True
+        self.text = self._decoded[: len(self._decoded) - self._held()]
+        return False
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        tail = self._decoded[max(0, len(self._decoded) - self._longest_stop + 1) :]
+        for start in range(len(tail)):
+            if any(stop.startswith(tail[start:]) for stop in self._stop):
+                return len(tail) - start
+        return 0
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError("messages must be a non-empty list of {role, content}", "messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise RequestError(f"each of messages needs a role and content, got {message!r}", "messages")

@@ -1,0 +1,165 @@
+"""The ranks of one engine as Ray actors, and the executor that sends them plans.
+
+`RankActor` is a thin shell around `workers.Worker`: steps run in order in the default concurrency group, results are
+waited for in a second one. A plan is pickled once; a large one (long prompts) is put once in the object store and
+passed as a ref. Every rank's result is waited for, so the death of any of them is seen, and their digests must agree.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement import actor_environment
+from configs.engine import ResolvedConfig
+from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
+from scheduler.messages import StepPlan, StepResult
+from workers.worker import Worker, WorkerReport
+
+INLINE_PLAN_BYTES = 64 * 1024
+
+
+class RankActor:
+    """One rank in a process of its own. `concurrency_groups`: the steps, their results, and control."""
+
+    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        self._worker = Worker(config, rank)
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Rank 0: listen on a port the system picks."""
+        return self._worker.open_rendezvous(ray.util.get_node_ip_address())
+
+    def start(self, address: tuple[str, int], ranks_on_node: int) -> WorkerReport:
+        """Meet the other ranks and load. The ranks of a node share its cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self._worker.start(address, max(1, cores // ranks_on_node))
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self._worker.allocate_cache(num_blocks)
+
+    def launch(self, plan: bytes) -> None:
+        """Start a step. A failure is kept and raised by `result`."""
+        self._worker.launch(pickle.loads(plan))
+
+    @ray.method(concurrency_group="result")  # type: ignore[untyped-decorator]
+    def result(self, step_id: int, epoch: int) -> StepResult:
+        return self._worker.result(step_id, epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """How the ranks came up: size of the cache in blocks, seconds by phase, the ledger of rank 0."""
+
+    num_blocks: int
+    seconds: dict[str, float]
+    lines: tuple[str, ...]
+
+
+class WorkerGroup:
+    """All ranks of one engine; an `Executor` for `scheduler.engine.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+        self._config = config
+        self._placement = placement
+        self._ranks: list[Any] = []
+        self._pending: dict[int, list[ray.ObjectRef]] = {}
+
+    def start(self) -> GroupReport:
+        """Start all ranks together and give them their caches. Raises the first rank's error, naming the rank."""
+        began = time.perf_counter()
+        config, size = self._config, self._config.engine.tensor_parallel_size
+        self._ranks = [self._create(rank) for rank in range(size)]
+        on_node = self._ranks_on_node()
+        address = self._ranks[0].open_rendezvous.remote()
+        reports: list[WorkerReport] = self._all(
+            [actor.start.remote(address, on_node[rank]) for rank, actor in enumerate(self._ranks)], "start"
+        )
+        num_blocks = min(report.num_kv_blocks for report in reports)
+        self._all([actor.allocate_cache.remote(num_blocks) for actor in self._ranks], "allocate the KV cache")
+        slowest = {name: max(r.seconds[name] for r in reports) for name in reports[0].seconds}
+        total = time.perf_counter() - began
+        seconds = {"processes": max(0.0, total - sum(slowest.values())), **slowest}
+        return GroupReport(
+            num_blocks=num_blocks, seconds=seconds, lines=(f"kernels: {reports[0].backend}", str(reports[0].ledger))
+        )
+
+    def launch(self, plan: StepPlan) -> None:
+        data: Any = pickle.dumps(plan, protocol=5)
+        if len(data) > INLINE_PLAN_BYTES:
+            data = ray.put(data)
+        for actor in self._ranks:
+            actor.launch.remote(data)
+        self._pending[plan.step_id] = [actor.result.remote(plan.step_id, plan.epoch) for actor in self._ranks]
+
+    def result(self, step_id: int) -> StepResult:
+        """Wait for a step on every rank. Raises `WorkerError` or `StepTimeoutError`, naming rank and step."""
+        limit = self._config.engine.step_timeout_s
+        refs = self._pending.pop(step_id)
+        results: list[StepResult] = self._all(refs, f"step {step_id}", limit)
+        digests = [result.digest for result in results]
+        if len(set(digests)) > 1:
+            raise WorkerError(f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}")
+        return results[0]
+
+    def close(self) -> None:
+        """Kill every rank."""
+        for actor in self._ranks:
+            ray.kill(actor)
+        self._ranks = []
+        self._pending.clear()
+
+    def _create(self, rank: int) -> Any:
+        num_gpus = 1 if self._config.device == "cuda" else 0
+        shell: Any = ray.remote(concurrency_groups={"result": 1})(RankActor)
+        actor = shell.options(
+            num_cpus=1,
+            num_gpus=num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env=actor_environment(num_gpus=num_gpus),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
+        )
+        return actor.remote(self._config, rank)
+
+    def _ranks_on_node(self) -> list[int]:
+        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        return [list(nodes.values()).count(nodes[rank]) for rank in range(len(self._ranks))]
+
+    def _all(self, refs: Seq[ray.ObjectRef], what: str, limit_s: float | None = None) -> list[Any]:
+        """The values of one ref a rank; turns Ray's errors into ours."""
+        limit_s = limit_s or self._config.engine.start_timeout_s
+        try:
+            values: list[Any] = ray.get(list(refs), timeout=limit_s)
+            return values
+        except GetTimeoutError:
+            done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            late = [rank for rank, ref in enumerate(refs) if ref not in done]
+            raise StepTimeoutError(f"{what} did not finish within {limit_s:g} s on rank {late}") from None
+        except (RayTaskError, RayActorError) as error:
+            raise _explain(error, refs, what) from error
+
+
+def _explain(error: Exception, refs: Seq[ray.ObjectRef], what: str) -> EaglerayError:
+    """The cause, with the message of each rank that failed."""
+    messages: dict[int, Exception] = {}
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0)
+    for rank, ref in enumerate(refs):
+        if ref in done:
+            try:
+                ray.get(ref)
+            except (RayTaskError, RayActorError) as failure:
+                messages[rank] = getattr(failure, "cause", None) or failure
+    first = next(iter(messages.values()), error)
+    if isinstance(first, EaglerayError) and not isinstance(first, WorkerError):
+        return first
+    listed = "; ".join(f"rank {rank}: {type(m).__name__}: {m}" for rank, m in messages.items())
+    return WorkerError(f"{what} failed: {listed or error}")

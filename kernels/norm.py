@@ -1,0 +1,42 @@
+"""RMSNorm, alone and with the residual addition before it.
+
+Numerics of the Qwen3 layer of transformers (Zhang and Sennrich 2019, arXiv:1910.07467): mean square and scaling in
+float32, back to the dtype of the input, then the weight. Legend: `x` is [..., F] with F features, `weight` is [F].
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weight * x / sqrt(mean(x**2) + eps)` over the last dimension, in the dtype of `x`. On any device."""
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm(x + residual)`, `x + residual`). Neither input is changed."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference with fewer passes over memory: the sum of squares without its own tensor, the rest in place."""
+    wide = x.to(torch.float32)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+    if wide is x:
+        return (x * scale).mul_(weight)
+    return wide.mul_(scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm_cpu(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference."""
+    total = x + residual
+    return rms_norm_cpu(total, weight, eps), total

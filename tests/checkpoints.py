@@ -1,0 +1,67 @@
+"""Small random checkpoints of any Qwen3 shape, written by transformers.
+
+Weights are drawn wide, norms and biases too, so that greedy outputs vary and every parameter shows in them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a test model; `extra` goes to transformers' Qwen3Config as it is."""
+
+    name: str
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    hidden: int = 64
+    intermediate: int = 96
+    layers: int = 2
+    vocab: int = 512
+    tied: bool = False
+    max_positions: int = 256
+    num_shards: int = 1
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
+    """Write a float32 checkpoint and return the transformers model it came from, in eval mode."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        attn_implementation="eager",
+        **shape.extra,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        parameter.copy_(_draw(name, parameter, generator))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(model_dir, max_shard_size=math.ceil(size / shape.num_shards) if shape.num_shards > 1 else "5GB")
+    return model
+
+
+def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.3 * noise
+    if name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
+        return 0.5 * noise
+    return 2.0 * noise / math.sqrt(parameter.shape[1])

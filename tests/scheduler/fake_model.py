@@ -1,0 +1,218 @@
+"""A model without numbers that runs step plans as a rank does, and shows every wrong read in its output.
+
+A cell of the fake KV cache holds the *digest* of the prefix that ends there, as the keys and values of a real model
+depend on all tokens before them. A step first stores the cells of all its rows, then every row reads its whole context
+through its block table (a layer stores before it attends). The next token is a hash of what was read and of the
+request's seed, so aliasing, a stale hit or an early release changes it; and a row that read something wrong stores
+wrong cells from then on. Tokens are kept a slot, as the device does: plans name no sampled token.
+
+`FakeRank` checks on the way what a real rank would suffer from silently: released and admitted slots, who writes to
+which cell, table width, chunks that sample. The cache salt is part of a digest, taken from the seed (`salt_of`), so
+that sharing across salts shows up too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from random import Random
+
+import xxhash
+
+from scheduler.messages import AdmittedRows, StepPlan, StepResult, ints
+from scheduler.params import Sampling
+
+VOCAB_SIZE = 1000
+SALTS = ("", "north", "south", "a salt of sixteen")
+DIGEST_BYTES = 8
+_MASK = 2**64 - 1
+
+
+def salt_of(seed: int) -> str:
+    """The cache salt that a request of this seed must carry."""
+    return SALTS[seed % len(SALTS)]
+
+
+def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None:
+    """Append the digest of each prefix that ends in one of `token_ids`; `digests` holds those before."""
+    digest = digests[-1] if digests else seed % len(SALTS)
+    for token in token_ids:
+        digest = ((digest ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+        digest ^= digest >> 29
+        digests.append(digest)
+
+
+def next_token(context: bytes, seed: int) -> int:
+    """The token after a context, given as the cells that were read."""
+    return xxhash.xxh3_64_intdigest(context, seed) % VOCAB_SIZE
+
+
+def generate(token_ids: list[int], num_prompt_tokens: int, sampling: Sampling, max_total: int) -> tuple[list[int], str]:
+    """All tokens of an undisturbed run and why it ends. `token_ids` may hold generated tokens already."""
+    tokens, digests = list(token_ids), array("Q")
+    extend_digests(digests, tokens, sampling.seed)
+    most = min(max_total, num_prompt_tokens + sampling.max_tokens)
+    while True:
+        if len(tokens) > num_prompt_tokens and tokens[-1] in sampling.stop_token_ids:
+            return tokens, "stop"
+        if len(tokens) >= most:
+            return tokens, "length"
+        tokens.append(next_token(digests.tobytes(), sampling.seed))
+        extend_digests(digests, tokens[-1:], sampling.seed)
+
+
+@dataclass(slots=True)
+class Row:
+    """One slot of the fake batch state. `digests` is what a right cache holds, for every token."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed: int
+    digests: array[int]
+    block_table: list[int]
+    sampling: Sampling
+
+
+class FakeRank:
+    """Slots and cells. `run` executes a plan at once; who wants results to be late keeps them."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.table_width = -(-max_model_len // block_size)
+        self.rows: list[Row | None] = [None] * max_num_seqs
+        self.blocks = [bytearray() for _ in range(num_blocks)]  # cells, appended in order
+        self.num_holders = [0] * num_blocks  # tables that name a block
+        self.epoch = 0
+        self.num_steps = 0  # of this epoch
+        self.num_cached_tokens = 0
+        self.num_written_tokens = 0
+
+    def restart(self, rng: Random) -> None:
+        """A new epoch: no rows, and anything at all in the cache."""
+        self.rows = [None] * len(self.rows)
+        for block_id in range(len(self.blocks)):
+            self.blocks[block_id] = bytearray(rng.randbytes(self.block_size * DIGEST_BYTES))
+            self.num_holders[block_id] = 0
+        self.epoch += 1
+        self.num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute a plan. Appended blocks come before admitted rows, as these may share a block that is appended now."""
+        assert (plan.step_id, plan.epoch) == (self.num_steps, self.epoch), f"step {plan.step_id} out of order"
+        self.num_steps += 1
+        for slot in plan.released:
+            self._release(slot)
+        for slot, block_id in zip(plan.appended_slots, plan.appended_block_ids, strict=True):
+            self._append(self._row(slot), block_id)
+        if plan.admitted is not None:
+            self._admit(plan.admitted)
+        assert len(set(plan.slots)) == len(plan.slots) > 0, f"a slot twice in a step, or none: {plan.slots}"
+        batch = [self._row(slot) for slot in plan.slots]
+        starts = [row.num_computed for row in batch]
+        for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
+            self._store(row, num_new)
+        sampled = ints()
+        for row, start, samples in zip(batch, starts, plan.samples, strict=True):
+            context = self._attend(row, start)
+            assert samples == (row.num_computed == len(row.tokens)), f"samples {samples} in the wrong chunk: {row}"
+            if samples:
+                sampled.append(self._sample(row, context))
+        return StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled)
+
+    # -- what changed -----------------------------------------------------------------------------------------------
+
+    def _row(self, slot: int) -> Row:
+        row = self.rows[slot]
+        assert row is not None, f"slot {slot} holds no row"
+        return row
+
+    def _release(self, slot: int) -> None:
+        for block_id in self._row(slot).block_table:
+            self.num_holders[block_id] -= 1
+        self.rows[slot] = None
+
+    def _admit(self, rows: AdmittedRows) -> None:
+        first_token = first_block = 0
+        for i, slot in enumerate(rows.slots):
+            assert self.rows[slot] is None, f"slot {slot} is given away while it is held"
+            tokens = rows.token_ids[first_token : first_token + rows.num_tokens[i]].tolist()
+            blocks = rows.block_ids[first_block : first_block + rows.num_blocks[i]]
+            first_token += len(tokens)
+            first_block += len(blocks)
+            row = Row(
+                tokens=tokens,
+                num_prompt_tokens=rows.num_prompt_tokens[i],
+                num_cached_tokens=rows.num_cached_tokens[i],
+                num_computed=min(rows.num_cached_tokens[i], len(tokens) - 1),
+                digests=array("Q"),
+                block_table=[],
+                sampling=rows.sampling[i],
+            )
+            extend_digests(row.digests, tokens, row.sampling.seed)
+            assert 0 <= row.num_cached_tokens <= len(tokens) and row.num_cached_tokens % self.block_size == 0
+            self.num_cached_tokens += row.num_cached_tokens
+            self.rows[slot] = row
+            self._fill_table(row, blocks)
+        assert (first_token, first_block) == (len(rows.token_ids), len(rows.block_ids)), "flat arrays of other lengths"
+
+    def _fill_table(self, row: Row, blocks: array[int]) -> None:
+        num_shared = row.num_cached_tokens // self.block_size
+        for block_id in blocks[:num_shared]:
+            self.num_holders[block_id] += 1
+            row.block_table.append(block_id)
+        for block_id in blocks[num_shared:]:
+            self._append(row, block_id)
+
+    def _append(self, row: Row, block_id: int) -> None:
+        """A block for new content: nobody else may hold it."""
+        assert self.num_holders[block_id] == 0, f"block {block_id} is handed out while somebody holds it"
+        assert len(row.block_table) < self.table_width, f"a table wider than {self.table_width} blocks: {row}"
+        self.num_holders[block_id] = 1
+        self.blocks[block_id] = bytearray()
+        row.block_table.append(block_id)
+
+    # -- what runs --------------------------------------------------------------------------------------------------
+
+    def _store(self, row: Row, num_new: int) -> None:
+        """Write the cells of a chunk, but for those that stand in shared blocks."""
+        start, end = row.num_computed, row.num_computed + num_new
+        assert 1 <= num_new and end <= len(row.tokens), f"{num_new} new tokens: {row}"
+        assert end <= len(row.block_table) * self.block_size, f"{num_new} new tokens beyond the blocks: {row}"
+        position = max(start, row.num_cached_tokens)
+        self.num_written_tokens += end - position
+        while position < end:
+            index, offset = divmod(position, self.block_size)
+            upto = min(end, (index + 1) * self.block_size)
+            block = self.blocks[row.block_table[index]]
+            assert len(block) == offset * DIGEST_BYTES, (
+                f"cell {offset} of block {row.block_table[index]} written out of turn, or twice: {row}"
+            )
+            block += row.digests[position:upto].tobytes()
+            position = upto
+        row.num_computed = end
+
+    def _attend(self, row: Row, start: int) -> bytes:
+        """Read the whole context of a row. What was read wrong spoils what the row has stored."""
+        blocks = self.blocks
+        num_bytes = row.num_computed * DIGEST_BYTES
+        context = b"".join([blocks[block_id] for block_id in row.block_table])[:num_bytes]
+        if context != row.digests.tobytes()[:num_bytes]:
+            self._spoil(row, start, xxhash.xxh3_64_digest(context))
+        return context
+
+    def _spoil(self, row: Row, start: int, wrong: bytes) -> None:
+        for position in range(max(start, row.num_cached_tokens), row.num_computed):
+            index, offset = divmod(position, self.block_size)
+            first = offset * DIGEST_BYTES
+            self.blocks[row.block_table[index]][first : first + DIGEST_BYTES] = wrong
+
+    def _sample(self, row: Row, context: bytes) -> int:
+        token = next_token(context, row.sampling.seed)
+        row.tokens.append(token)
+        extend_digests(row.digests, [token], row.sampling.seed)
+        num_output = len(row.tokens) - row.num_prompt_tokens
+        assert num_output <= row.sampling.max_tokens, f"ran beyond max_tokens {row.sampling.max_tokens}: {row}"
+        assert len(row.tokens) <= self.max_model_len, f"ran beyond max_model_len {self.max_model_len}: {row}"
+        return token

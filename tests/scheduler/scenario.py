@@ -1,0 +1,169 @@
+"""What one seed draws: the sizes of an engine, and who asks it for what, when.
+
+Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut beside a block boundary,
+conversations that go on after an earlier answer, and the same again under another cache salt. Some requests come with
+tokens that were generated before. Everything follows from the `Random` that is handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import xxhash
+
+from scheduler.block_manager import HashFunction
+from scheduler.messages import Request, ints
+from scheduler.params import Sampling
+from scheduler.scheduler import SchedulerLimits
+from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, salt_of
+
+BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)
+MAX_BLOCKS = 150
+
+
+def _constant(data: bytes) -> int:
+    return 7
+
+
+def _few_values(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) % 5
+
+
+def _last_token_only(data: bytes) -> int:
+    return int.from_bytes(data[-4:], "little")
+
+
+WEAK_HASHES: tuple[HashFunction, ...] = (_constant, _few_values, _last_token_only)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Sizes, requests in order of arrival, and how often what goes wrong until `num_fault_steps`."""
+
+    limits: SchedulerLimits
+    num_steps_ahead: int
+    hash_function: HashFunction
+    requests: list[Request]
+    loss_probability: float
+    finish_probability: float
+    num_fault_steps: int
+
+
+def draw_scenario(rng: Random) -> Scenario:
+    limits = _draw_limits(rng)
+    weak = rng.random() < 0.3
+    return Scenario(
+        limits=limits,
+        num_steps_ahead=rng.choice((0, 1, 1, 2)),
+        hash_function=rng.choice(WEAK_HASHES) if weak else xxhash.xxh3_128_intdigest,
+        requests=_Requests(rng, limits, small_alphabet=weak or rng.random() < 0.2).draw(rng.randint(3, 40)),
+        loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
+        finish_probability=rng.choice((0.0, 0.02, 0.1)),
+        num_fault_steps=rng.randint(5, 150),
+    )
+
+
+def _draw_limits(rng: Random) -> SchedulerLimits:
+    longest = rng.choice((8, 16, 32, 64, 64, 100, 150, 200))
+    max_model_len = rng.randint(longest // 2, longest)
+    block_size = rng.choice(BLOCK_SIZES)
+    pool_tokens = rng.choice((0.6, 1.0, 1.2, 1.5, 2.0, 3.0)) * max_model_len
+    max_num_seqs = rng.choice((1, 2, 3, 4, 6, 8, 12))
+    extra = rng.choice((0, 1, rng.randrange(16), rng.randrange(100), 200))
+    return SchedulerLimits(
+        num_blocks=min(MAX_BLOCKS, max(2, round(pool_tokens / block_size))),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + extra,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        enable_prefix_caching=rng.random() < 0.9,
+    )
+
+
+@dataclass(slots=True)
+class _Requests:
+    rng: Random
+    limits: SchedulerLimits
+    small_alphabet: bool
+    segments: list[list[int]] = field(default_factory=list)
+    drawn: list[Request] = field(default_factory=list)
+
+    def draw(self, num_requests: int) -> list[Request]:
+        rng = self.rng
+        self.segments = [self._tokens(self._segment_length()) for _ in range(rng.randint(1, 4))]
+        mean_gap_s = rng.choice((0.0, 0.0, 0.5, 3.0, 10.0))
+        num_salts = rng.choice((1, 1, 2, len(SALTS)))
+        arrival_s = 0.0
+        for i in range(num_requests):
+            if mean_gap_s:
+                arrival_s += rng.expovariate(1 / mean_gap_s)
+            twin = rng.choice(self.drawn) if self.drawn and rng.random() < 0.2 else None
+            seed = twin.sampling.seed if twin and rng.random() < 0.5 else self._seed(num_salts)
+            prompt = list(twin.token_ids[: twin.num_prompt_tokens]) if twin else self._prompt()
+            self.drawn.append(self._request(f"request-{i}", prompt, self._sampling(seed), arrival_s))
+        return self.drawn
+
+    def _request(self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float) -> Request:
+        """Sometimes with the beginning, or the whole, of what it generates."""
+        tokens = prompt
+        if self.rng.random() < 0.15:
+            tokens, _ = generate(prompt, len(prompt), sampling, self.limits.max_total_tokens)
+            tokens = tokens[: self.rng.randint(len(prompt), len(tokens))]
+        return Request(
+            request_id=request_id,
+            token_ids=ints(tokens),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            cache_salt=salt_of(sampling.seed),
+            arrival_s=arrival_s,
+        )
+
+    def _seed(self, num_salts: int) -> int:
+        return self.rng.randrange(1000) * len(SALTS) + self.rng.randrange(num_salts)
+
+    def _sampling(self, seed: int) -> Sampling:
+        rng = self.rng
+        return Sampling(
+            seed=seed,
+            max_tokens=rng.choice((1, 2, rng.randint(1, 10), rng.randint(1, 40), rng.randint(1, 100), 1000)),
+            stop_token_ids=frozenset(range(rng.choice((0, 0, 20, 100)))),
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        alphabet = 2 if self.small_alphabet else VOCAB_SIZE
+        return [self.rng.randrange(alphabet) for _ in range(count)]
+
+    def _segment_length(self) -> int:
+        block_size = self.limits.block_size
+        return self.rng.choice((block_size, 2 * block_size, self.rng.randint(1, 2 * block_size + 1)))
+
+    def _prompt(self) -> list[int]:
+        """Nearly always short enough; a prompt that is too long must be refused."""
+        rng, most = self.rng, self.limits.max_total_tokens
+        kind = rng.random()
+        if kind < 0.2 and self.drawn:
+            prompt = self._conversation(rng.choice(self.drawn))
+        elif kind < 0.4 and self.drawn:
+            prompt = self._cut(list(rng.choice(self.drawn).token_ids))
+        elif kind < 0.5:
+            prompt = self._tokens(rng.randint(1, most))
+        else:
+            prompt = [token for _ in range(rng.randint(0, 5)) for token in rng.choice(self.segments)]
+            prompt += self._tokens(rng.choice((0, 1, rng.randint(0, 20))))
+        if rng.random() < 0.03:
+            return prompt + self._tokens(most)
+        return prompt[: max(1, rng.choice((most - 1, most // 2, most // 4)))] or self._tokens(1)
+
+    def _conversation(self, earlier: Request) -> list[int]:
+        """An earlier prompt with its whole answer, and a little more."""
+        prompt = list(earlier.token_ids[: earlier.num_prompt_tokens])
+        most = max(len(earlier.token_ids), self.limits.max_total_tokens)
+        tokens, _ = generate(prompt, len(prompt), earlier.sampling, most)
+        return tokens + self._tokens(self.rng.randint(0, 3))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """The beginning of an earlier prompt, up to a block boundary or one token beside it."""
+        blocks = self.rng.randint(0, len(tokens) // self.limits.block_size)
+        return tokens[: max(1, blocks * self.limits.block_size + self.rng.choice((-1, 0, 0, 1)))]

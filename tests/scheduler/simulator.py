@@ -1,0 +1,337 @@
+"""Deterministic simulation of the real scheduler and engine over a fake rank, under a virtual clock.
+
+`run_seed` draws a scenario and plays it: requests arrive, are aborted, end from outside, are sent again; steps get
+lost and with them their epoch; results arrive up to two steps late. Every token that comes out is compared with an
+undisturbed run of its request (`fake_model.generate`), and the laws below are checked on the way. A violation raises
+AssertionError with the seed in its message. When arrivals and faults are over, everything must finish within a number
+of steps computed from the sizes.
+
+Laws, besides `Engine.check` and those of `FakeRank`:
+    every running sequence moves in every step, unless its last token is in flight;
+    no step has more tokens than the budget, or more rows than `max_num_seqs`;
+    a row is admitted with exactly the tokens delivered so far, and tells the truth about how many were cached;
+    tokens come once, in order, until the end, for the reason expected; nothing comes after an end from outside;
+    what the prefix index names is in the cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, fields
+from random import Random
+
+from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
+from scheduler.engine import Engine
+from scheduler.errors import RequestError
+from scheduler.messages import Request, StepPlan, StepResult, ints
+from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.sequence import Sequence, SequenceStatus
+from tests.scheduler.fake_model import DIGEST_BYTES, SALTS, FakeRank, extend_digests, generate
+from tests.scheduler.scenario import draw_scenario
+
+INDEX_CHECK_INTERVAL = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The classes under test."""
+
+    scheduler: type[Scheduler] = Scheduler
+    block_manager: type[BlockManager] = BlockManager
+    engine: type[Engine] = Engine
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulationReport:
+    """Counts of one or many seeds; `worst_*` are maxima, the others sums."""
+
+    seeds: int = 0
+    steps: int = 0
+    tokens_computed: int = 0
+    tokens_cached: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    lost_steps: int = 0
+    epochs_lost: int = 0
+    finished: int = 0
+    ended_outside: int = 0
+    sent_again: int = 0
+    refused: int = 0
+    worst_preemptions: int = 0
+    worst_percent_of_bound: int = 0
+
+    def add(self, other: SimulationReport) -> None:
+        for field in fields(self):
+            mine, others = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(mine, others) if field.name.startswith("worst_") else mine + others)
+
+
+class StepLostError(Exception):
+    """What the executor raises when a rank is lost."""
+
+
+@dataclass(slots=True)
+class Client:
+    """One request as its frontend sees it. `expected` is the prompt with the whole output."""
+
+    request: Request
+    sequence: Sequence
+    tokens: list[int]
+    expected: list[int]
+    expected_reason: str
+    ended: bool = False
+    admitted: bool = False
+
+
+def run_seed(seed: int, parts: Parts | None = None) -> SimulationReport:
+    """Play one seed to its end. Raises AssertionError naming the seed and the law."""
+    try:
+        return Simulation(seed, parts or Parts()).run()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+
+
+class Simulation:
+    """One world: an engine, a fake rank behind it (this is the engine's executor), and the clients."""
+
+    def __init__(self, seed: int, parts: Parts) -> None:
+        self.rng = Random(seed)
+        self.scenario = draw_scenario(self.rng)
+        limits = self.scenario.limits
+        self.manager = parts.block_manager(
+            limits.num_blocks,
+            limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            hash_function=self.scenario.hash_function,
+        )
+        self.scheduler = parts.scheduler(limits, self.manager)
+        self.engine = parts.engine(self.scheduler, self, num_steps_ahead=self.scenario.num_steps_ahead)
+        self.rank = FakeRank(limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len)
+        self.results: deque[StepResult] = deque()
+        self.arriving = deque(self.scenario.requests)
+        self.clients: dict[str, Client] = {}
+        self.report = SimulationReport(seeds=1)
+        self.clock_s = 0.0
+        self.num_turns = 0
+        self.last_turn: int | None = None  # by when everything must have finished
+        self.calm_since = 0
+
+    def run(self) -> SimulationReport:
+        while self.arriving or self.engine.has_work:
+            self.num_turns += 1
+            self._watch_progress()
+            self._arrive()
+            self._interfere()
+            self._turn()
+            self.engine.check()
+            if self.num_turns % INDEX_CHECK_INTERVAL == 0:
+                self._check_index()
+        self._check_end()
+        return self.report
+
+    # -- the executor -----------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> None:
+        self._audit(plan)
+        self._maybe_lose()
+        self.results.append(self.rank.run(plan))
+
+    def result(self, step_id: int) -> StepResult:
+        self._maybe_lose()
+        assert self.results and self.results[0].step_id == step_id, f"result of step {step_id} is not the oldest"
+        return self.results.popleft()
+
+    def _maybe_lose(self) -> None:
+        if self._faulty and self.rng.random() < self.scenario.loss_probability:
+            raise StepLostError
+
+    @property
+    def _faulty(self) -> bool:
+        return self.num_turns <= self.scenario.num_fault_steps
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self.clock_s += self.rng.uniform(0.5, 1.5)
+        try:
+            output = self.engine.step()
+        except StepLostError:
+            self._start_epoch()
+            return
+        if output is None:
+            assert not self.scheduler.has_unfinished, "stuck: sequences are unfinished, but there is no step"
+            if self.arriving:
+                self.clock_s = max(self.clock_s, self.arriving[0].arrival_s)
+            return
+        self.report.steps += 1
+        self._deliver(output)
+
+    def _start_epoch(self) -> None:
+        """Clients come and go while the ranks start again."""
+        self.report.lost_steps += len(self.scheduler.submitted)
+        self.report.epochs_lost += 1
+        self.results.clear()
+        self.rank.restart(self.rng)
+        self._arrive()
+        self._interfere()
+        self.scheduler.start_epoch()
+
+    def _arrive(self) -> None:
+        while self.arriving and self.arriving[0].arrival_s <= self.clock_s:
+            self._add(self.arriving.popleft())
+
+    def _add(self, request: Request) -> None:
+        limits = self.scenario.limits
+        fits = request.num_prompt_tokens < limits.max_total_tokens
+        try:
+            sequence = self.engine.add(request)
+        except RequestError as error:
+            assert not fits and str(request.num_prompt_tokens) in str(error), f"refused: {error}"
+            self.report.refused += 1
+            return
+        assert fits, f"accepted with {request.num_prompt_tokens} prompt tokens"
+        tokens = list(request.token_ids)
+        expected, reason = generate(tokens, request.num_prompt_tokens, request.sampling, limits.max_total_tokens)
+        client = Client(request, sequence, tokens, expected, reason)
+        self.clients[request.request_id] = client
+        self.report.sent_again += len(tokens) > request.num_prompt_tokens
+        if sequence.status is SequenceStatus.FINISHED:
+            self._end(client)
+
+    def _interfere(self) -> None:
+        """End a request from outside, or send one again that was ended so."""
+        rng = self.rng
+        if not self._faulty or not self.clients or rng.random() >= self.scenario.finish_probability:
+            return
+        client = rng.choice(list(self.clients.values()))
+        request = client.request
+        if not client.ended:
+            reason = rng.choice(("abort", "stop", "error"))
+            assert self.engine.finish(request.request_id, reason) is client.sequence, "not known to the engine"
+            assert client.sequence.finish_reason == reason
+            client.ended = True
+            self.report.ended_outside += 1
+        else:
+            assert self.engine.finish(request.request_id, "abort") is None, "finished twice"
+            again = Request(
+                request_id=request.request_id,
+                token_ids=ints(client.tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
+                arrival_s=self.clock_s,
+            )
+            self._add(again)
+
+    # -- what comes out ---------------------------------------------------------------------------------------------
+
+    def _deliver(self, output: StepOutput) -> None:
+        complete = []
+        for sequence, token in zip(output.sequences, output.token_ids, strict=True):
+            client = self.clients[sequence.request_id]
+            assert client.sequence is sequence and not client.ended, f"a token after the end: {sequence}"
+            index = len(client.tokens)
+            assert index < len(client.expected) and token == client.expected[index], (
+                f"token {index} is {token}, expected {client.expected[index : index + 1]}: {sequence}"
+            )
+            client.tokens.append(token)
+            if len(client.tokens) == len(client.expected):
+                complete.append(sequence)
+        assert complete == output.finished, f"{complete} have all tokens, {output.finished} finished"
+        for sequence in output.finished:
+            self._end(self.clients[sequence.request_id])
+
+    def _end(self, client: Client) -> None:
+        sequence = client.sequence
+        assert sequence.token_ids == client.tokens == client.expected, f"ended early: {sequence}"
+        assert sequence.finish_reason == client.expected_reason, f"{sequence.finish_reason}: {client.expected_reason}"
+        client.ended = True
+        self.report.finished += 1
+
+    # -- laws -------------------------------------------------------------------------------------------------------
+
+    def _audit(self, plan: StepPlan) -> None:
+        """What a plan must be, seen with the eyes of the clients; called when it is launched."""
+        limits = self.scenario.limits
+        num_tokens, num_rows = sum(plan.num_new_tokens), len(plan.slots)
+        assert num_tokens <= limits.max_num_batched_tokens, f"{num_tokens} tokens in a step"
+        assert num_rows <= len(self.scheduler.running) <= limits.max_num_seqs, f"{num_rows} rows in a step"
+        moving = set(plan.slots)
+        by_slot = {}
+        for sequence in self.scheduler.running:
+            by_slot[sequence.slot] = self.clients[sequence.request_id]
+            last_in_flight = sequence.num_total >= len(self._limit_of(sequence))
+            assert sequence.slot in moving or last_in_flight, f"does not move: {sequence}"
+        if plan.admitted is not None:
+            rows = plan.admitted
+            for slot, count, cached in zip(rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True):
+                self._audit_admitted(by_slot[slot], count, cached)
+
+    def _limit_of(self, sequence: Sequence) -> range:
+        """Positions a sequence may fill, prompt included."""
+        most = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+        return range(min(most, self.scenario.limits.max_total_tokens))
+
+    def _audit_admitted(self, client: Client, num_tokens: int, num_cached: int) -> None:
+        assert num_tokens == len(client.tokens), f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
+        if not client.admitted:
+            client.admitted = True
+            told = client.sequence.num_cached_tokens
+            assert told == min(num_cached, num_tokens - 1), f"{told} told, {num_cached} cached: {client.sequence}"
+
+    def _check_index(self) -> None:
+        """What can be found is in the cache: each indexed block holds its tokens after the prefix it names."""
+        by_serial: dict[int, Block] = {}
+        for block in self.manager.blocks:
+            if block.serial != ROOT_SERIAL:
+                by_serial[block.serial] = block
+        for block in self.manager._index.values():
+            prefix: list[int] = []
+            link: Block | None = block
+            while link is not None and link.parent_serial != ROOT_SERIAL:
+                link = by_serial.get(link.parent_serial)
+                prefix = [*(link.token_ids if link else ()), *prefix]
+            if link is not None:  # else its prefix is gone, and it with it
+                self._check_content(block, prefix)
+
+    def _check_content(self, block: Block, prefix: list[int]) -> None:
+        digests = array("Q")
+        extend_digests(digests, [*prefix, *block.token_ids], SALTS.index(block.cache_salt))
+        cells = digests[len(prefix) :].tobytes()
+        assert len(cells) == self.scenario.limits.block_size * DIGEST_BYTES
+        assert self.rank.blocks[block.block_id] == cells, f"block {block.block_id} does not hold what it is found by"
+
+    def _watch_progress(self) -> None:
+        """Once it is calm, everything must finish within a number of steps that follows from the sizes.
+
+        The earliest sequence is never preempted and moves in every step, so even one after the other they are done by
+        then: for each its chunks, its tokens, and the results it waits for when it was preempted.
+        """
+        self.report.worst_preemptions = max(
+            [self.report.worst_preemptions, *(seq.num_preemptions for seq in self.scheduler.waiting)]
+        )
+        if self.last_turn is None and not self.arriving and not self._faulty:
+            budget = self.scenario.limits.max_num_batched_tokens
+            bound = 2
+            for client in self.clients.values():
+                if not client.ended:
+                    num_chunks = -(-len(self._limit_of(client.sequence)) // budget)
+                    num_tokens = len(self._limit_of(client.sequence)) - len(client.tokens)
+                    bound += num_chunks + num_tokens + self.scenario.num_steps_ahead + 2
+            self.calm_since, self.last_turn = self.num_turns, self.num_turns + bound
+        assert self.last_turn is None or self.num_turns <= self.last_turn, "not live: unfinished after the last turn"
+
+    def _check_end(self) -> None:
+        self._check_index()
+        assert all(client.ended for client in self.clients.values()), "a request was forgotten"
+        limits = self.scenario.limits
+        assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
+        assert self.engine.num_unfinished == 0
+        report = self.report
+        report.tokens_computed, report.tokens_cached = self.rank.num_written_tokens, self.rank.num_cached_tokens
+        report.preemptions = self.scheduler.stats.num_preemptions
+        report.evictions = self.manager.num_evictions
+        if self.last_turn is not None:
+            used = self.num_turns - self.calm_since
+            report.worst_percent_of_bound = 100 * used // (self.last_turn - self.calm_since)

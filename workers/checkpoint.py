@@ -1,0 +1,177 @@
+"""What a checkpoint directory holds, read from the headers of its safetensors files alone, and whether it fits.
+
+Runs before any actor starts, so it must never import torch or read a weight. `check_checkpoint` raises `ConfigError`
+naming the file, the tensor and what to do. Format: github.com/huggingface/safetensors, "Format": eight bytes of header
+length, a JSON header with `data_offsets` of each tensor, the data.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.model import ModelConfig, read_json
+from scheduler.errors import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+_DOWNLOAD_AGAIN = "download or copy the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies; `dtype` in the spelling of safetensors ("BF16")."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint of this model must hold."""
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    kv_heads = model.num_key_value_heads * model.head_dim
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (model.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not model.tie_word_embeddings:
+        tensors["lm_head.weight"] = (model.vocab_size, hidden)
+    projections = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden),
+                   "o_proj": (hidden, heads)}  # fmt: skip
+    for layer in (f"model.layers.{index}" for index in range(model.num_hidden_layers)):
+        for name, shape in projections.items():
+            tensors[f"{layer}.self_attn.{name}.weight"] = shape
+            if model.attention_bias:
+                tensors[f"{layer}.self_attn.{name}.bias"] = shape[:1]
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{layer}.self_attn.{name}.weight"] = (model.head_dim,)
+        for name in ("gate_proj", "up_proj"):
+            tensors[f"{layer}.mlp.{name}.weight"] = (model.intermediate_size, hidden)
+        tensors[f"{layer}.mlp.down_proj.weight"] = (hidden, model.intermediate_size)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = (hidden,)
+    return tensors
+
+
+def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
+    """Where each tensor of the model lies. Raises `ConfigError` unless the directory holds exactly what `model` needs.
+
+    Tied embeddings may come with a stored `lm_head.weight`; it is not used.
+    """
+    stored = read_headers(model_dir)
+    expected = expected_tensors(model)
+    ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    if missing := expected.keys() - stored.keys():
+        hint = ""
+        if missing == {"lm_head.weight"}:
+            hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
+        raise ConfigError(
+            f"{model_dir} lacks {_listing(missing)}, which its config.json calls for: {_DOWNLOAD_AGAIN}, or correct "
+            f"config.json{hint}"
+        )
+    if unexpected := stored.keys() - expected.keys() - ignored:
+        files = sorted({stored[name].path.name for name in unexpected})
+        raise ConfigError(
+            f"{model_dir} ({_listing(files)}) holds {_listing(unexpected)}, which a Qwen3 model of its config.json "
+            "does not have: is this checkpoint of another architecture, quantized, or is config.json another one's?"
+        )
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise ConfigError(
+                f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json calls for "
+                f"{list(shape)}; they do not belong together"
+            )
+    return {name: stored[name] for name in expected}
+
+
+def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
+    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file absent, damaged or contradicting
+    the index."""
+    index_path = model_dir / INDEX_NAME
+    placed = _read_index(index_path) if index_path.exists() else None
+    paths = [model_dir / name for name in sorted(set(placed.values()))] if placed else _find_files(model_dir)
+    stored: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, tensor in read_header(path).items():
+            if name in stored:
+                raise ConfigError(f"{name} is in both {stored[name].path} and {path}: remove the files left over")
+            stored[name] = tensor
+    for name, file_name in (placed or {}).items():
+        if name not in stored or stored[name].path.name != file_name:
+            raise ConfigError(f"{index_path} places {name} in {file_name}, which does not hold it: {_DOWNLOAD_AGAIN}")
+    return stored
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, whose size must be what its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ConfigError(f"{path} is cut short or no safetensors file ({size} bytes): {_DOWNLOAD_AGAIN}")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        data_end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist, though the index names it: {_DOWNLOAD_AGAIN}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} has a header that cannot be read ({error!r}): {_DOWNLOAD_AGAIN}") from None
+    if 8 + length + data_end != size:
+        raise ConfigError(f"{path} has {size} bytes, its header speaks of {8 + length + data_end}: {_DOWNLOAD_AGAIN}")
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    if dtype not in _ITEM_BYTES:
+        raise ConfigError(
+            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Quantized checkpoints are not "
+            "supported"
+        )
+    start, end = entry["data_offsets"]
+    num_bytes = _ITEM_BYTES[dtype]
+    for extent in shape:
+        num_bytes *= extent
+    if end - start != num_bytes:
+        raise ConfigError(f"{path}: {name} takes {end - start} bytes, its shape {list(shape)} asks for {num_bytes}")
+    return StoredTensor(path, dtype, shape)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    placed = read_json(path).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ConfigError(f"{path} has no weight_map: {_DOWNLOAD_AGAIN}")
+    for name, file_name in placed.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ConfigError(f"{path} places {name} in {file_name!r}, which is no file name of this directory")
+    return placed
+
+
+def _find_files(model_dir: Path) -> list[Path]:
+    if (model_dir / SINGLE_NAME).exists():
+        return [model_dir / SINGLE_NAME]
+    paths = sorted(model_dir.glob("*.safetensors"))
+    if not paths:
+        others = sorted(path.name for path in model_dir.glob("*.bin"))
+        raise ConfigError(
+            f"{model_dir} holds no *.safetensors file"
+            + (f" ({_listing(others)} would have to be converted)" if others else "")
+            + "; a model directory holds config.json and the weights as safetensors"
+        )
+    return paths
+
+
+def _listing(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:most])
+    return shown if len(ordered) <= most else f"{shown} and {len(ordered) - most} more"

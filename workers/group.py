@@ -1,0 +1,162 @@
+"""The tensor-parallel group: the ranks that compute one model together, and what they may ask of each other.
+
+Owns one torch backend (gloo on CPU, NCCL on CUDA) built directly over a TCPStore, never torch.distributed's default
+process group: nothing here is global, so any number of engines live on one machine or in one process. A group of one
+does nothing and needs no torch.distributed. Every wait has a limit. Layers and sampler get the group as an argument;
+all ranks call the same operations in the same order, from one thread.
+
+Legend: R ranks of the group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from scheduler.errors import WorkerError
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one group find each other. It lasts as long as this object, which rank 0 keeps."""
+
+    host: str
+    port: int
+    store: Any
+
+    @property
+    def address(self) -> Address:
+        return self.host, self.port
+
+
+def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
+    """Listen on `host` only, on a port the system picks and this process keeps from then on."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family, backlog=128) as listener:
+            port = int(listener.getsockname()[1])
+            store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+    except OSError as error:
+        raise WorkerError(f"rank 0 cannot listen on {host!r} for its peers: {error}") from None
+    return Rendezvous(host=host, port=port, store=store)
+
+
+class TensorParallelGroup:
+    """`size` ranks and the sums, maxima and gathers between them. `create` joins one; `alone` is the group of one."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, backend: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._backend = backend
+
+    @classmethod
+    def alone(cls, device: torch.device) -> TensorParallelGroup:
+        return cls(0, 1, device)
+
+    @classmethod
+    def create(
+        cls, rank: int, size: int, address: Address | None, device: torch.device, timeout_s: float
+    ) -> TensorParallelGroup:
+        """Join the group that meets at `address`; returns when every rank has. `timeout_s` bounds this and every later
+        operation (see `set_timeout`). Raises `WorkerError` when a peer does not come."""
+        if size == 1:
+            return cls.alone(device)
+        if address is None:
+            raise WorkerError(f"rank {rank} of {size} was given no rendezvous address")
+        try:
+            group = cls(rank, size, device, _connect(rank, size, address, device, timedelta(seconds=timeout_s)))
+            group.barrier()
+        except RuntimeError as error:
+            where = f"{address[0]}:{address[1]} in {timeout_s} s"
+            raise WorkerError(f"rank {rank} of {size} met no complete group at {where}: {error}") from None
+        return group
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Limit of every operation from now on."""
+        if self._backend is not None:
+            self._backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every rank."""
+        return self._reduce(tensor, "SUM")
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Maximum over the ranks, in place; returns `tensor`."""
+        return self._reduce(tensor, "MAX")
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[R, *tensor.shape], in rank order."""
+        if self._backend is None:
+            return tensor.unsqueeze(0)
+        out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self._wait("all_gather", lambda: self._backend.allgather([list(out_R.unbind(0))], [tensor.contiguous()]))
+        return out_R
+
+    def barrier(self) -> None:
+        """Return when every rank is here (on CUDA: when its device is)."""
+        self.all_reduce(torch.zeros(1, device=self.device)).cpu()
+
+    def close(self) -> None:
+        """Leave the group; it cannot be used afterwards. Never waits for a peer."""
+        if self._backend is not None:
+            self._backend.abort() if self.device.type == "cuda" else self._backend.shutdown()
+        self._backend = None
+        self.size = 0
+
+    def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+        if self._backend is None:
+            self._check_open()
+            return tensor
+        from torch.distributed import AllreduceOptions, ReduceOp
+
+        options = AllreduceOptions()
+        options.reduceOp = getattr(ReduceOp, operation)
+        self._wait("all_reduce", lambda: self._backend.allreduce([tensor], options))
+        return tensor
+
+    def _check_open(self) -> None:
+        if self.size == 0:
+            raise WorkerError(f"rank {self.rank} has left its tensor-parallel group")
+
+    def _wait(self, name: str, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            who = f"rank {self.rank} of {self.size}"
+            raise WorkerError(f"{who}: {name} failed, a peer is gone or stuck: {error}") from None
+
+
+def _connect(rank: int, size: int, address: Address, device: torch.device, timeout: timedelta) -> Any:
+    distributed: Any = importlib.import_module("torch.distributed")  # its classes are known at run time only
+    store = distributed.TCPStore(address[0], address[1], is_master=False, timeout=timeout)
+    if device.type == "cuda":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, size, options)
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # The interface that reaches rank 0, not the one the host name resolves to: that may be none, or a wrong one.
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(peer: Address) -> str:
+    """The local address packets to `peer` leave from. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

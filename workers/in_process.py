@@ -1,0 +1,43 @@
+"""The executor of one rank in this process, without Ray: what `Engine` drives in tests, tools and on a single GPU.
+
+Owns its `Worker`. On CPU `launch` runs the step to its end; on a GPU it returns once the step is launched.
+"""
+
+from __future__ import annotations
+
+from configs.engine import ResolvedConfig
+from scheduler.errors import ConfigError
+from scheduler.messages import StepPlan, StepResult
+from workers.worker import Worker, WorkerReport
+
+
+class InProcessExecutor:
+    """An `Executor` over one rank. `num_threads`: threads of torch, None leaves them as they are."""
+
+    def __init__(self, config: ResolvedConfig, num_threads: int | None = None) -> None:
+        if config.engine.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"one process runs one rank, but tensor_parallel_size is {config.engine.tensor_parallel_size}"
+            )
+        self.worker = Worker(config, rank=0)
+        self.report: WorkerReport = self.worker.start(None, num_threads)
+        self.worker.allocate_cache(self.report.num_kv_blocks)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self.report.num_kv_blocks
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step; what goes wrong is raised by `result`."""
+        self.worker.launch(plan)
+
+    def result(self, step_id: int) -> StepResult:
+        """Wait for a launched step of the current epoch. Raises what the step raised."""
+        return self.worker.result(step_id, self.worker.epoch)
+
+    def reset(self, epoch: int) -> None:
+        """Start an epoch: every row is gone, steps count from 0 again."""
+        self.worker.reset(epoch)
+
+    def close(self) -> None:
+        self.worker.close()

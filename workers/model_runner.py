@@ -1,0 +1,164 @@
+"""One step on one rank: batch state, model, sampler, in this order.
+
+Owns the KV cache, the batch state and the sampler of an epoch-spanning engine; the model is handed in. `run` only
+launches work: on a GPU nothing in it waits for the device, and `PendingStep.finish` does. Logits are computed for the
+last token of sampling rows alone. Never talks to the driver.
+Legend: T tokens of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from configs.engine import ResolvedConfig
+from kernels.backend import Kernels
+from kernels.metadata import AttentionMetadata
+from scheduler.messages import StepPlan, TokenLogprobs, ints
+from scheduler.params import Sampling
+from workers.batch_state import BatchState, StepInputs
+from workers.group import TensorParallelGroup
+from workers.kv_cache import KVCache
+from workers.models.qwen3 import Qwen3
+from workers.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingStep:
+    """A launched step. Its tensors are on the host, or will be once `copied` has happened."""
+
+    num_rows: int
+    token_ids_R: torch.Tensor | None
+    logprobs: SampledLogprobs | None
+    copied: torch.cuda.Event | None
+    seconds: dict[str, float]
+
+    def finish(self) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
+        """(token ids, logprobs where asked). Waits for the device."""
+        if self.token_ids_R is None:
+            return ints(), None
+        if self.copied is not None:
+            self.copied.synchronize()
+        token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
+        return token_ids, to_logprobs(self.logprobs, self.num_rows)
+
+
+class ModelRunner:
+    """Runs plans over a KV cache of `num_blocks` blocks."""
+
+    def __init__(
+        self, config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels, num_blocks: int
+    ) -> None:
+        self.model = model
+        self.device = group.device
+        self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, group.device)
+        self.state = BatchState(config, num_blocks, group.device)
+        self.sampler = make_sampler(config, model, group)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Launch a step. Raises `WorkerError` when the plan breaks a law of `BatchState`."""
+        started = time.perf_counter()
+        self._apply(plan)
+        if not len(plan.slots):
+            return PendingStep(num_rows=0, token_ids_R=None, logprobs=None, copied=None, seconds={})
+        inputs = self.state.prepare(plan)
+        prepared = time.perf_counter()
+        hidden_TE = self.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers)
+        forwarded = time.perf_counter()
+        seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
+        if not len(inputs.sampling_slots_R):
+            return PendingStep(num_rows=0, token_ids_R=None, logprobs=None, copied=None, seconds=seconds)
+        sampled = self._sample(hidden_TE, inputs)
+        self.state.write_sampled(inputs, sampled.token_ids_B)
+        seconds["sample"] = time.perf_counter() - forwarded
+        return self._to_host(sampled, seconds)
+
+    def clear(self) -> None:
+        """Empty the batch, for a new epoch. What the cache holds is never read again before it is written."""
+        for slot in self.state.used_S.nonzero()[0].tolist():
+            self.sampler.release(slot)
+        self.state.clear()
+
+    def check(self) -> None:
+        """Raise unless the laws of batch state and sampler hold."""
+        self.state.check()
+        self.sampler.check()
+
+    def _apply(self, plan: StepPlan) -> None:
+        self.state.apply(plan)
+        for slot in plan.released:
+            self.sampler.release(slot)
+        rows = plan.admitted
+        if rows is None:
+            return
+        token_ids, start = np.asarray(rows.token_ids), 0
+        for slot, num_tokens, num_prompt, sampling in zip(
+            rows.slots, rows.num_tokens, rows.num_prompt_tokens, rows.sampling, strict=True
+        ):
+            self.sampler.admit(slot, sampling, token_ids[start : start + num_tokens], num_prompt)
+            start += num_tokens
+
+    def _sample(self, hidden_TE: torch.Tensor, inputs: StepInputs) -> SampledTokens:
+        batch = self.sampler.batch(
+            inputs.sampling_slots_R.astype(np.int64), inputs.sampling_positions_R.astype(np.int64)
+        )
+        logits_RV = self.model.logits(hidden_TE.index_select(0, inputs.logits_indices_R))
+        return self.sampler.sample(logits_RV, batch)
+
+    def _to_host(self, sampled: SampledTokens, seconds: dict[str, float]) -> PendingStep:
+        tokens, logprobs, copied = sampled.token_ids_B, sampled.logprobs, None
+        if self.device.type == "cuda":
+            tokens = _copy_to_host(tokens)
+            if logprobs is not None:
+                logprobs = replace(
+                    logprobs,
+                    logprob_L=_copy_to_host(logprobs.logprob_L),
+                    top_ids_LM=_copy_to_host(logprobs.top_ids_LM),
+                    top_logprobs_LM=_copy_to_host(logprobs.top_logprobs_LM),
+                )
+            copied = torch.cuda.Event()
+            copied.record()
+        return PendingStep(num_rows=len(tokens), token_ids_R=tokens, logprobs=logprobs, copied=copied, seconds=seconds)
+
+
+def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup) -> Sampler:
+    """The sampler of this rank's shard of the vocabulary."""
+    start, shard = model.head.first_id, len(model.head.weight_VE)
+    return Sampler(group, config.model.vocab_size, start, start + shard, config.engine.max_num_seqs, group.device)
+
+
+@torch.inference_mode()
+def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> None:
+    """Run the step that needs most memory: as many tokens and sampling rows as there can be, every stage of sampling
+    in use. Its cache is one block, which nothing is written to. Every rank runs it at the same time."""
+    device, engine = group.device, config.engine
+    num_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+    row_len = min(engine.max_num_batched_tokens // num_rows, config.max_model_len)
+    num_tokens = num_rows * row_len
+    cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
+    attn = AttentionMetadata(
+        query_start_B1=torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device),
+        seq_lens_B=torch.full((num_rows,), row_len, dtype=torch.int32, device=device),
+        block_table_BW=torch.zeros(num_rows, -(-row_len // config.block_size), dtype=torch.int32, device=device),
+        slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=row_len,
+        max_seq_len=row_len,
+    )
+    positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
+    hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
+    sampler = make_sampler(config, model, group)
+    sampling = Sampling(seed=0, max_tokens=1, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+    for slot in range(num_rows):
+        sampler.admit(slot, sampling, [0], 1)
+    logits_BV = model.logits(hidden_TE[:num_rows])
+    sampler.sample(logits_BV, sampler.batch(range(num_rows), [1] * num_rows))
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, which is there once the device has come so far."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

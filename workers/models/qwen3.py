@@ -1,0 +1,163 @@
+"""Dense Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with QK-norm and SwiGLU.
+
+Owns this rank's weights. Never keeps anything of a step: positions, attention metadata and KV cache are arguments.
+Numerics follow transformers' `modeling_qwen3`. Two all-reduces a layer, one for the embedding.
+Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D head dim, L positions of the
+rotary table, V its vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from configs.model import ModelConfig
+from kernels.backend import Kernels
+from kernels.metadata import AttentionMetadata
+from workers.group import TensorParallelGroup
+from workers.layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    Replicated,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WeightSlice,
+)
+from workers.rope import cos_sin_table
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention:
+    """Projections, QK-norm, rotary embedding, KV store, paged attention, output projection."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.kernels = kernels
+        self.eps = model.rms_norm_eps
+        self.scale = model.head_dim**-0.5
+        self.qkv = QKVParallelLinear(name, model, group, dtype)
+        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, group, dtype)
+        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, group, dtype)
+        width = model.num_attention_heads * model.head_dim
+        self.out = RowParallelLinear(f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, dtype)
+
+    def __call__(
+        self,
+        x_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin_LD: torch.Tensor,
+        attn: AttentionMetadata,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        q_THD, k_TKD, v_TKD = self.qkv(x_TE)
+        q_THD, k_TKD = self.kernels.qk_norm_rope(
+            q_THD, k_TKD, self.q_norm.weight, self.k_norm.weight, self.eps, cos_sin_LD, positions_T
+        )
+        k_cache, v_cache = cache
+        # Stored before anything attends: rows of one step may read blocks that another row of it fills.
+        self.kernels.store_kv(k_TKD, v_TKD, k_cache, v_cache, attn.slot_mapping_T)
+        out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
+        return self.out(out_THD.flatten(1))
+
+    def slices(self) -> Iterator[WeightSlice]:
+        for layer in (self.qkv, self.q_norm, self.k_norm, self.out):
+            yield from layer.slices()
+
+
+class MLP:
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.kernels = kernels
+        names = (f"{name}.gate_proj", f"{name}.up_proj")
+        self.gate_up = MergedColumnParallelLinear(names, model.hidden_size, model.intermediate_size, group, dtype)
+        self.down = RowParallelLinear(
+            f"{name}.down_proj", model.intermediate_size, model.hidden_size, False, group, dtype
+        )
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
+
+    def slices(self) -> Iterator[WeightSlice]:
+        yield from self.gate_up.slices()
+        yield from self.down.slices()
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, group, dtype)
+        self.attention = Attention(f"{name}.self_attn", model, group, kernels, dtype)
+        self.post_norm = Replicated(f"{name}.post_attention_layernorm", model.hidden_size, group, dtype)
+        self.mlp = MLP(f"{name}.mlp", model, group, kernels, dtype)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
+            yield from part.slices()
+
+
+class Qwen3:
+    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled."""
+
+    def __init__(
+        self, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.kernels = kernels
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", model.vocab_size, model.hidden_size, group, dtype)
+        self.layers = [
+            DecoderLayer(f"model.layers.{index}", model, group, kernels, dtype)
+            for index in range(model.num_hidden_layers)
+        ]
+        self.norm = Replicated("model.norm", model.hidden_size, group, dtype)
+        self.head = ParallelLMHead("lm_head", self.embedding, model.tie_word_embeddings, group, dtype)
+        self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.layers[0].attention.qkv.num_kv_heads
+
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attn: AttentionMetadata,
+        kv: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Normalised hidden states [T, E], the same on every rank. Writes the KV of the tokens to their slots."""
+        kernels, eps = self.kernels, self.model.rms_norm_eps
+        residual_TE = self.embedding(token_ids_T)
+        x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
+        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm, cache in zip(self.layers, following, kv, strict=True):
+            x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
+            x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
+            x_TE = layer.mlp(x_TE)
+            x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
+        return x_TE
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        """float32 [B, V], this rank's part of the vocabulary."""
+        return self.head(hidden_BE)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """Where every parameter of this rank comes from."""
+        yield from self.embedding.slices()
+        for layer in self.layers:
+            yield from layer.slices()
+        yield from self.norm.slices()
+        yield from self.head.slices()
+
+    def weight_bytes(self) -> int:
+        """Memory of this rank's weights, the padding of the vocabulary left out."""
+        return sum(piece.target.nbytes for piece in self.slices())

@@ -1,0 +1,71 @@
+"""The table of rotary embeddings: cosines and sines of every position, for each kind of scaling the engine serves.
+
+Computes the numbers of transformers' `modeling_rope_utils` in the same order of operations, in float32. Kinds: default
+(Su et al. 2021, arXiv:2104.09864), linear (positions divided by the factor), YaRN (Peng et al. 2023, arXiv:2309.00071),
+and dynamic, which up to the original length is the default; longer is refused by the configuration. Built once a rank.
+Legend: L positions, D head dim, F = D / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from configs.model import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> torch.Tensor:
+    """float32 [L, D]: cosines in the first half of a row, sines in the last, times the attention factor of the scaling.
+
+    Computed on the host, so that every rank and device has the same bits.
+    """
+    frequencies_F, attention_factor = inverse_frequencies(rope, head_dim)
+    angles_LF = torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F
+    cos_sin_LD = torch.empty(length, head_dim)
+    torch.cos(angles_LF, out=cos_sin_LD[:, : head_dim // 2])
+    torch.sin(angles_LF, out=cos_sin_LD[:, head_dim // 2 :])
+    return cos_sin_LD.mul_(attention_factor).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(float32 [F] radians a position, factor on cosines and sines)."""
+    wavelengths_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.rope_type == "linear":
+        return 1.0 / wavelengths_F / rope.factor, 1.0
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, head_dim, wavelengths_F), yarn_attention_factor(rope)
+    assert rope.rope_type in ("default", "dynamic"), rope.rope_type
+    return 1.0 / wavelengths_F, 1.0
+
+
+def yarn_attention_factor(rope: RopeConfig) -> float:
+    """The checkpoint's `attention_factor`, else from `mscale` over `mscale_all_dim`, else 0.1 ln(factor) + 1."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: torch.Tensor) -> torch.Tensor:
+    """Fast frequencies as they are, slow ones divided by the factor, a linear ramp between the two."""
+    low, high = (_feature_of_rotations(rope, head_dim, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept_F = 1 - ramp_F
+    return 1.0 / (rope.factor * wavelengths_F) * (1 - kept_F) + 1.0 / wavelengths_F * kept_F
+
+
+def _feature_of_rotations(rope: RopeConfig, head_dim: int, rotations: float) -> float:
+    """The (fractional) feature that turns `rotations` times over the original length."""
+    turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return head_dim * math.log(turns) / (2 * math.log(rope.theta))

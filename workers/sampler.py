@@ -1,0 +1,293 @@
+"""The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on every rank.
+
+Owns the token counts of rows with penalties, on the device; they are allocated when the first such row is admitted.
+Logits are never gathered: ranks exchange maxima, integer weights and histograms (see `kernels/sampling.py`). Nothing
+here makes the host wait for the device on a GPU. All ranks call in the same order, from one thread.
+Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p, pick. Logprobs are of
+the raw logits.
+Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, C the columns still
+looked at, X histogram bins, S slots, M alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kernels import sampling as kernels
+from scheduler.messages import TokenLogprobs
+from scheduler.params import Sampling
+from workers.sampling_state import DrawRows, Filters, Ints, LogprobRows, PenaltyRows, SamplingBatch, SamplingState
+
+
+class Group(Protocol):
+    """What the sampler asks of the tensor-parallel group. All tensors it hands over are int64."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledLogprobs:
+    """Logprobs of the rows that asked. `rows` and `num_top` are host-side: place in the batch, alternatives wanted.
+
+    logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
+    """
+
+    rows: tuple[int, ...]
+    num_top: tuple[int, ...]
+    logprob_L: torch.Tensor
+    top_ids_LM: torch.Tensor
+    top_logprobs_LM: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Tokens of the batch, int64 [B], on the device and equal on every rank."""
+
+    token_ids_B: torch.Tensor
+    logprobs: SampledLogprobs | None
+
+
+def to_logprobs(logprobs: SampledLogprobs | None, num_rows: int) -> tuple[TokenLogprobs | None, ...] | None:
+    """The message's form, an entry a row of the batch; None when no row asked. Waits for the device."""
+    if logprobs is None:
+        return None
+    out: list[TokenLogprobs | None] = [None] * num_rows
+    columns = (logprobs.logprob_L.tolist(), logprobs.top_ids_LM.tolist(), logprobs.top_logprobs_LM.tolist())
+    for row, num, logprob, ids, values in zip(logprobs.rows, logprobs.num_top, *columns, strict=True):
+        out[row] = TokenLogprobs(logprob=logprob, top_token_ids=tuple(ids[:num]), top_logprobs=tuple(values[:num]))
+    return tuple(out)
+
+
+class Sampler:
+    """Samples for the rows of one engine.
+
+    `vocab_start` to `vocab_end` is this rank's shard of the padded vocabulary; ids from `vocab_size` on are padding
+    and are never sampled.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        vocab_size: int,
+        vocab_start: int,
+        vocab_end: int,
+        max_num_seqs: int,
+        device: torch.device | str,
+    ) -> None:
+        self._group = group
+        self._vocab_size = vocab_size
+        self._vocab_start = vocab_start
+        self._num_columns = max(0, min(vocab_end, vocab_size) - vocab_start)
+        self._device = torch.device(device)
+        self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, self._device)
+        self._counts = _TokenCounts(max_num_seqs, vocab_start, self._num_columns, self._device)
+
+    def admit(
+        self, slot: int, sampling: Sampling, token_ids: Sequence[int] | Ints | torch.Tensor, num_prompt_tokens: int
+    ) -> None:
+        """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its prompt."""
+        self._state.admit(slot, sampling, num_prompt_tokens)
+        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0):
+            self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
+
+    def release(self, slot: int) -> None:
+        """The row in `slot` is gone."""
+        self._state.release(slot)
+
+    def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
+        """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier step still runs."""
+        return self._state.batch(slots, positions)
+
+    def check(self) -> None:
+        """See `SamplingState.check`."""
+        self._state.check()
+
+    def sample(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """One token a row. `logits_BV`: this rank's shard of the raw logits, any float dtype, left unchanged."""
+        assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
+        raw_BV = self._real_columns(logits_BV)
+        adjusted_BV = self._adjust(raw_BV, batch)
+        max_B, token_ids_B = self._best(adjusted_BV)
+        for rows in batch.draws:
+            drawn_R = self._draw(adjusted_BV, max_B, rows)
+            token_ids_B = drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
+        token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)  # logits that are not numbers must not end the engine
+        if batch.penalties is not None:
+            self._counts.add(batch.penalties, token_ids_B)
+        logprobs = None if batch.logprobs is None else self._logprobs(raw_BV, token_ids_B, batch.logprobs)
+        return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
+
+    def _real_columns(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Float32 logits without the padding; a shard of nothing but padding keeps one column that nothing chooses."""
+        if self._num_columns == 0:
+            return torch.full((len(logits_BV), 1), -torch.inf, device=logits_BV.device)
+        return logits_BV[:, : self._num_columns].to(torch.float32)
+
+    def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Penalties, bias and mask, on a copy if there are any."""
+        if self._num_columns == 0 or (batch.penalties is None and batch.bias is None and batch.masked is None):
+            return logits_BV
+        logits_BV = logits_BV.clone()
+        if (rows := batch.penalties) is not None:
+            logits_BV.index_copy_(0, rows.rows_R, self._counts.penalize(logits_BV, rows))
+        if batch.bias is not None:
+            assert batch.bias.values_N is not None
+            where = (batch.bias.rows_N, batch.bias.columns_N)
+            logits_BV.index_put_(where, batch.bias.values_N, accumulate=True)
+        if batch.masked is not None:
+            logits_BV[batch.masked.rows_N, batch.masked.columns_N] = -torch.inf
+        return logits_BV
+
+    def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(largest logit, its token, the lowest of equals) over all ranks."""
+        values_B, columns_B = kernels.row_best(logits_BV)
+        return kernels.unpack(self._group.all_reduce_max(kernels.pack(values_B, columns_B + self._vocab_start)))
+
+    def _draw(self, logits_BV: torch.Tensor, max_B: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+        if rows.rows_R is not None:
+            logits_BV, max_B = logits_BV.index_select(0, rows.rows_R), max_B.index_select(0, rows.rows_R)
+        gaps_RC = kernels.token_gaps(logits_BV, max_B, rows.temperature_R)
+        columns_RC: torch.Tensor | None = None
+        if rows.filters is None:
+            weights_RC = kernels.token_weights(gaps_RC)
+        else:
+            weights_RC, columns_RC = self._filter(gaps_RC, rows.filters)
+        return self._pick(weights_RC, columns_RC, kernels.uniform_bits(rows.seeds_R, rows.positions_R))
+
+    def _filter(self, gaps_RV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(weights, 0 for what is not kept; their columns, None for all)."""
+        mass_R = kernels.token_weights(gaps_RV).sum(dim=1) if filters.needs_mass else None
+        gaps_RC, columns_RC = self._prune(gaps_RV, filters)
+        limit_R = torch.full_like(filters.bound_R, torch.inf) if filters.max_gap_R is None else filters.max_gap_R
+        weights_RC = kernels.token_weights(gaps_RC)
+        if filters.top_k_R is not None:
+            top_k_limit_R = self._limit(gaps_RC, None, filters.top_k_R)
+            top_k_limit_R = torch.where(filters.top_k_R > 0, top_k_limit_R, torch.inf)
+            weights_RC = weights_RC * (gaps_RC <= top_k_limit_R[:, None])
+        if filters.top_p_R is not None:
+            kept_R = weights_RC.sum(dim=1)
+            if mass_R is not None:
+                kept_R = mass_R if filters.top_k_R is None else torch.where(filters.top_k_R > 0, kept_R, mass_R)
+            target_R = kernels.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
+            top_p_limit_R = self._limit(gaps_RC, weights_RC, target_R)
+            top_p_limit_R = torch.where(filters.top_p_R < kernels.TOP_P_ONE, top_p_limit_R, torch.inf)
+            limit_R = torch.minimum(limit_R, top_p_limit_R)
+        return weights_RC * (gaps_RC <= limit_R[:, None]), columns_RC
+
+    def _prune(self, gaps_RV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gaps, columns) without tokens that cannot be kept, where leaving them out is cheap: on the CPU."""
+        if gaps_RV.device.type != "cpu":
+            return gaps_RV, None
+        bound_R = filters.bound_R
+        if filters.top_k_R is not None:
+            top_k_bound_R = kernels.kth_gap_bound(gaps_RV, filters.top_k_R, filters.max_top_k)
+            bound_R = torch.where(filters.top_k_R > 0, top_k_bound_R, bound_R)
+        return kernels.compact(gaps_RV, bound_R)
+
+    def _limit(self, gaps_RC: torch.Tensor, weights_RC: torch.Tensor | None, wanted_R: torch.Tensor) -> torch.Tensor:
+        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all ranks."""
+        prefix_R = torch.zeros(len(gaps_RC), dtype=torch.int32, device=gaps_RC.device)
+        for radix_pass in range(len(kernels.RADIX_PASSES)):
+            histogram_RX = self._group.all_reduce(kernels.gap_histogram(gaps_RC, prefix_R, radix_pass, weights_RC))
+            digit_R, wanted_R = kernels.next_digit(histogram_RX, wanted_R)
+            prefix_R = kernels.append_digit(prefix_R, digit_R, radix_pass)
+        return prefix_R.view(torch.float32)
+
+    def _pick(self, weights_RC: torch.Tensor, columns_RC: torch.Tensor | None, bits_R: torch.Tensor) -> torch.Tensor:
+        """The token at the drawn place of the cumulative weights, in token-id order: rank after rank."""
+        mine_R = weights_RC.sum(dim=1)
+        sums_NR = self._group.all_gather(mine_R)
+        index_R = kernels.pick_index(bits_R, sums_NR.sum(dim=0)) - sums_NR[: self._group.rank].sum(dim=0)
+        column_R = kernels.find_column(weights_RC, index_R)
+        if columns_RC is not None:
+            column_R = columns_RC.gather(1, column_R[:, None]).squeeze(1)
+        here_R = (index_R >= 0) & (index_R < mine_R)
+        return self._group.all_reduce_max(torch.where(here_R, column_R + self._vocab_start, -1))
+
+    def _logprobs(self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows) -> SampledLogprobs:
+        """Natural-log probabilities under the raw logits. The sum of exponentials is the integer one of the draw."""
+        logits_LV, ids_L = logits_BV.index_select(0, rows.rows_L), token_ids_B.index_select(0, rows.rows_L)
+        top_LM, top_ids_LM = self._top(logits_LV, max(1, *rows.num_top))
+        gaps_LV = kernels.token_gaps(logits_LV, top_LM[:, 0], torch.ones_like(top_LM[:, 0]))
+        mass_L = kernels.token_weights(gaps_LV).sum(dim=1)
+        columns_L = ids_L - self._vocab_start
+        here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
+        chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
+        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(torch.int64)  # one rank's: the sum is its bits
+        mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
+        log_total_L = top_LM[:, 0].to(torch.float64) + torch.log(mass_L.to(torch.float64) / kernels.WEIGHT_ONE)
+        return SampledLogprobs(
+            rows=rows.rows,
+            num_top=rows.num_top,
+            logprob_L=(bits_L.to(torch.int32).view(torch.float32) - log_total_L).to(torch.float32),
+            top_ids_LM=top_ids_LM,
+            top_logprobs_LM=(top_LM - log_total_L[:, None]).to(torch.float32),
+        )
+
+    def _top(self, logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first of equals."""
+        num_columns = logits_LV.shape[1]
+        ids_V = torch.arange(num_columns, device=logits_LV.device) + self._vocab_start
+        local_LM = kernels.pack(logits_LV, ids_V).topk(min(num_top, num_columns), dim=1).values
+        missing = num_top - local_LM.shape[1]
+        local_LM = torch.nn.functional.pad(local_LM, (0, missing), value=torch.iinfo(torch.int64).min)
+        all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
+        return kernels.unpack(all_LM.topk(num_top, dim=1).values)
+
+
+class _TokenCounts:
+    """Which tokens of this shard a slot's prompt holds, and how often its output holds each; only used slots count."""
+
+    def __init__(self, max_num_seqs: int, vocab_start: int, num_columns: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, max(1, num_columns))
+        self._vocab_start = vocab_start
+        self._num_columns = num_columns
+        self._device = device
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
+        """Start `slot` over with these tokens."""
+        if self._tables is None:
+            with torch.inference_mode(False):  # so that they can be written in and out of inference mode
+                self._tables = (
+                    torch.zeros(self._shape, dtype=torch.bool, device=self._device),
+                    torch.zeros(self._shape, dtype=torch.int32, device=self._device),
+                )
+        prompt_SV, counts_SV = self._tables
+        prompt_SV[slot] = self._histogram(token_ids[:num_prompt_tokens]) > 0
+        counts_SV[slot] = self._histogram(token_ids[num_prompt_tokens:])
+
+    def add(self, rows: PenaltyRows, token_ids_B: torch.Tensor) -> None:
+        """Count the sampled tokens, each on the rank that has it in its shard."""
+        assert self._tables is not None
+        columns_R = token_ids_B.index_select(0, rows.rows_R) - self._vocab_start
+        here_R = (columns_R >= 0) & (columns_R < self._num_columns)
+        where = (rows.slots_R, columns_R.clamp(0, self._shape[1] - 1))
+        self._tables[1].index_put_(where, here_R.to(torch.int32), accumulate=True)
+
+    def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows) -> torch.Tensor:
+        """Penalised logits of the rows, [R, V]."""
+        assert self._tables is not None
+        return kernels.penalize(
+            logits_BV.index_select(0, rows.rows_R),
+            self._tables[0].index_select(0, rows.slots_R),
+            self._tables[1].index_select(0, rows.slots_R),
+            rows.repetition_R,
+            rows.presence_R,
+            rows.frequency_R,
+        )
+
+    def _histogram(self, token_ids: Ints) -> torch.Tensor:
+        columns = token_ids - self._vocab_start
+        columns = columns[(columns >= 0) & (columns < self._num_columns)]
+        return torch.from_numpy(np.bincount(columns, minlength=self._shape[1])).to(self._device)

@@ -1,0 +1,271 @@
+"""The sampling parameters of every slot, and what of them one step needs.
+
+Owns host-side tables of one entry a slot; nothing here ever needs the value of a sampled token, so the engine may run
+a step ahead. `batch` picks the rows of a step and groups them by the stages they use: a stage no row uses is absent
+from the batch and costs nothing. All ranks build the same groups, so that their all-reduces pair up; only the entries
+of `bias` and `masked` differ, each rank holds those of its own shard.
+Legend: B sampling rows of the step, R rows of a group, L rows that report logprobs, N flat entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.sampling import TOP_P_ONE
+from scheduler.params import Sampling
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Top-k, top-p and min-p of a group; a limit no row uses is None.
+
+    top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
+    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all.
+    max_gap_R   : float32, -log(min_p), infinite where the row has none.
+    bound_R     : float32, a gap beyond which no token of a row without top-k can be kept.
+    needs_mass  : some row has top-p without top-k, so that the weight of its whole vocabulary counts.
+    """
+
+    top_k_R: torch.Tensor | None
+    max_top_k: int
+    top_p_R: torch.Tensor | None
+    max_gap_R: torch.Tensor | None
+    bound_R: torch.Tensor
+    needs_mass: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawRows:
+    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None when they are all of it.
+
+    seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be sampled.
+    temperature_R: float32.
+    """
+
+    rows_R: torch.Tensor | None
+    seeds_R: torch.Tensor
+    positions_R: torch.Tensor
+    temperature_R: torch.Tensor
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyRows:
+    """Rows with any penalty: their place in the batch and their slot (int64), and the penalties (float32)."""
+
+    rows_R: torch.Tensor
+    slots_R: torch.Tensor
+    repetition_R: torch.Tensor
+    presence_R: torch.Tensor
+    frequency_R: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEntries:
+    """Single logits of this shard: row of the batch and column (int64); `values_N` float32, None for masked ones."""
+
+    rows_N: torch.Tensor
+    columns_N: torch.Tensor
+    values_N: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRows:
+    """Rows that report logprobs: place in the batch on the device and on the host, and how many alternatives each."""
+
+    rows_L: torch.Tensor
+    rows: tuple[int, ...]
+    num_top: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """What one step samples. `draws` holds at most two groups, without and with filters; no group: all greedy."""
+
+    num_rows: int
+    draws: tuple[DrawRows, ...]
+    penalties: PenaltyRows | None
+    bias: LogitEntries | None
+    masked: LogitEntries | None
+    logprobs: LogprobRows | None
+
+
+class SamplingState:
+    """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from `vocab_size` on are padding."""
+
+    def __init__(
+        self, vocab_size: int, vocab_start: int, vocab_end: int, max_num_seqs: int, device: torch.device
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._vocab_start = vocab_start
+        self._vocab_end = min(vocab_end, vocab_size)
+        self._device = device
+        self._sampling: list[Sampling | None] = [None] * max_num_seqs
+        self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
+        self._stop_columns: dict[int, Ints] = {}
+        self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
+        self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
+
+    def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
+        """Give `slot` the parameters of a new row, whatever it held before."""
+        self.release(slot)
+        self._sampling[slot] = sampling
+        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+        top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
+        max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
+        ints = (sampling.seed, top_k, top_p, sampling.min_tokens, num_prompt_tokens, sampling.logprobs)
+        for name, value in zip(_INT_FIELDS, ints, strict=True):
+            self._ints[name][slot] = value
+        floats = (sampling.temperature, max_gap, self._bound(top_p, max_gap), sampling.repetition_penalty,
+                  sampling.presence_penalty, sampling.frequency_penalty)  # fmt: skip
+        for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
+            self._floats[name][slot] = number
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            columns, inside = self._columns(ids)
+            self._bias[slot] = columns, np.asarray(values, np.float32)[inside]
+        if sampling.min_tokens > 0:
+            self._stop_columns[slot] = self._columns(sorted(sampling.stop_token_ids))[0]
+
+    def release(self, slot: int) -> None:
+        """Forget what `slot` held."""
+        self._sampling[slot] = None
+        self._bias.pop(slot, None)
+        self._stop_columns.pop(slot, None)
+
+    def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
+        """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute indices (in prompt and
+        output) of the tokens to be sampled."""
+        slots_B = np.asarray(slots, np.int64)
+        positions_B = np.asarray(positions, np.int64)
+        drawn_B = self._floats["temperature"][slots_B] > 0
+        filtered_B = drawn_B & self._filtered(slots_B)
+        groups = ((drawn_B & ~filtered_B, False), (filtered_B, True))
+        return SamplingBatch(
+            num_rows=len(slots_B),
+            draws=tuple(self._draw_rows(slots_B, positions_B, mask, keep) for mask, keep in groups if mask.any()),
+            penalties=self._penalty_rows(slots_B),
+            bias=self._bias_entries(slots_B),
+            masked=self._masked_entries(slots_B, positions_B),
+            logprobs=self._logprob_rows(slots_B),
+        )
+
+    def check(self) -> None:
+        """Laws: a free slot holds no bias and no stop ids; every column lies in this shard; tables agree with the
+        parameters they were made from."""
+        width = self._vocab_end - self._vocab_start
+        for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(self._stop_columns.items()):
+            if self._sampling[slot] is None:
+                raise AssertionError(f"free slot {slot} holds logit entries")
+            if len(columns) and not (0 <= columns.min() and columns.max() < width):
+                raise AssertionError(f"slot {slot} holds columns {columns} outside a shard of {width}")
+        for slot, sampling in enumerate(self._sampling):
+            if sampling is not None and self._ints["seed"][slot] != sampling.seed:
+                raise AssertionError(f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with {sampling.seed}")
+
+    def _bound(self, top_p: int, max_gap: float) -> float:
+        """Gap beyond which a row without top-k keeps nothing. Top-p: all tokens beyond it together weigh less than
+        1 - top_p of the best token alone. The slack covers the rounding of the exponentials."""
+        if top_p >= TOP_P_ONE:
+            return max_gap
+        return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
+
+    def _columns(self, ids: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """(columns of the ids of this shard, which ids those are)."""
+        array = np.asarray(ids, np.int64)
+        inside = (array >= self._vocab_start) & (array < self._vocab_end)
+        return array[inside] - self._vocab_start, inside
+
+    def _filtered(self, slots_B: Ints) -> npt.NDArray[np.bool_]:
+        ints, floats = self._ints, self._floats
+        filtered: npt.NDArray[np.bool_] = (ints["top_k"][slots_B] > 0) | (ints["top_p"][slots_B] < TOP_P_ONE)
+        return filtered | np.isfinite(floats["max_gap"][slots_B])
+
+    def _draw_rows(self, slots_B: Ints, positions_B: Ints, mask_B: npt.NDArray[np.bool_], keep: bool) -> DrawRows:
+        rows = mask_B.nonzero()[0]
+        slots = slots_B[rows]
+        return DrawRows(
+            rows_R=None if len(rows) == len(slots_B) else self._upload(rows),
+            seeds_R=self._upload(self._ints["seed"][slots]),
+            positions_R=self._upload(positions_B[rows]),
+            temperature_R=self._upload(self._floats["temperature"][slots]),
+            filters=self._filters(slots) if keep else None,
+        )
+
+    def _filters(self, slots: Ints) -> Filters:
+        top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
+        max_gap = self._floats["max_gap"][slots]
+        uses_p = top_p < TOP_P_ONE
+        return Filters(
+            top_k_R=self._upload(top_k) if top_k.any() else None,
+            max_top_k=int(top_k.max()),
+            top_p_R=self._upload(top_p) if uses_p.any() else None,
+            max_gap_R=self._upload(max_gap) if np.isfinite(max_gap).any() else None,
+            bound_R=self._upload(self._floats["bound"][slots]),
+            needs_mass=bool((uses_p & (top_k == 0)).any()),
+        )
+
+    def _penalty_rows(self, slots_B: Ints) -> PenaltyRows | None:
+        repetition, presence, frequency = (self._floats[n][slots_B] for n in ("repetition", "presence", "frequency"))
+        rows = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[0]
+        if not len(rows):
+            return None
+        return PenaltyRows(
+            rows_R=self._upload(rows),
+            slots_R=self._upload(slots_B[rows]),
+            repetition_R=self._upload(repetition[rows]),
+            presence_R=self._upload(presence[rows]),
+            frequency_R=self._upload(frequency[rows]),
+        )
+
+    def _bias_entries(self, slots_B: Ints) -> LogitEntries | None:
+        if not self._bias:
+            return None
+        found = [(row, *self._bias[slot]) for row, slot in enumerate(slots_B.tolist()) if slot in self._bias]
+        rows = [np.full(len(columns), row) for row, columns, _ in found]
+        return self._entries(rows, [columns for _, columns, _ in found], [values for _, _, values in found])
+
+    def _masked_entries(self, slots_B: Ints, positions_B: Ints) -> LogitEntries | None:
+        """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows from its position."""
+        if not self._stop_columns:
+            return None
+        short_B = positions_B - self._ints["num_prompt_tokens"][slots_B] < self._ints["min_tokens"][slots_B]
+        found = [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0]]
+        return self._entries([np.full(len(columns), row) for row, columns in found], [c for _, c in found], None)
+
+    def _entries(
+        self, rows: list[Ints], columns: list[Ints], values: list[npt.NDArray[np.float32]] | None
+    ) -> LogitEntries | None:
+        if not sum(map(len, columns)):
+            return None
+        return LogitEntries(
+            rows_N=self._upload(np.concatenate(rows)),
+            columns_N=self._upload(np.concatenate(columns)),
+            values_N=None if values is None else self._upload(np.concatenate(values)),
+        )
+
+    def _logprob_rows(self, slots_B: Ints) -> LogprobRows | None:
+        num_top = self._ints["logprobs"][slots_B]
+        rows = (num_top >= 0).nonzero()[0]
+        if not len(rows):
+            return None
+        wanted = np.minimum(num_top[rows], self._vocab_size)
+        return LogprobRows(rows_L=self._upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist()))
+
+    def _upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+_INT_FIELDS = ("seed", "top_k", "top_p", "min_tokens", "num_prompt_tokens", "logprobs")
+_FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")

@@ -1,0 +1,226 @@
+"""One tensor-parallel rank, as a plain class that runs in any process.
+
+Owns the rank's group, model, cache and the outcomes of steps not yet read. Never imports Ray or transformers, never
+decides what runs: plans come from the driver. `launch` and `result` may be called from different threads (one each):
+`launch` starts steps in order, `result` waits for one. Whatever a step raises is kept under its id and raised by
+`result`; the steps after it in its epoch are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`,
+then steps, and `reset` for each new epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.engine import ResolvedConfig
+from kernels.backend import Kernels, select_backend
+from scheduler.errors import ConfigError, EaglerayError, StepTimeoutError, WorkerError
+from scheduler.messages import StepPlan, StepResult
+from workers.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
+from workers.kv_cache import KVCacheLedger, gpu_budget, plan_kv_cache, torch_dtype
+from workers.loader import LoadingBar, load_weights
+from workers.model_runner import ModelRunner, PendingStep, run_largest_step
+from workers.models.qwen3 import Qwen3
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What `start` came to on one rank. `seconds` holds the time of each phase by name."""
+
+    rank: int
+    backend: str
+    seconds: dict[str, float]
+    num_kv_blocks: int
+    ledger: KVCacheLedger
+
+
+class Worker:
+    """Rank `rank` of the engine `config` describes."""
+
+    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.epoch = 0
+        self._device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+        self._rendezvous: Rendezvous | None = None
+        self._group: TensorParallelGroup | None = None
+        self._kernels: Kernels | None = None
+        self._model: Qwen3 | None = None
+        self._runner: ModelRunner | None = None
+        self._seconds: dict[str, float] = {}
+        self._next_step_id = 0
+        self._failed: str | None = None  # why the rest of this epoch does not run
+        self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
+        self._changed = threading.Condition()
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def open_rendezvous(self, host: str = "127.0.0.1") -> Address:
+        """Rank 0: listen on `host`, an address of this machine the other ranks reach, on a port the system picks."""
+        self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
+        return self._rendezvous.address
+
+    def start(self, address: Address | None, num_threads: int | None = None) -> WorkerReport:
+        """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the same time, on the
+        thread that will launch. Raises `ConfigError` or `WorkerError`."""
+        engine = self.config.engine
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        with self._phase("rendezvous"):
+            group = TensorParallelGroup.create(
+                self.rank, engine.tensor_parallel_size, address, self._device, engine.start_timeout_s
+            )
+        with self._phase("load"):
+            kernels, model = self._load(group)
+        with self._phase("kv_cache"):
+            ledger = plan_kv_cache(
+                self.config, kernels, self.rank,
+                lambda: gpu_budget(
+                    self.config, self._device, lambda: run_largest_step(self.config, model, group, kernels)
+                ),
+            )  # fmt: skip
+        with self._phase("wait_for_peers"):
+            group.barrier()
+        group.set_timeout(engine.step_timeout_s)
+        self._group, self._kernels, self._model = group, kernels, model
+        return WorkerReport(
+            rank=self.rank,
+            backend=kernels.name,
+            seconds=dict(self._seconds),
+            num_kv_blocks=ledger.num_blocks,
+            ledger=ledger,
+        )
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks`, the least that any rank reported, and for the batch."""
+        group, kernels, model = self._group, self._kernels, self._model
+        if group is None or kernels is None or model is None:
+            raise WorkerError(f"rank {self.rank}: allocate_cache before start")
+        self._runner = None  # the memory of an earlier one goes first
+        self._runner = ModelRunner(self.config, model, group, kernels, num_blocks)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> None:
+        """Run a step as far as the host has to; on CPU to its end. Never raises: see `result`."""
+        try:
+            self._check_turn(plan)
+            assert self._runner is not None
+            outcome: PendingStep | Exception = self._runner.run(plan)
+        except Exception as error:
+            outcome = error
+            if plan.epoch == self.epoch and self._failed is None:
+                self._failed = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
+        if plan.epoch == self.epoch:
+            self._next_step_id = plan.step_id + 1
+        with self._changed:
+            self._outcomes[plan.epoch, plan.step_id] = outcome
+            self._changed.notify_all()
+
+    def result(self, step_id: int, epoch: int) -> StepResult:
+        """The tokens of a step, which may be launched later. Rank 0's result has the logprobs.
+
+        Raises what the step raised (as `WorkerError` if it was none of our errors), `StepTimeoutError` when it is not
+        launched within `step_timeout_s`, and `WorkerError` when `reset` has ended its epoch.
+        """
+        key, limit_s = (epoch, step_id), self.config.engine.step_timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._outcomes or epoch < self.epoch, timeout=limit_s)
+            outcome = self._outcomes.pop(key, None)
+            current = self.epoch
+        if outcome is None and epoch < current:
+            raise WorkerError(f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, now is epoch {current}")
+        if outcome is None:
+            raise StepTimeoutError(f"rank {self.rank}: step {step_id} of epoch {epoch} did not run in {limit_s} s")
+        if isinstance(outcome, EaglerayError):
+            raise outcome
+        if isinstance(outcome, Exception):
+            raise WorkerError(f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}") from outcome
+        started = time.perf_counter()
+        token_ids, logprobs = outcome.finish()
+        return StepResult(
+            step_id=step_id,
+            epoch=epoch,
+            token_ids=token_ids,
+            rank=self.rank,
+            digest=zlib.crc32(token_ids.tobytes()),
+            logprobs=logprobs if self.rank == 0 else None,
+            seconds=outcome.seconds | {"wait": time.perf_counter() - started},
+        )
+
+    def reset(self, epoch: int) -> None:
+        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Called where `launch` is."""
+        if epoch <= self.epoch:
+            raise WorkerError(f"rank {self.rank}: epoch {epoch} does not follow epoch {self.epoch}")
+        if self._runner is not None:
+            self._runner.clear()
+        self._next_step_id, self._failed = 0, None
+        with self._changed:
+            self.epoch = epoch
+            self._outcomes.clear()
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise unless the laws of this rank's batch state hold. Not while a step runs."""
+        if self._runner is not None:
+            self._runner.check()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        report = {"weights": self._model.weight_bytes() if self._model is not None else 0}
+        if self._runner is not None:
+            report["kv_cache"] = self._runner.cache.tensor.nbytes
+        if self._device.type == "cuda":
+            report["device_reserved"] = torch.cuda.memory_reserved(self._device)
+        return report
+
+    def close(self) -> None:
+        """Leave the group and drop model and cache. Never waits for a peer."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._model = self._runner = self._kernels = self._rendezvous = None
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_turn(self, plan: StepPlan) -> None:
+        where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
+        if plan.epoch != self.epoch:
+            raise WorkerError(f"{where} came in epoch {self.epoch}")
+        if self._failed is not None:
+            raise WorkerError(f"{where} was not run: {self._failed}")
+        if plan.step_id != self._next_step_id:
+            raise WorkerError(f"{where} came when step {self._next_step_id} was due")
+        if self._runner is None:
+            raise WorkerError(f"{where} came before allocate_cache")
+
+    def _load(self, group: TensorParallelGroup) -> tuple[Kernels, Qwen3]:
+        config = self.config
+        try:
+            kernels = select_backend(config.device, config.engine.attention_backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
+        bar = LoadingBar() if self.rank == 0 else None
+        load_weights(model.slices(), Path(config.model_dir), config.model, bar)
+        return kernels, model
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = time.perf_counter() - started
+            logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
