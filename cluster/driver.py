@@ -10,6 +10,7 @@ A failed step ends the engine: every request ends with an error that says why, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
@@ -55,6 +56,7 @@ class Driver:
     """Run as a Ray actor by `LLM`; every method but `start` answers without waiting for a step."""
 
     def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+        logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._group = WorkerGroup(config, placement)
         self._engine: Engine | None = None
@@ -120,10 +122,8 @@ class Driver:
         frontend = self._frontend(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.news.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(frontend.news.wait(), wait_s)
-            except TimeoutError:
-                pass
         frontend.last_seen_s = time.monotonic()
         return frontend.mailbox.collect(acknowledged)
 

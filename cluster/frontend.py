@@ -38,6 +38,7 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
+    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 
 
@@ -55,8 +56,16 @@ class CompletionOutput:
 class _Output:
     """Follows one engine request and cuts its news into chunks."""
 
-    def __init__(self, request_id: str, index: int, stream: TextStream | None, sink: Callable[[Chunk], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        num_prompt_tokens: int,
+        stream: TextStream | None,
+        sink: Callable[[Chunk], None],
+    ) -> None:
         self.request_id = request_id
+        self._num_prompt_tokens = num_prompt_tokens
         self.completion = CompletionOutput(index)
         self._stream = stream
         self._sink = sink
@@ -86,6 +95,7 @@ class _Output:
                     token_ids=tokens,
                     logprobs=logprobs,
                     finish_reason=reason,
+                    num_prompt_tokens=self._num_prompt_tokens,
                     num_cached_tokens=news.num_cached_tokens,
                 )
             )
@@ -167,16 +177,17 @@ class Frontend:
     ) -> list[Request]:
         """The engine requests of a generation, one an output; nothing is sent yet."""
         requests = []
+        num_prompt_tokens = len(generation.prompt_token_ids)
         for index in range(params.n or 1):
             request_id = f"{self._id}-{next(self._numbers)}"
             sampling = params.resolve(seed=seed, index=index, eos_token_ids=eos_token_ids)
             stream = TextStream(self._tokenizer, params.stop_strings()) if self._tokenizer is not None else None
-            generation.outputs.append(_Output(request_id, index, stream, sink))
+            generation.outputs.append(_Output(request_id, index, num_prompt_tokens, stream, sink))
             requests.append(
                 Request(
                     request_id=request_id,
                     token_ids=array("i", generation.prompt_token_ids),
-                    num_prompt_tokens=len(generation.prompt_token_ids),
+                    num_prompt_tokens=num_prompt_tokens,
                     sampling=sampling,
                     cache_salt=cache_salt,
                 )

@@ -109,14 +109,15 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts: text, token ids, or mappings with `prompt`, `prompt_token_ids` or `messages` (and
         optionally `cache_salt`). Returns outputs in the order of the prompts. Raises `RequestError` before any runs.
         """
         many = _as_list(prompts)
         params = _one_each(sampling_params, len(many))
-        with ProgressBar(len(many), enabled=use_tqdm) as bar:
+        num_outputs = sum((p and p.n) or self._defaults.n or 1 for p in params)
+        with ProgressBar(num_outputs, enabled=progress) as bar:
             generations = self._submit(many, params, [bar.sink() for _ in many])
             try:
                 for generation in generations:
@@ -131,10 +132,10 @@ class LLM:
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the checkpoint's chat template."""
-        return self.generate(_conversations(messages), sampling_params, use_tqdm=use_tqdm)
+        return self.generate(_conversations(messages), sampling_params, progress=progress)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -220,11 +221,12 @@ class LLM:
         counters: dict[str, float] = call(self._driver.stats.remote(), "read the counters")
         return counters
 
-    def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
-        """Raise `RequestError` if this prompt could not be run; nothing is sent."""
+    def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is sent."""
         generation = self._generation(prompt)
         for request in self._requests(generation, sampling_params, prompt, _discard):
             check_request(request, self._report.limits)
+        return generation.prompt_token_ids
 
     def shutdown(self) -> None:
         """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""

@@ -105,7 +105,7 @@ def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
         if held < tensor_parallel_size:
             raise ConfigError(_shortage(tensor_parallel_size, needed, "the Ray cluster has not the resources for"))
     strategy = "STRICT_PACK" if fits_one else "PACK"
-    group = placement_group([dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy)
+    group: PlacementGroup = placement_group([dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy)
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         what = f"after {PLACEMENT_TIMEOUT_S:.0f} s other work still holds the resources for"

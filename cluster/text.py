@@ -25,7 +25,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
             raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 

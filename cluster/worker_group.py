@@ -7,6 +7,7 @@ passed as a ref. Every rank's result is waited for, so the death of any of them 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import time
@@ -32,6 +33,7 @@ class RankActor:
     """One rank in a process of its own. `concurrency_groups`: the steps, their results, and control."""
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        logging.basicConfig(level=config.engine.log_level.upper())
         self._worker = Worker(config, rank)
 
     def open_rendezvous(self) -> tuple[str, int]:
@@ -50,7 +52,7 @@ class RankActor:
         """Start a step. A failure is kept and raised by `result`."""
         self._worker.launch(pickle.loads(plan))
 
-    @ray.method(concurrency_group="result")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="result")
     def result(self, step_id: int, epoch: int) -> StepResult:
         return self._worker.result(step_id, epoch)
 
@@ -71,12 +73,12 @@ class WorkerGroup:
         self._config = config
         self._placement = placement
         self._ranks: list[Any] = []
-        self._pending: dict[int, list[ray.ObjectRef]] = {}
+        self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
 
     def start(self) -> GroupReport:
         """Start all ranks together and give them their caches. Raises the first rank's error, naming the rank."""
         began = time.perf_counter()
-        config, size = self._config, self._config.engine.tensor_parallel_size
+        size = self._config.engine.tensor_parallel_size
         self._ranks = [self._create(rank) for rank in range(size)]
         on_node = self._ranks_on_node()
         address = self._ranks[0].open_rendezvous.remote()
@@ -119,8 +121,8 @@ class WorkerGroup:
 
     def _create(self, rank: int) -> Any:
         num_gpus = 1 if self._config.device == "cuda" else 0
-        shell: Any = ray.remote(concurrency_groups={"result": 1})(RankActor)
-        actor = shell.options(
+        remote: Any = ray.remote  # its types do not know concurrency_groups
+        actor = remote(concurrency_groups={"result": 1})(RankActor).options(
             num_cpus=1,
             num_gpus=num_gpus,
             max_restarts=0,
@@ -134,7 +136,7 @@ class WorkerGroup:
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
         return [list(nodes.values()).count(nodes[rank]) for rank in range(len(self._ranks))]
 
-    def _all(self, refs: Seq[ray.ObjectRef], what: str, limit_s: float | None = None) -> list[Any]:
+    def _all(self, refs: Seq[ray.ObjectRef[Any]], what: str, limit_s: float | None = None) -> list[Any]:
         """The values of one ref a rank; turns Ray's errors into ours."""
         limit_s = limit_s or self._config.engine.start_timeout_s
         try:
@@ -148,7 +150,7 @@ class WorkerGroup:
             raise _explain(error, refs, what) from error
 
 
-def _explain(error: Exception, refs: Seq[ray.ObjectRef], what: str) -> EaglerayError:
+def _explain(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> EaglerayError:
     """The cause, with the message of each rank that failed."""
     messages: dict[int, Exception] = {}
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0)

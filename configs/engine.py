@@ -55,7 +55,7 @@ class EngineConfig:
     start_timeout_s: float = 300.0
     step_timeout_s: float = 120.0
     frontend_timeout_s: float = 60.0
-    log_level: str = "warning"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         for name in _WHOLE_AT_LEAST:

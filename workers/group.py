@@ -39,13 +39,11 @@ class Rendezvous:
 
 def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
     """Listen on `host` only, on a port the system picks and this process keeps from then on."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family, backlog=128) as listener:
             port = int(listener.getsockname()[1])
-            store = TCPStore(
+            store = _distributed().TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
@@ -100,10 +98,10 @@ class TensorParallelGroup:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order."""
-        if self._backend is None:
+        if self.size == 1:
             return tensor.unsqueeze(0)
         out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._wait("all_gather", lambda: self._backend.allgather([list(out_R.unbind(0))], [tensor.contiguous()]))
+        self._run("all_gather", lambda b: b.allgather([list(out_R.unbind(0))], [tensor.contiguous()]))
         return out_R
 
     def barrier(self) -> None:
@@ -111,37 +109,37 @@ class TensorParallelGroup:
         self.all_reduce(torch.zeros(1, device=self.device)).cpu()
 
     def close(self) -> None:
-        """Leave the group; it cannot be used afterwards. Never waits for a peer."""
-        if self._backend is not None:
-            self._backend.abort() if self.device.type == "cuda" else self._backend.shutdown()
-        self._backend = None
-        self.size = 0
+        """Leave the group; one of several ranks cannot be used afterwards. Never waits for a peer."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort() if self.device.type == "cuda" else backend.shutdown()
 
     def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
-        if self._backend is None:
-            self._check_open()
-            return tensor
-        from torch.distributed import AllreduceOptions, ReduceOp
-
-        options = AllreduceOptions()
-        options.reduceOp = getattr(ReduceOp, operation)
-        self._wait("all_reduce", lambda: self._backend.allreduce([tensor], options))
+        if self.size > 1:
+            distributed = _distributed()
+            options = distributed.AllreduceOptions()
+            options.reduceOp = getattr(distributed.ReduceOp, operation)
+            self._run("all_reduce", lambda b: b.allreduce([tensor], options))
         return tensor
 
-    def _check_open(self) -> None:
-        if self.size == 0:
-            raise WorkerError(f"rank {self.rank} has left its tensor-parallel group")
-
-    def _wait(self, name: str, start: Callable[[], Any]) -> None:
+    def _run(self, name: str, start: Callable[[Any], Any]) -> None:
+        """Start an operation of the backend and wait for it (on CUDA only the stream does)."""
+        who = f"rank {self.rank} of {self.size}"
+        if self._backend is None:
+            raise WorkerError(f"{who} has left its tensor-parallel group")
         try:
-            start().wait()
+            start(self._backend).wait()
         except RuntimeError as error:
-            who = f"rank {self.rank} of {self.size}"
             raise WorkerError(f"{who}: {name} failed, a peer is gone or stuck: {error}") from None
 
 
+def _distributed() -> Any:
+    """torch.distributed, imported only where there is more than one rank; its classes have no static types."""
+    return importlib.import_module("torch.distributed")
+
+
 def _connect(rank: int, size: int, address: Address, device: torch.device, timeout: timedelta) -> Any:
-    distributed: Any = importlib.import_module("torch.distributed")  # its classes are known at run time only
+    distributed = _distributed()
     store = distributed.TCPStore(address[0], address[1], is_master=False, timeout=timeout)
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()

@@ -99,11 +99,12 @@ class FakeRank:
         self.num_steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Execute a plan. Appended blocks come before admitted rows, as these may share a block that is appended now."""
+        """Execute a plan at once."""
         assert (plan.step_id, plan.epoch) == (self.num_steps, self.epoch), f"step {plan.step_id} out of order"
         self.num_steps += 1
         for slot in plan.released:
             self._release(slot)
+        # Before the admitted rows, which may share a block that is appended and filled in this step.
         for slot, block_id in zip(plan.appended_slots, plan.appended_block_ids, strict=True):
             self._append(self._row(slot), block_id)
         if plan.admitted is not None:
@@ -178,7 +179,7 @@ class FakeRank:
     def _store(self, row: Row, num_new: int) -> None:
         """Write the cells of a chunk, but for those that stand in shared blocks."""
         start, end = row.num_computed, row.num_computed + num_new
-        assert 1 <= num_new and end <= len(row.tokens), f"{num_new} new tokens: {row}"
+        assert num_new >= 1 and end <= len(row.tokens), f"{num_new} new tokens: {row}"
         assert end <= len(row.block_table) * self.block_size, f"{num_new} new tokens beyond the blocks: {row}"
         position = max(start, row.num_cached_tokens)
         self.num_written_tokens += end - position

@@ -53,11 +53,13 @@ class Scenario:
 def draw_scenario(rng: Random) -> Scenario:
     limits = _draw_limits(rng)
     weak = rng.random() < 0.3
+    small_alphabet = weak or rng.random() < 0.2
+    requests = _Requests(rng, limits, small_alphabet=small_alphabet, growing=rng.random() < 0.4)
     return Scenario(
         limits=limits,
         num_steps_ahead=rng.choice((0, 1, 1, 2)),
         hash_function=rng.choice(WEAK_HASHES) if weak else xxhash.xxh3_128_intdigest,
-        requests=_Requests(rng, limits, small_alphabet=weak or rng.random() < 0.2).draw(rng.randint(3, 40)),
+        requests=requests.draw(rng.randint(3, 40)),
         loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
         finish_probability=rng.choice((0.0, 0.02, 0.1)),
         num_fault_steps=rng.randint(5, 150),
@@ -87,6 +89,7 @@ class _Requests:
     rng: Random
     limits: SchedulerLimits
     small_alphabet: bool
+    growing: bool  # short prompts, long outputs: many run at once and then run out of blocks
     segments: list[list[int]] = field(default_factory=list)
     drawn: list[Request] = field(default_factory=list)
 
@@ -125,9 +128,10 @@ class _Requests:
 
     def _sampling(self, seed: int) -> Sampling:
         rng = self.rng
+        short = (1, 2, rng.randint(1, 10), rng.randint(1, 40))
         return Sampling(
             seed=seed,
-            max_tokens=rng.choice((1, 2, rng.randint(1, 10), rng.randint(1, 40), rng.randint(1, 100), 1000)),
+            max_tokens=rng.choice((rng.randint(20, 100), 1000) if self.growing else short),
             stop_token_ids=frozenset(range(rng.choice((0, 0, 20, 100)))),
         )
 
@@ -154,7 +158,8 @@ class _Requests:
             prompt += self._tokens(rng.choice((0, 1, rng.randint(0, 20))))
         if rng.random() < 0.03:
             return prompt + self._tokens(most)
-        return prompt[: max(1, rng.choice((most - 1, most // 2, most // 4)))] or self._tokens(1)
+        longest = most // 8 if self.growing else rng.choice((most - 1, most // 2, most // 4))
+        return prompt[: max(1, longest)] or self._tokens(1)
 
     def _conversation(self, earlier: Request) -> list[int]:
         """An earlier prompt with its whole answer, and a little more."""

@@ -22,7 +22,7 @@ from tests.workers.planner import Planner, Row
 from tests.workers.pool import PoolExecutor, WorkerPool, executor_of
 
 NEAR_TIE = 1e-4
-LOGIT_TOLERANCE = 5e-4  # float32 sums in another order; logits here reach 20
+LOGIT_TOLERANCE = 1e-4  # float32 sums in another order; logits here reach 20
 BLOCK = 4
 NUM_OUTPUT = 10
 
@@ -50,6 +50,7 @@ class Reference:
 
     model_dir: Path
     model: Any
+    vocab_size: int
     prompts: dict[str, list[int]]
     tokens: dict[str, list[int]]
     gaps: dict[str, list[float]]  # between the two best logits of each generated token
@@ -64,9 +65,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model = make_checkpoint(model_dir, shape)
         prompts = make_prompts(shape.vocab)
         outputs = {key: generate(model, prompt) for key, prompt in prompts.items()}
-        return Reference(
-            model_dir, model, prompts, {k: v[0] for k, v in outputs.items()}, {k: v[1] for k, v in outputs.items()}
-        )
+        tokens, gaps = ({key: output[part] for key, output in outputs.items()} for part in (0, 1))
+        return Reference(model_dir, model, shape.vocab, prompts, tokens, gaps)
 
     return make
 
@@ -86,12 +86,13 @@ def make_prompts(vocab: int) -> dict[str, list[int]]:
     }
 
 
-def generate(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+def generate(model: Any, prompt: list[int]) -> tuple[Any, Any]:
     """(greedy tokens, gap between the two best logits at each) of the reference."""
+    inputs = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, output_logits=True,
-            return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_OUTPUT, do_sample=False,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
     best = torch.stack(out.logits)[:, 0].topk(2, dim=-1).values
     return out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
@@ -179,7 +180,7 @@ def test_greedy_tokens_equal_transformers(pool: WorkerPool, reference: Any, name
     print(f"exactness {name} tp {size}: {len(wrong)} differences, near ties {near}")
     assert not wrong
     distinct = {token for tokens in outputs.values() for token in tokens}
-    assert len(distinct) >= min(5, 30), "the outputs collapsed: the comparison says little"
+    assert len(distinct) >= min(30, expected.vocab_size // 2), "the outputs collapsed: the comparison says little"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,0 +1,115 @@
+"""Running a batch for the command line: read and check every input line, generate, write every output line.
+
+Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params` and `cache_salt`.
+Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`, `num_prompt_tokens` and
+`num_cached_tokens`, `logprobs` where asked; with `n` above 1 a list `outputs` of what belongs to each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.frontend import CompletionOutput
+from cluster.llm import LLM, RequestOutput
+from scheduler.errors import ConfigError, RequestError
+from scheduler.params import SamplingParams
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+KNOWN_KEYS = (*PROMPT_KEYS, "sampling_params", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """One line: where it stands, what `LLM.generate` gets."""
+
+    where: str
+    prompt: dict[str, Any]
+    params: SamplingParams
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """Every line of a JSONL file, checked for form. Raises `RequestError` naming the line; blank lines are skipped."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
+    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise RequestError(f"the input file {str(path)!r} holds no requests")
+    return [_read_line(where, line) for where, line in lines]
+
+
+def _read_line(where: str, line: str) -> BatchRequest:
+    with _naming(where):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise RequestError(f"must be a JSON object with one of {', '.join(PROMPT_KEYS)}")
+        unknown = [key for key in value if key not in KNOWN_KEYS]
+        if unknown:
+            raise RequestError(f"unknown key {unknown[0]!r}; known are {', '.join(KNOWN_KEYS)}")
+        given = [key for key in PROMPT_KEYS if key in value]
+        if len(given) != 1:
+            raise RequestError(f"needs exactly one of {', '.join(PROMPT_KEYS)}; has {', '.join(given) or 'none'}")
+        if not value[given[0]]:
+            raise RequestError(f"{given[0]} is empty; give at least one token", given[0])
+        params = value.pop("sampling_params", None) or {}
+        if not isinstance(params, dict):
+            raise RequestError("sampling_params must be a JSON object", "sampling_params")
+        return BatchRequest(where=where, prompt=value, params=SamplingParams.from_dict(params))
+
+
+def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
+    """Check every request against the engine, then generate. Raises `RequestError` naming the line."""
+    prompts: list[dict[str, Any]] = []
+    for request in requests:
+        with _naming(request.where):
+            token_ids = llm.check_prompt(request.prompt, request.params)
+        salt = request.prompt.get("cache_salt")
+        prompts.append({"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {}))
+    return llm.generate(prompts, [request.params for request in requests], progress=progress)
+
+
+def output_line(index: int, output: RequestOutput) -> str:
+    """The JSON line of one finished request."""
+    line: dict[str, Any] = {"index": index}
+    if len(output.outputs) == 1:
+        line |= _completion(output.outputs[0])
+    else:
+        line["outputs"] = [_completion(completion) for completion in output.outputs]
+    line["num_prompt_tokens"] = len(output.prompt_token_ids)
+    line["num_cached_tokens"] = output.num_cached_tokens
+    return json.dumps(line, ensure_ascii=False)
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        values["logprobs"] = [
+            entry and {
+                "logprob": entry.logprob,
+                "top": dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True)),
+            }
+            for entry in completion.logprobs
+        ]  # fmt: skip
+    return values
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put where it happened before the message of a `RequestError`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}" if where else str(error), error.parameter) from None

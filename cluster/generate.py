@@ -1,0 +1,82 @@
+"""`launch.py generate`: from flags to answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.batch import BatchRequest, output_line, read_requests, run_batch
+from cluster.llm import LLM, RequestOutput
+from configs.engine import EngineConfig
+from scheduler.errors import ConfigError, RequestError
+from scheduler.params import SamplingParams
+
+logger = logging.getLogger("eagleray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """What to run: prompts, or an input file."""
+
+    config: EngineConfig
+    defaults: SamplingParams
+    prompts: tuple[str, ...]
+    input: Path | None
+    output: Path | None
+    raw: bool
+
+
+def run_generate(job: GenerateJob) -> None:
+    """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before anything runs."""
+    if bool(job.prompts) == (job.input is not None):
+        raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
+    if job.output is not None and not job.output.parent.is_dir():
+        raise ConfigError(f"the folder of --output {str(job.output)!r} does not exist")
+    requests = read_requests(job.input) if job.input is not None else None
+    for prompt in job.prompts:
+        if not prompt:
+            raise RequestError("a prompt is empty; give at least one token", "prompt")
+    options = {f.name: getattr(job.config, f.name) for f in dataclasses.fields(job.config)}
+    with LLM(sampling_defaults=job.defaults, **options) as llm:
+        if requests is None:
+            requests = [_from_prompt(prompt, chat=llm.has_chat_template and not job.raw) for prompt in job.prompts]
+        began = time.perf_counter()
+        outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
+        seconds = time.perf_counter() - began
+        _write(job, outputs)
+        logger.info("%s", _speed(outputs, seconds))
+
+
+def _from_prompt(prompt: str, *, chat: bool) -> BatchRequest:
+    form = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    return BatchRequest(where="", prompt=form, params=SamplingParams())
+
+
+def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
+    if job.input is None and job.output is None:
+        for prompt, output in zip(job.prompts, outputs, strict=True):
+            for completion in output.outputs:
+                print(f"> {prompt}\n{completion.text}\n")
+        return
+    lines = "".join(output_line(i, output) + "\n" for i, output in enumerate(outputs))
+    if job.output is None:
+        print(lines, end="")
+        return
+    try:
+        job.output.write_text(lines, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
+
+
+def _speed(outputs: list[RequestOutput], seconds: float) -> str:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    return (
+        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached} cached) and "
+        f"{num_output} output tokens, {num_prompt / seconds:.0f} and {num_output / seconds:.0f} tokens/s"
+    )
