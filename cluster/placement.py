@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ class RaySession:
         with self._lock:
             if not ray.is_initialized():
                 self._users = 0
-                _init_ray(address, tensor_parallel_size)
+                with _own_signal_handlers():
+                    _init_ray(address, tensor_parallel_size)
                 self._ours = True
             elif self._users == 0:
                 self._ours = False
@@ -54,6 +58,15 @@ class RaySession:
 
 
 SESSION = RaySession()
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """`ray.init` takes over SIGTERM; what the program does at it stays the program's business."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> None:

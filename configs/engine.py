@@ -60,7 +60,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _WHOLE_AT_LEAST:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name not in _MAY_BE_NONE:
                 _check_at_least(name, value, _WHOLE_AT_LEAST[name])
         for name in ("start_timeout_s", "step_timeout_s", "frontend_timeout_s"):
             if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
@@ -132,6 +132,7 @@ _WHOLE_AT_LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
+_MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_model_len", "seed")
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:

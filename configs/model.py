@@ -80,7 +80,7 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ConfigError(f"{where} has no {error.args[0]!r}: is this a Qwen3 checkpoint?") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ConfigError(f"{where} cannot be read: {error}") from None
         config._check(where)
         return config

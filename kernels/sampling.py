@@ -182,16 +182,12 @@ def kth_gap_bound(gaps_RV: torch.Tensor, top_k_R: torch.Tensor, max_top_k: int) 
     return torch.where(top_k_R <= minima_RX.shape[1], bound_R, torch.inf)
 
 
-def compact(gaps_RV: torch.Tensor, bound_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def compact(gaps_RV: torch.Tensor, bound_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(gaps, columns) [R, C] of the tokens within the bound, in order; infinite gaps fill up the shorter rows.
 
-    Returns the input and None where that would leave out little. C depends on the values, so this is for the CPU: on a
-    GPU it would make the host wait.
+    C depends on the values, so this is for the CPU: on a GPU it would make the host wait.
     """
-    within_RV = gaps_RV <= bound_R[:, None]
-    if int(within_RV.sum()) * 4 > within_RV.numel():
-        return gaps_RV, None
-    rows_N, columns_N = within_RV.nonzero(as_tuple=True)
+    rows_N, columns_N = (gaps_RV <= bound_R[:, None]).nonzero(as_tuple=True)
     counts_R = torch.bincount(rows_N, minlength=len(gaps_RV))
     places_N = torch.arange(len(rows_N), device=rows_N.device) - (counts_R.cumsum(0) - counts_R)[rows_N]
     width = max(1, int(counts_R.max()))
@@ -213,20 +209,32 @@ def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
     return total_high * bits_high + (middle >> 31)
 
 
-def find_column(weights_RC: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """The column where the running sum of weights first exceeds `index_R`, for 0 <= index < the sum of the row.
+def block_sums(weights_RC: torch.Tensor) -> torch.Tensor:
+    """Weights by block of columns, [R, X]: all that needs to be kept of a row until its place is known."""
+    return _block_reduce(weights_RC, torch.sum)
 
-    By sums of blocks, then inside one block, so that the running sum is never written for all columns.
-    """
-    sums_RX = _block_reduce(weights_RC, torch.sum)
+
+def find_block(sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(columns of the block where the running sum first exceeds the index, what of the index is left in it)."""
     reached_RX = sums_RX.cumsum(dim=1)
     block_R1 = (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
     before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
-    columns_RX = _block_columns(block_R1.squeeze(1), weights_RC.shape[1])
-    # Where a short block repeats its last column, the index is reached at its first occurrence.
-    inside_RX = weights_RC.gather(1, columns_RX).cumsum(dim=1)
-    place_R1 = (inside_RX <= index_R[:, None] - before_R1).sum(dim=1, keepdim=True).clamp_(max=_BLOCK - 1)
-    return columns_RX.gather(1, place_R1).squeeze(1)
+    return _block_columns(block_R1.squeeze(1), num_columns), index_R - before_R1.squeeze(1)
+
+
+def find_in_block(weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """The column where the running sum of the block's weights first exceeds the index.
+
+    Where a short block repeats its last column, the sum exceeds it at the first occurrence.
+    """
+    place_R1 = (weights_RX.cumsum(dim=1) <= index_R[:, None]).sum(dim=1, keepdim=True)
+    return columns_RX.gather(1, place_R1.clamp_(max=columns_RX.shape[1] - 1)).squeeze(1)
+
+
+def find_column(weights_RC: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """The column where the running sum of weights first exceeds `index_R`, for 0 <= index < the sum of the row."""
+    columns_RX, rest_R = find_block(block_sums(weights_RC), index_R, weights_RC.shape[1])
+    return find_in_block(weights_RC.gather(1, columns_RX), columns_RX, rest_R)
 
 
 def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor], width: int = _BLOCK) -> torch.Tensor:

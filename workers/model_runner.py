@@ -138,7 +138,7 @@ def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallel
     in use. Its cache is one block, which nothing is written to. Every rank runs it at the same time."""
     device, engine = group.device, config.engine
     num_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-    row_len = min(engine.max_num_batched_tokens // num_rows, config.max_model_len)
+    row_len = min(-(-engine.max_num_batched_tokens // num_rows), config.max_model_len)
     num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     attn = AttentionMetadata(

@@ -165,7 +165,7 @@ class SamplingState:
         for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(self._stop_columns.items()):
             if self._sampling[slot] is None:
                 raise AssertionError(f"free slot {slot} holds logit entries")
-            if len(columns) and not (0 <= columns.min() and columns.max() < width):
+            if len(columns) and (columns.min() < 0 or columns.max() >= width):
                 raise AssertionError(f"slot {slot} holds columns {columns} outside a shard of {width}")
         for slot, sampling in enumerate(self._sampling):
             if sampling is not None and self._ints["seed"][slot] != sampling.seed:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.scheduler.planted_bugs import PLANTED
 from tests.scheduler.simulator import run_seed
 
 MAX_SEEDS = 60
+WRONG_TOKEN = re.compile(r"token \d+ is \d+, expected")
 
 
-def first_violation(name: str) -> tuple[int, str] | None:
+def first_violation(name: str, *, look_inside: bool = True) -> tuple[int, str] | None:
     """The first seed that catches a planted bug, and how."""
     for seed in range(MAX_SEEDS):
         try:
-            run_seed(seed, PLANTED[name])
+            run_seed(seed, PLANTED[name], look_inside=look_inside)
         except AssertionError as error:
             return seed, str(error)
     return None
@@ -23,6 +26,25 @@ def first_violation(name: str) -> tuple[int, str] | None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str) -> None:
     assert first_violation(name) is not None, f"{name} survives {MAX_SEEDS} seeds"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "StaleIndexEntry",
+        "TokensNotCompared",
+        "ParentNotCompared",
+        "SaltNotCompared",
+        "HitAfterMiss",
+        "PartialBlockPublished",
+        "IndexOutlivesEpoch",
+        "PromptPublishedTooEarly",
+        "SaltIgnored",
+    ],
+)
+def test_wrong_content_shows_in_the_tokens_alone(name: str) -> None:
+    violation = first_violation(name, look_inside=False)
+    assert violation is not None and WRONG_TOKEN.search(violation[1]), violation
 
 
 def test_code_without_bugs_passes_the_same_seeds() -> None:

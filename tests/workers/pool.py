@@ -141,7 +141,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
         except (EOFError, OSError):
             return
         try:
-            answer = (host.call(name, args), None)
+            answer: tuple[Any, Exception | None] = (host.call(name, args), None)
         except Exception as error:
             error.add_note(traceback.format_exc())
             answer = (None, error)

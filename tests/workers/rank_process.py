@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,6 @@ import torch
 
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan
-from workers.loader import load_weights
 from workers.worker import Worker
 
 
@@ -45,24 +47,38 @@ class RankProcess:
         logits_TV = logits_RTV.transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
         return array("f", logits_TV.numpy().tobytes()), vocab_size
 
-    def measure_load(self) -> dict[str, int]:
-        """Anonymous memory, in bytes, that starting the worker and loading its weights adds to this process."""
-        worker = self.worker
-        assert worker is not None
+    def measure_load(self, address: tuple[str, int] | None) -> dict[str, int]:
+        """Anonymous memory in bytes that `start` adds to this process: at its end, and at most on the way."""
+        assert self.worker is not None
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what an earlier worker left to the allocator is used again
         before = anonymous_bytes()
-        worker.start(None if worker.config.engine.tensor_parallel_size == 1 else self._address, 1)
-        return {"added": anonymous_bytes() - before, **worker.memory_report()}
+        with PeakMemory() as peak:
+            self.worker.start(address, 1)
+        return {
+            "added": anonymous_bytes() - before,
+            "peak_added": peak.bytes - before,
+            "weights": self.worker.memory_report()["weights"],
+        }
 
-    def meet_at(self, address: tuple[str, int] | None) -> None:
-        self._address = address
 
-    def loaded_again(self) -> int:
-        """Load once more into the same parameters; the memory that adds."""
-        worker = self.worker
-        assert worker is not None and worker._model is not None
-        before = anonymous_bytes()
-        load_weights(worker._model.slices(), Path(worker.config.model_dir), worker.config.model)
-        return anonymous_bytes() - before
+class PeakMemory:
+    """The largest `anonymous_bytes` seen while inside, looked at every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.bytes = anonymous_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.bytes = max(self.bytes, anonymous_bytes())
 
 
 def anonymous_bytes() -> int:

@@ -1,8 +1,8 @@
 """Greedy float32 tokens equal those of transformers at every tensor-parallel size, whatever the batching does.
 
 One scenario forces chunked prefill, mixed batches, shared prefix blocks, a full hit, preemption with and without cached
-blocks, and runs one step ahead. A difference counts when the reference's two best logits lie more than `NEAR_TIE` apart;
-other differences end the comparison of that sequence and are printed.
+blocks, and runs one step ahead. A difference counts when the reference's two best logits lie more than `NEAR_TIE`
+apart; other differences end the comparison of that sequence and are printed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def make_prompts(vocab: int) -> dict[str, list[int]]:
     rng = np.random.default_rng(7)
-    draw = lambda n: rng.integers(0, vocab, n).tolist()  # noqa: E731
+
+    def draw(length: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, vocab, length)]
+
     chunked = draw(13)
     return {
         "chunked": chunked,
@@ -159,7 +162,8 @@ class Scenario:
 
 def compare(expected: Reference, outputs: dict[str, list[int]]) -> tuple[list[str], list[str]]:
     """(differences that count, near ties)."""
-    wrong, near = [], []
+    wrong: list[str] = []
+    near: list[str] = []
     for name, tokens in outputs.items():
         reference_tokens, gaps = expected.tokens[name], expected.gaps[name]
         assert len(tokens) == len(reference_tokens), (name, tokens, reference_tokens)

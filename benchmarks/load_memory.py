@@ -1,0 +1,67 @@
+"""Memory that loading the 0.6B shape adds to each rank: `python -m benchmarks.load_memory` from the checkout.
+
+Writes a random bfloat16 checkpoint to a temporary directory, loads it at tp 1, 2 and 4 in fresh processes, and prints
+one JSON line: per size the anonymous memory (RssAnon) that start added to each rank, its peak on the way, the weights
+the rank owns, and the seconds of loading. The limit to judge by: a rank cannot hold less than its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.engine import EngineConfig, resolve
+from configs.model import ModelConfig
+from tests.checkpoints import write_fast_checkpoint
+from tests.workers.pool import WorkerPool
+
+SIZES = (1, 2, 4)
+QWEN3_0_6B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1000000.0, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = Path(directory)
+        checkpoint_bytes = write_fast_checkpoint(model_dir, QWEN3_0_6B, torch.bfloat16)
+        results = {f"tp{size}": measure(model_dir, size) for size in SIZES}
+    record = {"benchmark": "load_memory", "shape": "Qwen3-0.6B", "dtype": "bfloat16", "torch": torch.__version__,
+              "checkpoint_mib": to_mib(checkpoint_bytes), **results}  # fmt: skip
+    sys.stdout.write(json.dumps(record) + "\n")
+
+
+def measure(model_dir: Path, size: int) -> dict[str, Any]:
+    """Start `size` ranks in processes that have loaded nothing before."""
+    engine = EngineConfig(model=str(model_dir), tensor_parallel_size=size, max_model_len=4096)
+    config = resolve(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
+    pool = WorkerPool(size)
+    try:
+        for rank in range(size):
+            pool.call(rank, "create", config, rank)
+        address = pool.call(0, "open_rendezvous") if size > 1 else None
+        started = time.perf_counter()
+        ranks = pool.call_all(size, "measure_load", address)
+        seconds = time.perf_counter() - started
+    finally:
+        pool.close()
+    columns = {f"{name}_mib": [to_mib(rank[name]) for rank in ranks] for name in ("added", "peak_added", "weights")}
+    return {**columns, "seconds": round(seconds, 2)}
+
+
+def to_mib(num_bytes: int) -> float:
+    """Mebibytes to one decimal."""
+    return round(num_bytes / 2**20, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What the tests with real actors share: a Ray that the "user" has started, a small checkpoint, one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import Shape, make_checkpoint
+
+SHAPE = Shape(name="cluster", heads=8, kv_heads=2, head_dim=16, vocab=1003, tied=True, extra={"eos_token_id": 2})
+OPTIONS: dict[str, Any] = {"device": "cpu", "block_size": 4, "num_kv_blocks": 512, "max_num_seqs": 16}
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A random checkpoint without a tokenizer, and its transformers model."""
+
+    path: Path
+    model: Any
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    path = tmp_path_factory.mktemp("cluster")
+    return SmallModel(path, make_checkpoint(path, SHAPE))
+
+
+@pytest.fixture(scope="session")
+def users_ray() -> Iterator[None]:
+    """Ray as a program starts it that uses it for other things, too."""
+    import ray
+
+    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def llm(users_ray: None, small_model: SmallModel) -> Iterator[Any]:
+    """One engine at tp 2 for the tests that do not stop it."""
+    from cluster import LLM
+
+    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as engine:
+        yield engine

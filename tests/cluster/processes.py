@@ -1,0 +1,32 @@
+"""Processes of engines, seen from outside: Ray names an actor's process after its class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+OURS = ("ray::RankActor", "ray::Driver")
+
+
+def command_of(pid: int) -> str | None:
+    """The command line of a living process; None for one that is gone or a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (OSError, IndexError):
+        return None
+    return None if state == "Z" else command
+
+
+def processes(*names: str) -> set[int]:
+    """Living processes whose command line begins with one of `names`."""
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return {pid for pid in pids if (command_of(pid) or "").startswith(names)}
+
+
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {limit_s} s"
+        time.sleep(0.02)

@@ -1,0 +1,160 @@
+"""The command line with an engine behind it, as a user runs it: real processes, real signals, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.placement import CHECKOUT
+from tests.cluster.conftest import SmallModel
+from tests.cluster.processes import command_of, wait_until
+
+LIMIT_S = 90.0
+Run = subprocess.Popen[str]
+
+
+def start(*args: str | Path, env: dict[str, str] | None = None) -> Run:
+    command = [sys.executable, "launch.py", "generate", *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=CHECKOUT, env=os.environ | (env or {}), start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(run: Run) -> tuple[int, str, str]:
+    out, err = run.communicate(timeout=LIMIT_S)
+    return run.returncode, out, err
+
+
+def write_requests(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def family(session: int) -> set[int]:
+    """Living processes of a session, or whose command line names Ray files of a cluster that it started."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {pid for pid in pids if command_of(pid) is not None and session_of(pid) == session}
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    ids = [[5, 6, 7], list(range(40, 60)), list(range(40, 60))]
+    greedy = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    lines: list[dict[str, Any]] = [{"prompt_token_ids": i, "sampling_params": greedy} for i in ids]
+    lines[0]["sampling_params"] = {"n": 2, "seed": 1, "max_tokens": 4, "ignore_eos": True}
+    return write_requests(tmp_path / "in.jsonl", lines)
+
+
+def test_two_engines_beside_each_other_write_output_lines_in_input_order(
+    small_model: SmallModel, requests: Path, tmp_path: Path
+) -> None:
+    outputs = [tmp_path / f"out{i}.jsonl" for i in range(2)]
+    runs = [
+        start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path) for path in outputs
+    ]
+    for run in runs:
+        code, _, err = finish(run)
+        assert code == 0, err
+        assert re.search(r"3 requests in .* tokens/s", err) and "kernels: cpu" in err
+    first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in outputs)
+    assert first == second
+    assert [line["index"] for line in first] == [0, 1, 2]
+    assert [len(line["token_ids"]) for line in first[0]["outputs"]] == [4, 4]
+    assert set(first[1]) == {
+        "index", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens"
+    }  # fmt: skip
+    assert first[1]["num_prompt_tokens"] == 20 and first[1]["finish_reason"] == "length"
+    assert first[1]["token_ids"] == first[2]["token_ids"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
+    small_model: SmallModel, tmp_path: Path, number: signal.Signals
+) -> None:
+    endless = {"max_tokens": 230, "ignore_eos": True}
+    lines = [{"prompt_token_ids": [i, 2, 3], "sampling_params": endless} for i in range(300)]
+    path = write_requests(tmp_path / "in.jsonl", lines)
+    run = start("--model", small_model.path, "--tp", "2", "--input", path)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("start:"):
+            break
+    time.sleep(1.0)
+    assert run.poll() is None and len(family(run.pid)) > 5
+    began = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(run.pid, number)  # as a terminal does
+    else:
+        run.send_signal(number)
+    code, _, err = finish(run)
+    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0 - (time.monotonic() - began))
+    assert code == 130 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-kv-blocks", "4", "--block-size", "4"], "line 2: the prompt has 20 tokens; at most 15 .*KV cache"),
+        (["--max-model-len", "12"], "line 2: the prompt has 20 tokens; at most 11 .*max_model_len"),
+    ],
+)
+def test_a_prompt_too_long_names_its_line_and_the_limit(
+    small_model: SmallModel, requests: Path, args: list[str], message: str
+) -> None:
+    run = start("--model", small_model.path, "--input", requests, *args)
+    code, out, err = finish(run)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert re.search(message, err), err
+    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
+
+
+@pytest.fixture
+def one_cpu_cluster(tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of `ray start` with one CPU; its address."""
+    ray = Path(sys.executable).with_name("ray")
+    command = [
+        str(ray), "start", "--head", "--num-cpus=1", "--port=0", "--include-dashboard=false", "--block",
+        "--disable-usage-stats",
+    ]  # fmt: skip
+    env = os.environ | {"RAY_ADDRESS": ""}
+    with (tmp_path / "ray.log").open("w") as log:
+        cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    found: list[str] = []
+
+    def ready() -> bool:
+        found[:] = re.findall(r"--address='([^']+)'", (tmp_path / "ray.log").read_text())
+        return bool(found)
+
+    wait_until(ready, "the start of a Ray cluster", 60.0)
+    yield found[0]
+    cluster.send_signal(signal.SIGTERM)
+    cluster.wait(20)
+    wait_until(lambda: not family(cluster.pid), "the end of the Ray cluster", 20.0)
+
+
+def test_a_running_cluster_with_too_few_cpus_is_refused(
+    one_cpu_cluster: str, small_model: SmallModel, requests: Path
+) -> None:
+    run = start("--model", small_model.path, "--tp", "2", "--input", requests, "--ray-address", one_cpu_cluster)
+    code, out, err = finish(run)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert re.search(r"tensor_parallel_size 2: needed 2 CPU; nodes have \[.*1 CPU", err), err
+    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)

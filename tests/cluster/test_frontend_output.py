@@ -1,0 +1,402 @@
+"""From news of the driver to chunks and finished outputs, without a driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster import frontend as frontend_module
+from cluster.frontend import Chunk, Frontend, Generation, _Output
+from cluster.mailbox import Mailbox, News
+from cluster.text import TextStream, Tokenizer
+from scheduler.errors import EngineDeadError, EngineError, RequestError
+from scheduler.messages import Deltas, Request, TokenLogprobs
+from scheduler.params import SamplingParams
+from tests.cluster.byte_tokenizer import END_ID, ids, write_tokenizer
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+class Follower:
+    """One output of a prompt of three tokens, and the chunks it gave."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *stop: str, index: int = 0) -> None:
+        self.chunks: list[Chunk] = []
+        stream = TextStream(tokenizer, stop) if tokenizer is not None else None
+        self.output = _Output(f"request-{index}", index, 3, stream, self.chunks.append)
+
+    def take(self, first_index: int, *token_ids: int, **fields: Any) -> bool:
+        return self.output.take(News(first_index=first_index, token_ids=list(token_ids), **fields))
+
+
+def logprob(value: float) -> TokenLogprobs:
+    return TokenLogprobs(logprob=value)
+
+
+# Chunks
+
+
+def test_news_become_a_chunk_with_its_text_and_tokens(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, index=2)
+    assert not follower.take(0, *ids("Hello", " wor"), num_cached_tokens=2)
+    assert follower.chunks == [
+        Chunk(index=2, text="Hello wor", token_ids=ids("Hello", " wor"), num_prompt_tokens=3, num_cached_tokens=2)
+    ]
+
+
+def test_the_last_chunk_has_the_reason(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"))
+    assert not follower.take(1, *ids(" wor"), finish_reason="length")
+    assert [chunk.finish_reason for chunk in follower.chunks] == [None, "length"]
+    assert follower.output.completion.finish_reason == "length"
+
+
+def test_an_end_without_tokens_is_a_chunk_too(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"))
+    follower.take(1, finish_reason="abort")
+    assert (follower.chunks[-1].token_ids, follower.chunks[-1].finish_reason) == ([], "abort")
+
+
+def test_tokens_whose_text_is_held_come_in_a_chunk_without_text(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, "END")
+    follower.take(0, *ids("EN"))
+    assert (follower.chunks[0].text, follower.chunks[0].token_ids) == ("", ids("EN"))
+
+
+def test_text_held_at_the_end_comes_with_the_last_chunk(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, "END")
+    follower.take(0, *ids("EN"))
+    follower.take(1, *ids("a"), finish_reason="length")
+    assert [chunk.text for chunk in follower.chunks] == ["", "ENa"]
+
+
+def test_an_end_of_sequence_token_is_among_the_tokens_and_gives_no_text(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"), END_ID, finish_reason="stop")
+    assert follower.output.completion.text == "Hello"
+    assert follower.output.completion.token_ids == [*ids("Hello"), END_ID]
+
+
+def test_a_checkpoint_without_tokenizer_gives_tokens_without_text() -> None:
+    follower = Follower(None)
+    follower.take(0, 5, 6, finish_reason="length")
+    assert (follower.output.completion.text, follower.output.completion.token_ids) == ("", [5, 6])
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(alphabet="aEND ü🦅", max_size=20),
+    sizes=st.lists(st.integers(1, 4), min_size=80, max_size=80),
+    repeats=st.lists(st.integers(0, 3), min_size=80, max_size=80),
+)
+def test_chunks_concatenate_to_the_whole_output_however_news_come(
+    tokenizer: Tokenizer, text: str, sizes: list[int], repeats: list[int]
+) -> None:
+    token_ids = list(text.encode())
+    follower, start = Follower(tokenizer, "END"), 0
+    for size, repeat in zip(sizes, repeats, strict=True):
+        again = max(0, start - repeat)
+        last = start + size >= len(token_ids)
+        if follower.take(again, *token_ids[again : start + size], finish_reason="length" if last else None) or last:
+            break
+        start += size
+    done = follower.output.completion
+    assert "".join(chunk.text for chunk in follower.chunks) == done.text == text.partition("END")[0]
+    end = text.find("END")
+    expected = token_ids if end < 0 else list(text[: end + 3].encode())
+    assert [token for chunk in follower.chunks for token in chunk.token_ids] == done.token_ids == expected
+    assert done.finish_reason == ("length" if end < 0 else "stop")
+
+
+# News that come again
+
+
+def test_tokens_that_are_known_are_left_out(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"))
+    follower.take(0, *ids("Hello", " wor"))
+    assert follower.output.completion.text == "Hello wor"
+    assert follower.chunks[1].token_ids == ids(" wor")
+
+
+def test_news_with_nothing_new_give_no_chunk(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"))
+    assert not follower.take(0, *ids("Hello"))
+    assert len(follower.chunks) == 1
+
+
+def test_news_after_the_end_are_ignored(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"), finish_reason="length")
+    assert not follower.take(0, *ids("Hello", "END"), finish_reason="stop")
+    assert len(follower.chunks) == 1 and follower.output.completion.finish_reason == "length"
+
+
+# Stop strings
+
+
+def test_a_stop_string_ends_the_output_before_the_engine_does(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, "END")
+    assert follower.take(0, *ids("Hello", "END", " wor"))
+    done = follower.output.completion
+    assert (done.text, done.token_ids, done.finish_reason) == ("Hello", ids("Hello", "END"), "stop")
+    assert (follower.chunks[-1].finish_reason, follower.chunks[-1].token_ids) == ("stop", ids("Hello", "END"))
+
+
+def test_the_engine_need_not_be_told_of_a_stop_string_in_its_last_news(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, "END")
+    assert not follower.take(0, *ids("Hello", "END", " wor"), finish_reason="length")
+    assert follower.output.completion.finish_reason == "stop"
+    assert follower.output.completion.token_ids == ids("Hello", "END")
+
+
+# Logprobs
+
+
+def test_logprobs_come_with_their_tokens(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("Hello"), logprobs=[logprob(-1)])
+    follower.take(0, *ids("Hello", " wor"), logprobs=[logprob(-1), logprob(-2)])
+    assert [chunk.logprobs for chunk in follower.chunks] == [[logprob(-1)], [logprob(-2)]]
+    assert follower.output.completion.logprobs == [logprob(-1), logprob(-2)]
+
+
+def test_logprobs_end_with_the_token_that_completed_a_stop_string(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer, "END")
+    follower.take(0, *ids("a", "END", "b"), logprobs=[logprob(-1), logprob(-2), logprob(-3)])
+    assert follower.output.completion.logprobs == [logprob(-1), logprob(-2)]
+
+
+def test_without_logprobs_there_are_none(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    follower.take(0, *ids("a"), finish_reason="length")
+    assert follower.output.completion.logprobs is None and follower.chunks[0].logprobs is None
+
+
+# Generations
+
+
+def generation_of(*followers: Follower) -> Generation:
+    generation = Generation("Hi!", [1, 2, 3])
+    generation.outputs += [follower.output for follower in followers]
+    return generation
+
+
+def test_a_generation_is_done_with_its_last_output(tokenizer: Tokenizer) -> None:
+    first, second = Follower(tokenizer), Follower(tokenizer, index=1)
+    generation = generation_of(first, second)
+    generation.take(second.output, News(first_index=0, token_ids=ids("a"), finish_reason="length"))
+    assert not generation.done.done()
+    generation.take(first.output, News(first_index=0, token_ids=ids("b"), finish_reason="stop", num_cached_tokens=2))
+    assert generation.done.result(timeout=0) is None
+    assert [completion.text for completion in generation.completions] == ["b", "a"]
+    assert generation.num_cached_tokens == 2
+    assert generation.request_ids == ["request-0", "request-1"]
+
+
+def test_cached_tokens_are_those_of_the_first_output(tokenizer: Tokenizer) -> None:
+    first, second = Follower(tokenizer), Follower(tokenizer, index=1)
+    generation = generation_of(first, second)
+    generation.take(second.output, News(first_index=0, token_ids=ids("a"), num_cached_tokens=2))
+    assert generation.num_cached_tokens == 0
+
+
+def test_an_error_of_the_engine_fails_the_generation_with_its_words(tokenizer: Tokenizer) -> None:
+    follower = Follower(tokenizer)
+    generation = generation_of(follower)
+    generation.take(follower.output, News(first_index=0, token_ids=ids("a")))
+    generation.take(follower.output, News(first_index=0, finish_reason="error", error="rank 1 died"))
+    with pytest.raises(EngineDeadError, match="rank 1 died"):
+        generation.done.result(timeout=0)
+    assert follower.chunks[-1].finish_reason == "error"
+    assert follower.output.completion.text == "a"
+
+
+def test_a_generation_fails_once(tokenizer: Tokenizer) -> None:
+    generation = generation_of(Follower(tokenizer))
+    generation.fail(EngineDeadError("first"))
+    generation.fail(EngineDeadError("second"))
+    with pytest.raises(EngineDeadError, match="first"):
+        generation.done.result(timeout=0)
+
+
+# The frontend and a driver that is an object of this process
+
+
+class Remote:
+    """A method in the form of an actor's: `remote` gives what `call` waits for."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.remote = lambda *arguments: lambda: method(*arguments)
+
+
+class FakeDriver:
+    """Takes requests, answers polls from a mailbox, notes what it was told to finish."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.requests: list[Request] = []
+        self.refusal: Exception | None = None
+        self.poll_failure: Exception | None = None
+        self.lost_polls = 0
+        self.told: list[tuple[list[str], str]] = []
+        self.changed = threading.Condition()
+        self.submit, self.poll = Remote(self._submit), Remote(self._poll)
+        self.finish = self  # `finish.remote` is not waited for
+
+    def remote(self, frontend_id: str, request_ids: list[str], reason: str) -> None:
+        self.told.append((request_ids, reason))
+
+    def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
+        with self.changed:
+            self.mailbox.put(request_id, News(first_index=first_index, token_ids=list(token_ids), **fields))
+            self.changed.notify_all()
+
+    def _submit(self, frontend_id: str, requests: list[Request]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests += requests
+
+    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
+        with self.changed:
+            self.changed.wait_for(lambda: self.mailbox.has_news, timeout=0.02)
+            if self.poll_failure is not None:
+                raise self.poll_failure
+            while self.lost_polls and self.mailbox.has_news:
+                self.lost_polls -= 1
+                self.mailbox.collect(acknowledged)
+            return self.mailbox.collect(acknowledged)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
+    return FakeDriver()
+
+
+@pytest.fixture
+def frontend(driver: FakeDriver, tokenizer: Tokenizer) -> Iterator[Frontend]:
+    made = Frontend(driver, tokenizer)
+    yield made
+    made.close()
+
+
+def ask(
+    frontend: Frontend, params: SamplingParams | None = None, sink: Callable[[Chunk], None] = lambda _: None
+) -> Generation:
+    """Submit one prompt of three tokens."""
+    generation = Generation(None, [1, 2, 3])
+    requests = frontend.prepare(
+        generation, params or SamplingParams(), seed=7, eos_token_ids=(END_ID,), cache_salt="salt", sink=sink
+    )
+    frontend.submit([generation], requests)
+    return generation
+
+
+def test_a_request_carries_complete_sampling_and_the_prompt(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend, SamplingParams(max_tokens=5, stop_token_ids=[9]))
+    [request] = driver.requests
+    assert (request.token_ids.tolist(), request.num_prompt_tokens, request.cache_salt) == ([1, 2, 3], 3, "salt")
+    assert (request.sampling.max_tokens, request.sampling.seed) == (5, 7)
+    assert request.sampling.stop_token_ids == {9, END_ID}
+    assert [request.request_id] == generation.request_ids
+
+
+def test_n_outputs_are_n_requests_with_seeds_of_their_own(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend, SamplingParams(n=3))
+    assert [request.request_id for request in driver.requests] == generation.request_ids
+    assert len(set(generation.request_ids)) == 3
+    assert len({request.sampling.seed for request in driver.requests}) == 3
+
+
+def test_polled_news_finish_the_generation(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    driver.put(generation.request_ids[0], 1, *ids("a"), finish_reason="length")
+    generation.done.result(timeout=WAIT_S)
+    assert generation.completions[0].text == "Helloa"
+    assert driver.told == []
+
+
+def test_replies_that_are_lost_lose_nothing(frontend: Frontend, driver: FakeDriver) -> None:
+    driver.lost_polls = 2
+    generation = ask(frontend)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    driver.put(generation.request_ids[0], 1, *ids(" wor", "ld"), finish_reason="length")
+    generation.done.result(timeout=WAIT_S)
+    assert generation.completions[0].text == "Hello world"
+
+
+def test_the_driver_is_told_of_a_stop_string(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend, SamplingParams(stop="END"))
+    driver.put(generation.request_ids[0], 0, *ids("Hello", "END"))
+    generation.done.result(timeout=WAIT_S)
+    wait_until(lambda: driver.told == [(generation.request_ids, "stop")])
+
+
+def test_an_abort_tells_the_driver_and_keeps_what_there_is(frontend: Frontend, driver: FakeDriver) -> None:
+    came = threading.Event()
+    generation = ask(frontend, sink=lambda _: came.set())
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    assert came.wait(WAIT_S)
+    wait_until(lambda: generation.completions[0].text == "Hello")
+    frontend.abort([generation])
+    generation.done.result(timeout=WAIT_S)
+    assert generation.completions[0].finish_reason == "abort"
+    assert driver.told == [(generation.request_ids, "abort")]
+
+
+def test_an_abort_after_the_end_changes_nothing(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
+    generation.done.result(timeout=WAIT_S)
+    frontend.abort([generation])
+    assert generation.completions[0].finish_reason == "length"
+    assert driver.told == []
+
+
+def test_a_refused_submission_raises_and_leaves_nothing_to_poll_for(frontend: Frontend, driver: FakeDriver) -> None:
+    driver.refusal = RequestError("too long", "prompt")
+    with pytest.raises(RequestError, match="too long"):
+        ask(frontend)
+    assert frontend._active == {}
+
+
+def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend)
+    driver.poll_failure = EngineError("could not poll the driver")
+    with pytest.raises(EngineError, match="could not poll the driver"):
+        generation.done.result(timeout=WAIT_S)
+
+
+def test_closing_fails_what_is_outstanding_and_ends_the_thread(frontend: Frontend) -> None:
+    generation = ask(frontend)
+    frontend.close()
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        generation.done.result(timeout=WAIT_S)
+    frontend._thread.join(WAIT_S)
+    assert not frontend._thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Give the polling thread time to do what it does last."""
+    deadline = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if holds():
+            return
+        deadline.wait(0.01)
+    raise AssertionError("did not come to hold")

@@ -1,0 +1,226 @@
+"""`LLM` over real Ray actors: outputs, streams, aborts, event loops, and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import LLM, Chunk, SamplingParams
+from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
+from tests.cluster.conftest import OPTIONS, SmallModel
+from tests.cluster.processes import OURS, processes, wait_until
+from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True)
+
+
+def check_against_transformers(model: Any, outputs: list[Any]) -> None:
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        gap = first_difference(model, prompt, output.token_ids)
+        assert gap is None or gap <= NEAR_TIE, (prompt, output.token_ids, gap)
+
+
+def test_greedy_tokens_of_real_actors_equal_transformers(llm: LLM, small_model: SmallModel) -> None:
+    check_against_transformers(small_model.model, llm.generate(prompts(), GREEDY))
+
+
+def test_four_ranks_with_a_tight_cache_equal_transformers(users_ray: None, small_model: SmallModel) -> None:
+    options = OPTIONS | {"num_kv_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 9, "num_steps_ahead": 1}
+    with LLM(small_model.path, tensor_parallel_size=4, **options) as engine:
+        check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
+        stats = engine.stats()
+    assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
+
+
+def test_waiting_for_each_result_gives_the_same_tokens_as_running_ahead(
+    llm: LLM, users_ray: None, small_model: SmallModel
+) -> None:
+    params = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20) for i in range(len(prompts()))]
+    ahead = llm.generate(prompts(), params)
+    with LLM(small_model.path, tensor_parallel_size=1, num_steps_ahead=0, **OPTIONS) as waiting:
+        assert [o.token_ids for o in waiting.generate(prompts(), params)] == [o.token_ids for o in ahead]
+
+
+def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens(llm: LLM) -> None:
+    prompt = list(range(600, 620))
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 19)
+    assert first.token_ids == second.token_ids
+
+
+def test_a_cache_salt_keeps_prompts_apart(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(700, 720)), "cache_salt": "a"}
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate(prompt | {"cache_salt": "b"}, GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 19
+
+
+def test_n_outputs_differ_and_repeat_with_the_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=10, ignore_eos=True)
+    first, second = (llm.generate([9, 8, 7], params)[0] for _ in range(2))
+    assert [c.index for c in first.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 3
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    output = llm.generate([1, 2, 3], SamplingParams(temperature=0.0, logprobs=2, max_tokens=5, ignore_eos=True))[0]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None and len(logprobs) == 5
+    for token, entry in zip(output.token_ids, logprobs, strict=True):
+        assert entry is not None and entry.top_token_ids[0] == token
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0])
+
+
+def test_end_of_sequence_ids_stop_unless_ignored(llm: LLM) -> None:
+    bias = {2: 100.0}
+    stopped = llm.generate([5, 6], SamplingParams(logit_bias=bias, max_tokens=8))[0]
+    assert (stopped.token_ids, stopped.finish_reason) == ([2], "stop")
+    ignored = llm.generate([5, 6], SamplingParams(logit_bias=bias, max_tokens=8, ignore_eos=True))[0]
+    assert (len(ignored.token_ids), ignored.finish_reason) == (8, "length")
+
+
+def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None:
+    steps = llm.stats()["num_steps"]
+    for bad, match in (([], "empty"), ([1] * 300, "at most 255"), ([1, 2000], "vocabulary of 1003")):
+        with pytest.raises(RequestError, match=match):
+            llm.generate([[1, 2], bad], GREEDY)
+    with pytest.raises(RequestError, match="no tokenizer|needs a tokenizer"):
+        llm.generate("text", GREEDY)
+    assert llm.stats()["num_steps"] == steps
+
+
+def test_a_stream_brings_the_tokens_of_the_whole_output(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=15, ignore_eos=True)
+    chunks = list(llm.stream([4, 5, 6], params))
+    assert [t for c in chunks for t in c.token_ids] == llm.generate([4, 5, 6], params)[0].token_ids
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == "length"
+
+
+def idle(llm: LLM) -> bool:
+    stats = llm.stats()
+    return stats["num_running"] == stats["num_waiting"] == 0 and stats["num_free_blocks"] == stats["num_blocks"]
+
+
+def test_a_stream_left_early_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream([4, 5, 6], ENDLESS)
+    next(stream)
+    assert not idle(llm)
+    stream.close()  # type: ignore[attr-defined]
+    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+
+
+def test_aborting_by_name_ends_the_stream_with_abort(llm: LLM) -> None:
+    stream = llm.stream([4, 5, 6], ENDLESS, request_id="mine")
+    next(stream)
+    assert llm.abort("mine")
+    assert sum(len(chunk.token_ids) for chunk in stream) < 200
+    assert not llm.abort("mine")
+    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+
+
+def test_async_twins_run_inside_a_running_event_loop(llm: LLM) -> None:
+    async def main() -> tuple[Any, list[Chunk], Any]:
+        whole = asyncio.create_task(llm.agenerate([[1, 2, 3], [4, 5]], GREEDY))
+        chunks = [chunk async for chunk in llm.astream([1, 2, 3], GREEDY)]
+        blocking = llm.generate([1, 2, 3], GREEDY)  # the plain call works here, too
+        return await whole, chunks, blocking
+
+    whole, chunks, blocking = asyncio.run(main())
+    assert whole[0].token_ids == [t for c in chunks for t in c.token_ids] == blocking[0].token_ids
+    assert len(whole[1].token_ids) == NUM_OUTPUT
+
+
+def test_cancelling_an_async_call_frees_its_blocks(llm: LLM) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(llm.agenerate([[1, 2, 3]], ENDLESS))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stream = llm.astream([1, 2, 3], ENDLESS)
+        await anext(stream)  # type: ignore[arg-type]
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+
+
+def test_a_frontend_that_stops_polling_has_its_requests_aborted(users_ray: None, small_model: SmallModel) -> None:
+    with LLM(small_model.path, frontend_timeout_s=1.0, **OPTIONS) as engine:
+        silent = engine._generation(list(range(8)))
+        requests = engine._requests(silent, SamplingParams(max_tokens=240, ignore_eos=True), [1], lambda _: None)
+        ray.get(engine._driver.submit.remote("silent", requests))
+        wait_until(lambda: engine.stats()["num_waiting"] + engine.stats()["num_running"] == 0, "the abort", 8.0)
+        assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(users_ray: None, small_model: SmallModel) -> None:
+    before = processes(*OURS)
+    engine = LLM(small_model.path, tensor_parallel_size=2, **OPTIONS)
+    assert len(processes(*OURS)) == len(before) + 3
+    engine.shutdown()
+    engine.shutdown()
+    assert ray.is_initialized()
+    wait_until(lambda: processes(*OURS) == before, "the end of our actors", 5.0)
+
+
+def test_two_engines_run_at_once_without_touching_each_other(
+    llm: LLM, users_ray: None, small_model: SmallModel
+) -> None:
+    alone = llm.generate(prompts(), GREEDY)
+    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as second:
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(llm.agenerate(prompts(), GREEDY), second.agenerate(prompts(), GREEDY))
+
+        results = asyncio.run(both())
+    for outputs in (*results, llm.generate(prompts(), GREEDY)):
+        check_equal_but_for_near_ties(outputs, alone)
+
+
+def check_equal_but_for_near_ties(outputs: list[Any], expected: list[Any]) -> None:
+    same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, expected, strict=True))
+    assert same >= len(expected) - 1, "float32 near ties are rare"
+
+
+def test_a_cluster_with_too_few_cpus_is_refused_with_what_each_node_has(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    from configs.model import ModelConfig
+
+    assert 16 not in ModelConfig.from_dir(small_model.path).possible_tensor_parallel_sizes()
+    from cluster.placement import place
+
+    with pytest.raises(ConfigError, match=r"needed 16 CPU; nodes have \[.*12 CPU"):
+        place(16, "cpu")
+
+
+def test_a_rank_that_dies_ends_requests_with_an_error_and_nothing_hangs(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    others = processes("ray::RankActor")
+    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as engine:
+        stream = engine.stream([1, 2, 3], ENDLESS)
+        next(stream)
+        os.kill(max(processes("ray::RankActor") - others), 9)
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match="has stopped.*rank"):
+            list(stream)
+        with pytest.raises(EngineDeadError):
+            engine.generate([1, 2, 3], GREEDY)
+        assert time.monotonic() - began < 10
+
+
+def test_a_failed_start_names_the_rank_and_leaves_no_actor(users_ray: None, small_model: SmallModel) -> None:
+    before = processes(*OURS)
+    with pytest.raises((ConfigError, WorkerError), match="block"):
+        LLM(small_model.path, device="cpu", kv_cache_bytes=10, tensor_parallel_size=2)
+    wait_until(lambda: processes(*OURS) == before, "the end of our actors", 5.0)

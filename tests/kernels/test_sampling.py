@@ -1,0 +1,178 @@
+"""The pieces of sharded sampling, one shard at a time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import sampling as kernels
+from tests.kernels.sampling_reference import chi_square, chi_square_limit, splitmix64
+
+torch.set_num_threads(1)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform_of(seeds: list[int], positions: list[int]) -> list[int]:
+    return [int(bits) for bits in kernels.uniform_bits(torch.tensor(seeds), torch.tensor(positions))]
+
+
+def test_reference_generator_gives_the_published_numbers() -> None:
+    """The first outputs from state 1234567, as listed on Rosetta Code under Pseudo-random numbers/Splitmix64."""
+    assert [splitmix64(1234567, count) for count in (1, 2, 3)] == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423,
+    ]  # fmt: skip
+
+
+def test_uniform_bits_are_splitmix64_of_seed_and_position() -> None:
+    seeds = [0, 1, 42, 2**63 - 1, 2**62 + 12345]
+    positions = [0, 1, 7, 40959, 2**31]
+    want = [splitmix64(splitmix64(s, 1), p + 1) >> 2 for s, p in zip(seeds, positions, strict=True)]
+    assert uniform_of(seeds, positions) == want
+
+
+def test_uniform_bits_of_fixed_inputs_never_change() -> None:
+    """Recorded once: a change of these changes every seeded output there is."""
+    assert uniform_of([0, 1, 2**63 - 1], [0, 1, 1000]) == [
+        3008887562355236763, 4351421970967641211, 1199702985289729561,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize("shift", [54, 24, 0])
+def test_uniform_bits_are_uniform_over_seeds_and_positions(vary: str, shift: int) -> None:
+    numbers, fixed = torch.arange(100_000), torch.full((100_000,), 3)
+    bits = kernels.uniform_bits(*((numbers, fixed) if vary == "seed" else (fixed, numbers)))
+    counts = torch.bincount((bits >> shift) & 255, minlength=256).double().numpy()
+    assert chi_square(counts, np.ones(256)) < chi_square_limit(255)
+
+
+def test_consecutive_positions_and_seeds_are_not_correlated() -> None:
+    grid = kernels.uniform_bits(torch.arange(300)[:, None], torch.arange(300)[None]).double() / 2**62 - 0.5
+    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, 1:], grid[:-1, :-1])):
+        correlation = float((a * b).mean() * 12)
+        assert abs(correlation) < 4 / a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 127, 128, 129, 1000])
+def test_row_best_is_the_lowest_column_of_the_largest(num_columns: int) -> None:
+    logits = normal(50, num_columns).mul(2).round()
+    values, columns = kernels.row_best(logits)
+    for row in range(50):
+        best = max(logits[row].tolist())
+        assert (float(values[row]), int(columns[row])) == (best, logits[row].tolist().index(best))
+
+
+def test_packed_candidates_order_by_value_then_lower_id() -> None:
+    exact = torch.tensor([-torch.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, 3e38, torch.inf]).tolist()
+    pairs = [(value, token) for value in exact for token in (2**31 - 1, 5, 0)]
+    values, ids = torch.tensor([v for v, _ in pairs]), torch.tensor([t for _, t in pairs])
+    packed = kernels.pack(values, ids)
+    order = sorted(range(len(pairs)), key=lambda i: (pairs[i][0], -pairs[i][1]))
+    assert packed[order].tolist() == sorted(packed.tolist())
+    assert len(set(packed.tolist())) == len(pairs) - 3  # both zeros are one value
+    back_values, back_ids = kernels.unpack(packed)
+    assert back_values.tolist() == values.tolist()
+    assert back_ids.tolist() == ids.tolist()
+
+
+def test_exponentials_do_not_depend_on_place_or_length() -> None:
+    """The sampler's independence of shards and batches rests on it."""
+    gaps = normal(1, 5000).abs() * 12
+    whole = kernels.token_weights(gaps)
+    for start in (0, 1, 3, 8, 17, 4001):
+        for length in (1, 2, 5, 15, 16, 31, 33, 64, 900):
+            part = gaps[:, start : start + length]
+            assert torch.equal(kernels.token_weights(part), whole[:, start : start + length])
+            assert torch.equal(kernels.token_weights(part.repeat(3, 1))[1:2], whole[:, start : start + length])
+
+
+def test_weights_are_scaled_exponentials_and_nothing_beyond_the_limit() -> None:
+    gaps = torch.tensor([[0.0, 0.5, 3.0, 20.0, 28.0, torch.inf]])
+    weights = kernels.token_weights(gaps)[0]
+    want = torch.exp(-gaps[0].double()) * 2**40
+    assert int(weights[0]) == kernels.WEIGHT_ONE
+    torch.testing.assert_close(weights.double(), want.floor(), atol=1, rtol=2e-7)
+    assert weights[4:].tolist() == [0, 0]
+    assert kernels.token_weights(gaps, torch.tensor([3.0]))[0].count_nonzero() == 3
+
+
+def test_gap_of_a_tiny_temperature_is_zero_for_the_best_and_never_a_nan() -> None:
+    logits = torch.tensor([[3e38, -3e38, 5.0, -torch.inf]])
+    gaps = kernels.token_gaps(logits, torch.tensor([3e38]), torch.tensor([1e-38]))
+    assert gaps.tolist() == [[0.0, torch.inf, torch.inf, torch.inf]]
+
+
+def limit_by_descent(gaps: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    prefix = torch.zeros(len(gaps), dtype=torch.int32)
+    for radix_pass in range(len(kernels.RADIX_PASSES)):
+        digit, wanted = kernels.next_digit(kernels.gap_histogram(gaps, prefix, radix_pass, weights), wanted)
+        prefix = kernels.append_digit(prefix, digit, radix_pass)
+    return prefix.view(torch.float32)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_descent_finds_the_kth_smallest_gap_exactly(rounded: bool) -> None:
+    gaps = normal(20, 3000).abs() * 10
+    gaps = gaps.round() if rounded else gaps
+    gaps[:, 100:120] = torch.inf
+    gaps[:, 7] = 0.0
+    top_k = torch.tensor([1, 2, 3, 10, 2980, 2981, 3000, *range(50, 63)])
+    want = torch.stack([row.sort().values[k - 1] for row, k in zip(gaps, top_k.tolist(), strict=True)])
+    assert torch.equal(limit_by_descent(gaps, None, top_k), want)
+
+
+def test_descent_finds_the_weighted_quantile_exactly() -> None:
+    generator = random.Random(1)
+    gaps = (normal(30, 500).abs() * 6).mul(4).round().div(4)
+    weights = kernels.token_weights(gaps)
+    targets = [generator.randint(1, int(row.sum())) for row in weights]
+    for gap_row, weight_row, target, found in zip(
+        gaps.tolist(), weights.tolist(), targets, limit_by_descent(gaps, weights, torch.tensor(targets)), strict=True
+    ):
+        within = {gap: sum(w for g, w in zip(gap_row, weight_row, strict=True) if g <= gap) for gap in set(gap_row)}
+        assert float(found) == min(gap for gap, mass in within.items() if mass >= target)
+
+
+def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
+    generator = random.Random(2)
+    totals = [1, 2, 2**31 - 1, 2**31, 2**40, 2**58 - 1, *(generator.getrandbits(58) | 1 for _ in range(200))]
+    bits = [generator.getrandbits(62) for _ in totals]
+    bits[:6] = [0, 2**62 - 1, 2**62 - 1, 2**31, 2**62 - 1, 2**62 - 1]
+    index = kernels.pick_index(torch.tensor(bits), torch.tensor(totals)).tolist()
+    assert index == [b * t >> 62 for b, t in zip(bits, totals, strict=True)]
+    parts = [generator.randint(0, 2**30) for _ in totals]
+    target = kernels.top_p_target(torch.tensor(totals), torch.tensor(parts)).tolist()
+    assert target == [max(1, -(-t * p // 2**30)) for t, p in zip(totals, parts, strict=True)]
+
+
+@pytest.mark.parametrize("num_columns", [1, 5, 128, 129, 1000])
+def test_find_column_walks_the_cumulative_weights(num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(num_columns)
+    weights = torch.randint(0, 4, (60, num_columns), generator=generator) * (1 << 38)
+    weights[:, 0] += 1
+    totals = weights.sum(1)
+    index = (torch.rand(60, generator=generator).double() * totals).long()
+    index[0], index[1] = 0, totals[1] - 1
+    want = [int((row.cumsum(0) > i).nonzero()[0]) for row, i in zip(weights, index, strict=True)]
+    assert kernels.find_column(weights, index).tolist() == want
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 50, 400])
+def test_bound_of_top_k_leaves_out_no_token_that_is_kept(top_k: int) -> None:
+    gaps = normal(10, 2000).abs()
+    bound = kernels.kth_gap_bound(gaps, torch.full((10,), top_k), top_k)
+    assert (bound >= gaps.sort(dim=1).values[:, top_k - 1]).all()
+
+
+def test_compact_keeps_order_and_fills_shorter_rows_with_infinity() -> None:
+    gaps = torch.tensor([[5.0, 1, 9, 0, 9, 9, 9, 9, 9, 9, 9, 9], [9.0, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 0]])
+    short, columns = kernels.compact(gaps, torch.tensor([5.0, 1.0]))
+    assert short.tolist() == [[5.0, 1.0, 0.0], [0.0, torch.inf, torch.inf]]
+    assert columns[0].tolist() == [0, 1, 3]
+    assert int(columns[1, 0]) == 11

@@ -1,0 +1,169 @@
+"""Block managers with one bug each: each class breaks one promise by a small change, as it says."""
+
+from __future__ import annotations
+
+from scheduler.block_manager import NO_HASH, ROOT_SERIAL, Block, BlockManager, BlockUser
+
+# -- taking and releasing -------------------------------------------------------------------------------------------
+
+
+class ReleaseSkipped(BlockManager):
+    """The last block of a sequence is never given back."""
+
+    def deallocate(self, seq: BlockUser) -> None:
+        if len(seq.block_table) > 1:
+            seq.block_table.pop()
+        super().deallocate(seq)
+
+
+class SharedBlockReleasedEarly(BlockManager):
+    """A block that somebody else still uses goes to the free list and is handed out."""
+
+    def deallocate(self, seq: BlockUser) -> None:
+        table = list(seq.block_table)
+        super().deallocate(seq)
+        for block_id in table:
+            block = self.blocks[block_id]
+            if block.ref_count == 1:
+                block.ref_count = 0
+                self._push_free(block)
+
+
+class UsedBlockEvicted(BlockManager):
+    """With nothing free, a used block is taken."""
+
+    def can_append(self, seq: BlockUser, num_tokens: int) -> bool:
+        return True
+
+    def _take_free(self) -> int:
+        if self.num_free_blocks == 0:
+            self._push_free(self.blocks[0])
+        return super()._take_free()
+
+
+class TableOneTooShort(BlockManager):
+    """A table grows one token too late."""
+
+    def append(self, seq: BlockUser, num_tokens: int) -> list[int]:
+        return super().append(seq, num_tokens - 1)
+
+
+class RevivedBlockStaysFree(BlockManager):
+    """A hit on a free block leaves it in the free list, from where it is handed out again."""
+
+    def allocate(self, seq: BlockUser) -> int:
+        revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
+        num_cached = super().allocate(seq)
+        for block in revived:
+            self._push_free(block)
+        return num_cached
+
+
+class RevivedBlockLosesHash(BlockManager):
+    """A hit on a free block removes it from the index, though a sequence counts it as published."""
+
+    def allocate(self, seq: BlockUser) -> int:
+        revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
+        num_cached = super().allocate(seq)
+        for block in revived:
+            self._index.pop(block.hash, None)
+            block.hash = NO_HASH
+        return num_cached
+
+
+class RevivedBlocksNotCounted(BlockManager):
+    """`can_allocate` forgets that cached free blocks are taken from the free ones."""
+
+    def can_allocate(self, seq: BlockUser) -> bool:
+        return self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached(seq)) <= self.num_free_blocks
+
+
+# -- the prefix index -----------------------------------------------------------------------------------------------
+
+
+class StaleIndexEntry(BlockManager):
+    """A block given to new content stays findable by the old one."""
+
+    def _take_free(self) -> int:
+        block = self._head.next
+        assert block is not None
+        key, tokens, parent, salt = block.hash, block.token_ids, block.parent_serial, block.cache_salt
+        block_id = super()._take_free()
+        if key != NO_HASH:
+            block.token_ids, block.parent_serial, block.cache_salt = tokens, parent, salt
+            self._index.setdefault(key, block)
+        return block_id
+
+
+class _LooseManager(BlockManager):
+    """A block manager whose lookup can be made to compare less."""
+
+    def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
+        return block.token_ids == self._block_tokens(seq, index) and block.parent_serial == parent_serial
+
+    def _find_cached(self, seq: BlockUser) -> list[Block]:
+        found: list[Block] = []
+        parent_serial = ROOT_SERIAL
+        for index in range(len(seq.token_ids) // self.block_size if self._caching else 0):
+            block = self._index.get(self._block_hash(seq, index))
+            if block is None or not self._matches(block, seq, index, parent_serial):
+                break
+            found.append(block)
+            parent_serial = block.serial
+        return found
+
+
+class TokensNotCompared(_LooseManager):
+    """Equal hashes are taken for equal tokens."""
+
+    def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
+        return block.parent_serial == parent_serial
+
+
+class ParentNotCompared(_LooseManager):
+    """Equal tokens are taken for an equal prefix."""
+
+    def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
+        return block.token_ids == self._block_tokens(seq, index)
+
+
+class SaltNotCompared(_LooseManager):
+    """Equal hashes are taken for equal cache salts."""
+
+
+class HitAfterMiss(BlockManager):
+    """A later block counts as cached though an earlier one is missing."""
+
+    def _find_cached(self, seq: BlockUser) -> list[Block]:
+        found = super()._find_cached(seq)
+        index = len(found) + 1
+        if self._caching and index < len(seq.token_ids) // self.block_size:
+            block = self._index.get(self._block_hash(seq, index))
+            if block is not None and block.token_ids == self._block_tokens(seq, index):
+                found.append(block)
+        return found
+
+
+class CollisionTakesSerial(BlockManager):
+    """A block whose hash collides takes the serial of the indexed one without having its content."""
+
+    def _publish_block(self, seq: BlockUser, index: int) -> None:
+        first = self._index.get(self._block_hash(seq, index))
+        serial = first.serial if first is not None else None
+        super()._publish_block(seq, index)
+        if serial is not None:
+            self.blocks[seq.block_table[index]].serial = serial
+
+
+class PartialBlockPublished(BlockManager):
+    """The block that is being filled is published with those that are full."""
+
+    def publish(self, seq: BlockUser, num_tokens: int) -> None:
+        super().publish(seq, min(num_tokens + self.block_size - 1, len(seq.token_ids)))
+
+
+class IndexOutlivesEpoch(BlockManager):
+    """A new epoch still finds what stood in the caches of the last."""
+
+    def clear_index(self) -> None:
+        pass

@@ -1,0 +1,246 @@
+"""Schedulers and engines with one bug each: each class breaks one promise by a small change, as it says."""
+
+from __future__ import annotations
+
+from array import array
+
+from scheduler.engine import Engine
+from scheduler.messages import Request, StepPlan, ints
+from scheduler.scheduler import Scheduler, StepOutput, _Step
+from scheduler.sequence import Sequence, SequenceStatus
+
+# -- what is published and shared -----------------------------------------------------------------------------------
+
+
+class PromptPublishedTooEarly(Scheduler):
+    """The whole prompt is published when it is admitted, before its later chunks are submitted."""
+
+    def _admit(self, seq: Sequence, step: _Step) -> None:
+        super()._admit(seq, step)
+        self.block_manager.publish(seq, len(seq.token_ids))
+
+
+class OutputPublishedTooEarly(Scheduler):
+    """A generated block is published when its last token is known, before the step that stores it."""
+
+    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
+        super()._take_tokens(sequences, tokens, output)
+        for seq in output.sequences:
+            if seq.status is SequenceStatus.RUNNING:
+                held = len(seq.block_table) * self.limits.block_size
+                self.block_manager.publish(seq, min(held, len(seq.token_ids)))
+
+
+class SaltIgnored(Scheduler):
+    """All cache salts are one."""
+
+    def add(self, request: Request) -> Sequence:
+        seq = super().add(request)
+        seq.cache_salt = ""
+        return seq
+
+
+class FullHitWritesSharedBlock(Scheduler):
+    """The last block of a prompt that is cached to its end is written again."""
+
+    def _admit(self, seq: Sequence, step: _Step) -> None:
+        super()._admit(seq, step)
+        _, num_cached = step.admitted[-1]
+        if num_cached == len(seq.token_ids):
+            step.admitted[-1] = (seq, num_cached - self.limits.block_size)
+
+
+class FullHitHasNoQuery(Scheduler):
+    """A prompt that is cached to its last token runs no token at all."""
+
+    def _admit(self, seq: Sequence, step: _Step) -> None:
+        super()._admit(seq, step)
+        if step.admitted[-1][1] == len(seq.token_ids):
+            step.num_new_tokens[-1] = 0
+
+
+# -- who runs -------------------------------------------------------------------------------------------------------
+
+
+class PartialChunkSamples(Scheduler):
+    """A chunk that does not reach the end of the prompt samples."""
+
+    def _admit(self, seq: Sequence, step: _Step) -> None:
+        super()._admit(seq, step)
+        if not step.samples[-1]:
+            step.samples[-1] = 1
+            step.sampling_sequences.append(seq)
+            seq.num_pending, seq.num_total = 1, seq.num_total + 1
+
+
+class BudgetExceeded(Scheduler):
+    """Waiting sequences get tokens beyond the budget."""
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        step.budget += 3
+        super()._schedule_waiting(step)
+
+
+class TooManyRunning(Scheduler):
+    """One more runs than `max_num_seqs`."""
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        if not self._free_slots:
+            self._free_slots.append(self.limits.max_num_seqs)
+        super()._schedule_waiting(step)
+
+
+class DecodeStarvedByPrefill(Scheduler):
+    """While a prompt runs in chunks, nobody else does."""
+
+    def _schedule_running(self, step: _Step) -> None:
+        last = self.running[-1] if self.running else None
+        if last is None or last.num_total - last.num_computed <= 1:
+            super()._schedule_running(step)
+            return
+        others, self.running = self.running[:-1], [last]
+        super()._schedule_running(step)
+        self.running = others + self.running
+
+
+class OldestPreempted(Scheduler):
+    """The earliest arrival yields instead of the latest."""
+
+    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+        if not self.block_manager.can_append(seq, num_tokens):
+            self.running.append(self.running.pop(0))
+        return super()._grow(seq, num_tokens, step)
+
+
+class EverybodyYields(Scheduler):
+    """A sequence that finds no block yields together with all later ones, and computes everything again."""
+
+    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+        if self.block_manager.can_append(seq, num_tokens):
+            return super()._grow(seq, num_tokens, step)
+        while seq in self.running:
+            self._preempt(self.running.pop())
+        step.preempted = True
+        return False
+
+
+class PreemptsWithoutNeed(Scheduler):
+    """Every third step takes the blocks of all: a long prompt is never done."""
+
+    def schedule(self) -> StepPlan | None:
+        if self.stats.num_steps % 3 == 2:
+            while self.running:
+                self._preempt(self.running.pop())
+        return super().schedule()
+
+
+class PreemptedGoesLast(Scheduler):
+    """A preempted sequence queues behind those that have never run."""
+
+    def _preempt(self, seq: Sequence) -> None:
+        super()._preempt(seq)
+        self.waiting.append(self.waiting.popleft())
+
+
+class SlotReusedWhileHeld(Scheduler):
+    """Workers hear of a released slot one step late."""
+
+    _late: array[int] = ints()
+
+    def _plan(self, step: _Step) -> StepPlan:
+        late, self._late = self._late, ints(self._released_slots)
+        self._released_slots = list(late)
+        return super()._plan(step)
+
+
+# -- tokens and ends ------------------------------------------------------------------------------------------------
+
+
+class InFlightForgottenOnPreemption(Scheduler):
+    """A preempted sequence does not wait for its token in flight, and gets it twice."""
+
+    def _preempt(self, seq: Sequence) -> None:
+        super()._preempt(seq)
+        seq.num_pending, seq.num_total = 0, len(seq.token_ids)
+
+
+class TokenOfEndedDelivered(Scheduler):
+    """A token that arrives for a sequence that has ended is delivered."""
+
+    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
+        ended = [(s, t) for s, t in zip(sequences, tokens, strict=True) if s.status is SequenceStatus.FINISHED]
+        super()._take_tokens(sequences, tokens, output)
+        for seq, token in ended:
+            output.sequences.append(seq)
+            output.token_ids.append(token)
+
+
+class FinishDropped(Scheduler):
+    """A sequence that ends while preempted is not reported."""
+
+    def _finish_from_result(self, seq: Sequence, reason: str, output: StepOutput) -> None:
+        was_waiting = seq.status is SequenceStatus.WAITING
+        super()._finish_from_result(seq, reason, output)
+        if was_waiting:
+            output.finished.pop()
+
+
+class RunsBeyondLength(Scheduler):
+    """A sequence ends one token after its limit."""
+
+    def add(self, request: Request) -> Sequence:
+        seq = super().add(request)
+        seq.max_total += 1
+        return seq
+
+
+class SentAgainCountsAsPrompt(Scheduler):
+    """Tokens generated before do not count against `max_tokens`."""
+
+    def add(self, request: Request) -> Sequence:
+        seq = super().add(request)
+        most = len(seq.token_ids) + request.sampling.max_tokens
+        seq.max_total = min(most, self.limits.max_total_tokens)
+        return seq
+
+
+class EpochKeepsTokensInFlight(Scheduler):
+    """After a lost step, sequences wait for tokens that will never come."""
+
+    def start_epoch(self) -> None:
+        pending = {id(seq): seq.num_pending for seq in (*self.running, *self.waiting)}
+        super().start_epoch()
+        for seq in self.waiting:
+            seq.num_pending = pending[id(seq)]
+            seq.num_total += seq.num_pending
+
+
+class EpochReordersArrivals(Scheduler):
+    """After a lost step, later arrivals go first."""
+
+    def start_epoch(self) -> None:
+        super().start_epoch()
+        self.waiting.reverse()
+
+
+# -- engine ---------------------------------------------------------------------------------------------------------
+
+
+class EndedOutsideStaysKnown(Engine):
+    """A request that was ended from outside keeps its id."""
+
+    def finish(self, request_id: str, reason: str) -> Sequence | None:
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self.scheduler.finish(seq, reason)
+        return seq
+
+
+class EndsOnlyAtNextStep(Engine):
+    """What ends from outside goes on running."""
+
+    def finish(self, request_id: str, reason: str) -> Sequence | None:
+        seq = self._sequences.pop(request_id, None)
+        if seq is not None:
+            seq.finish_reason = reason
+        return seq

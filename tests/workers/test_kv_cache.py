@@ -1,0 +1,99 @@
+"""How many blocks a rank gets, and the tensor behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.engine import ResolvedConfig
+from kernels.backend import select_backend
+from scheduler.errors import ConfigError
+from tests.workers.conftest import config_of
+from workers.group import TensorParallelGroup
+from workers.kv_cache import KVCache, KVCacheLedger, block_bytes, plan_kv_cache
+from workers.loader import load_weights
+from workers.model_runner import run_largest_step
+from workers.models.qwen3 import Qwen3
+
+KERNELS = select_backend("cpu")
+BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32
+
+
+def plan(config: ResolvedConfig, parts: list[tuple[str, int]] | None = None) -> KVCacheLedger:
+    def measure() -> list[tuple[str, int]]:
+        assert parts is not None, "measured where nothing is to be measured"
+        return parts
+
+    return plan_kv_cache(config, KERNELS, 0, measure)
+
+
+@pytest.fixture
+def make(small_checkpoint: Path) -> Any:
+    def config(**options: Any) -> ResolvedConfig:
+        return config_of(small_checkpoint, **{"num_kv_blocks": None, "max_num_seqs": 4} | options)
+
+    return config
+
+
+def test_block_bytes_follow_heads_of_the_rank_and_dtype(make: Any) -> None:
+    assert block_bytes(make(), KERNELS) == BLOCK_BYTES
+    assert block_bytes(make(tensor_parallel_size=2), KERNELS) == BLOCK_BYTES // 2
+    assert block_bytes(make(tensor_parallel_size=4), KERNELS) == BLOCK_BYTES // 2, "KV heads are replicated"
+    assert block_bytes(make(dtype="bfloat16"), KERNELS) == BLOCK_BYTES // 2
+
+
+def test_cpu_budget_is_split_over_the_ranks(make: Any) -> None:
+    assert plan(make(kv_cache_bytes=10 * BLOCK_BYTES + 5)).num_blocks == 10
+    assert plan(make(kv_cache_bytes=10 * BLOCK_BYTES, tensor_parallel_size=2)).num_blocks == 10
+    assert plan(make(kv_cache_bytes=10 * BLOCK_BYTES, tensor_parallel_size=4)).num_blocks == 5
+
+
+def test_never_more_than_the_longest_batch_uses(make: Any) -> None:
+    assert plan(make(max_model_len=63)).num_blocks == 4 * 16  # a gigabyte would hold many more
+
+
+def test_override_is_taken_as_it_is(make: Any) -> None:
+    assert plan(make(num_kv_blocks=3)).num_blocks == 3
+    assert plan(make(num_kv_blocks=1000)).num_blocks == 1000
+
+
+def test_too_little_memory_is_refused_with_the_numbers(make: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(make(kv_cache_bytes=2 * BLOCK_BYTES - 1, tensor_parallel_size=4))
+    message = str(caught.value)
+    for part in (f"{BLOCK_BYTES // 2} bytes", f"{(2 * BLOCK_BYTES - 1) // 4} bytes", "over 4 ranks", "kv_cache_bytes"):
+        assert part in message
+    assert "max_model_len and block_size would have to be at most 3" in message
+
+
+def test_gpu_blocks_are_the_share_less_what_is_held(make: Any) -> None:
+    config = dataclasses.replace(make(), device="cuda")
+    parts = [("share of the device", 30 * BLOCK_BYTES), ("weights and state", 9 * BLOCK_BYTES), ("largest step", 1)]
+    ledger = plan(config, parts)
+    assert ledger.num_blocks == 20
+    assert "share of the device" in ledger.line() and "20 blocks of 4 tokens" in ledger.line()
+    with pytest.raises(ConfigError, match=r"less 9 bytes \(weights and state\).*not one token fits.*gpu_memory_util"):
+        plan(config, [("share of the device", 5), ("weights and state", 9)])
+
+
+def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
+    cache = KVCache(make(), KERNELS, 7, 2, torch.device("cpu"))
+    assert cache.tensor.shape == (2, 2, *KERNELS.kv_cache_shape(7, 4, 2, 16))
+    assert cache.tensor.is_contiguous() and not cache.tensor.any()
+    assert cache.tensor.nbytes == 7 * BLOCK_BYTES
+    cache.layers[1][0].fill_(3)
+    assert (cache.tensor[0, 1] == 3).all() and not cache.tensor[1].any() and not cache.tensor[0, 0].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1000}, {"max_num_seqs": 64}])
+def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]) -> None:
+    """What is profiled on a GPU: it must fit the rotary table and the block size whatever the limits are."""
+    config = make(**options)
+    group = TensorParallelGroup.alone(torch.device("cpu"))
+    model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
+    load_weights(model.slices(), Path(config.model_dir), config.model)
+    run_largest_step(config, model, group, KERNELS)

@@ -1,0 +1,56 @@
+"""Loading adds to a rank the memory of its own slices: not the checkpoint, not even on the way.
+
+A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights stand out from everything else a rank
+allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.model import ModelConfig
+from tests.checkpoints import write_fast_checkpoint
+from tests.workers.conftest import config_of
+from tests.workers.pool import WorkerPool
+from workers.checkpoint import expected_tensors
+
+MIB = 2**20
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 40_000, "hidden_size": 512, "intermediate_size": 1536,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+SLACK_BYTES = 12 * MIB  # threads of gloo and torch, the rotary table, allocator rounding
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_dir = tmp_path_factory.mktemp("large")
+    write_fast_checkpoint(model_dir, CONFIG, torch.float32)
+    return model_dir
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rank_holds_its_share_and_no_more(pool: WorkerPool, checkpoint: Path, size: int, dtype: str) -> None:
+    config = config_of(checkpoint, tensor_parallel_size=size, dtype=dtype)
+    for rank in range(size):
+        pool.call(rank, "create", config, rank)
+    try:
+        address = pool.call(0, "open_rendezvous") if size > 1 else None
+        measured = pool.call_all(size, "measure_load", address)
+    finally:
+        pool.call_all(size, "close")
+    shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
+    stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
+    for sizes in measured:
+        print(
+            {name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()}, f"of {stored / MIB:.1f} MiB, tp {size}"
+        )
+        assert abs(sizes["weights"] - stored / size) < 0.02 * stored
+        assert sizes["peak_added"] < sizes["weights"] + SLACK_BYTES
+        assert sizes["added"] > 0.5 * sizes["weights"], "the weights must be memory of the rank, not a mapped file"

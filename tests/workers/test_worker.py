@@ -1,0 +1,263 @@
+"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors that wait for their reader, reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
+from scheduler.messages import StepPlan
+from tests.workers.conftest import config_of
+from tests.workers.planner import GREEDY, Planner, Row
+from tests.workers.pool import WorkerPool, executor_of
+from workers.in_process import InProcessExecutor
+from workers.worker import Worker
+
+
+@pytest.fixture
+def worker(small_checkpoint: Path) -> Iterator[Worker]:
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=1.0), rank=0)
+    worker.start(None)
+    worker.allocate_cache(32)
+    yield worker
+    worker.close()
+
+
+def plans(number: int, epoch: int = 0, row: Row | None = None) -> list[StepPlan]:
+    """A prompt of three tokens and decode steps after it."""
+    row = row or Row([1, 2, 3], 3)
+    planner = Planner(4, epoch)
+    planner.admit(row, slot=0)
+    return [planner.step([(row, 3)]) for _ in range(number)]
+
+
+def test_results_carry_step_epoch_rank_and_digest(worker: Worker) -> None:
+    for plan in plans(2):
+        worker.launch(plan)
+    for step_id in range(2):
+        result = worker.result(step_id, 0)
+        assert (result.step_id, result.epoch, result.rank) == (step_id, 0, 0)
+        assert len(result.token_ids) == 1 and result.token_ids.typecode == "i"
+        assert result.digest == zlib.crc32(result.token_ids.tobytes())
+        assert {"prepare", "forward", "sample", "wait"} <= result.seconds.keys()
+    worker.check()
+
+
+def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
+    launcher = threading.Timer(0.2, worker.launch, plans(1))
+    launcher.start()
+    assert len(worker.result(0, 0).token_ids) == 1
+    launcher.join()
+
+
+def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> None:
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.1), rank=0)
+    with pytest.raises(StepTimeoutError, match=r"rank 0: step 5 of epoch 0 did not run in 0\.1 s"):
+        worker.result(5, 0)
+
+
+@pytest.mark.parametrize(("skip", "due"), [(1, 0), (0, 1)])
+def test_step_out_of_turn_is_refused(worker: Worker, skip: int, due: int) -> None:
+    """A step left out, and a step sent twice."""
+    made = plans(2)
+    if skip == 0:
+        worker.launch(made[0])
+        worker.result(0, 0)
+    worker.launch(made[skip])
+    with pytest.raises(WorkerError, match=f"step {skip} of epoch 0 came when step {due} was due"):
+        worker.result(skip, 0)
+
+
+def test_first_error_ends_the_epoch_and_each_step_says_so(worker: Worker) -> None:
+    made = plans(3)
+    broken = dataclasses.replace(made[1], slots=made[1].slots * 2)
+    for plan in (made[0], broken, made[2]):
+        worker.launch(plan)
+    assert len(worker.result(0, 0).token_ids) == 1
+    with pytest.raises(WorkerError, match="batch state"):
+        worker.result(1, 0)
+    with pytest.raises(WorkerError, match=r"step 2 of epoch 0 was not run: step 1 failed with WorkerError"):
+        worker.result(2, 0)
+
+
+def test_error_of_another_kind_becomes_a_worker_error_with_its_cause(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker._runner is not None
+
+    def fail(plan: StepPlan) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(worker._runner, "run", fail)
+    worker.launch(plans(1)[0])
+    with pytest.raises(WorkerError, match="rank 0: step 0: MemoryError: no room") as caught:
+        worker.result(0, 0)
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_new_epoch_starts_empty_and_gives_the_same_tokens(worker: Worker) -> None:
+    for plan in plans(4):
+        worker.launch(plan)
+    first = [worker.result(step_id, 0).token_ids for step_id in range(3)]  # the last is never read
+    worker.reset(1)
+    for plan in plans(3, epoch=1):
+        worker.launch(plan)
+    assert [worker.result(step_id, 1).token_ids for step_id in range(3)] == first
+
+
+def test_new_epoch_heals_a_failed_one(worker: Worker) -> None:
+    worker.launch(plans(2)[1])
+    worker.reset(1)
+    worker.launch(plans(1, epoch=1)[0])
+    assert len(worker.result(0, 1).token_ids) == 1
+
+
+def test_step_of_a_past_epoch_is_refused_and_harms_nothing(worker: Worker) -> None:
+    worker.reset(1)
+    worker.launch(plans(1, epoch=0)[0])
+    with pytest.raises(WorkerError, match="step 0 of epoch 0 came in epoch 1"):
+        worker.result(0, 0)
+    worker.launch(plans(1, epoch=1)[0])
+    assert len(worker.result(0, 1).token_ids) == 1
+
+
+def test_reset_wakes_whoever_waits_for_the_past_epoch(worker: Worker) -> None:
+    resetter = threading.Timer(0.1, worker.reset, [3])
+    resetter.start()
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="step 9 belongs to epoch 0, now is epoch 3"):
+        worker.result(9, 0)
+    assert time.monotonic() - started < 0.9, "it did not wait for the time limit"
+    resetter.join()
+
+
+def test_epochs_only_go_forward(worker: Worker) -> None:
+    worker.reset(2)
+    with pytest.raises(WorkerError, match="epoch 2 does not follow epoch 2"):
+        worker.reset(2)
+
+
+def test_step_without_rows_only_changes_the_batch(worker: Worker) -> None:
+    planner, row = Planner(4), Row([1, 2, 3], 3)
+    planner.admit(row, slot=0)
+    worker.launch(planner.step([(row, 3)]))
+    planner.release(row)
+    worker.launch(planner.step([]))
+    again = Row([1, 2, 3], 3)
+    planner.admit(again, slot=0)
+    worker.launch(planner.step([(again, 3)]))
+    tokens = [worker.result(step_id, 0).token_ids.tolist() for step_id in range(3)]
+    assert tokens[1] == [] and tokens[0] == tokens[2]
+
+
+def test_chunk_that_ends_before_the_prompt_samples_nothing(worker: Worker) -> None:
+    planner, row = Planner(4), Row(list(range(10)), 10)
+    planner.admit(row, slot=0)
+    for _ in range(2):
+        worker.launch(planner.step([(row, 5)]))
+    assert [len(worker.result(step_id, 0).token_ids) for step_id in range(2)] == [0, 1]
+
+
+def test_only_rank_0_brings_logprobs(pool: WorkerPool, small_checkpoint: Path) -> None:
+    sampling = dataclasses.replace(GREEDY, logprobs=2)
+    made = plans(1, row=Row([1, 2, 3], 3, sampling=sampling))
+    with executor_of(pool, config_of(small_checkpoint, tensor_parallel_size=2)) as executor:
+        executor.pool.call_all(2, "launch", made[0])
+        first, second = executor.pool.call_all(2, "result", 0, 0)
+    assert (first.rank, second.rank) == (0, 1) and first.token_ids == second.token_ids
+    assert second.logprobs is None and first.logprobs is not None
+    (logprobs,) = first.logprobs
+    assert logprobs.top_token_ids[0] == first.token_ids[0] and logprobs.logprob == logprobs.top_logprobs[0]
+
+
+def test_seeded_tokens_are_the_same_at_every_size(pool: WorkerPool, small_checkpoint: Path) -> None:
+    sampling = dataclasses.replace(GREEDY, temperature=0.8, top_p=0.9, top_k=40, seed=11, repetition_penalty=1.2)
+    outputs = []
+    for size in (1, 2, 4):
+        with executor_of(pool, config_of(small_checkpoint, tensor_parallel_size=size)) as executor:
+            made = plans(12, row=Row([1, 2, 3], 3, sampling=sampling))
+            for plan in made:
+                executor.launch(plan)
+            outputs.append([executor.result(plan.step_id).token_ids[0] for plan in made])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(set(outputs[0])) > 6
+
+
+def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint: Path) -> None:
+    config = config_of(small_checkpoint, tensor_parallel_size=2, num_kv_blocks=None, kv_cache_bytes=2**20)
+    with executor_of(pool, config) as executor:
+        assert [report.rank for report in executor.reports] == [0, 1]
+        for report in executor.reports:
+            assert report.seconds.keys() == {"rendezvous", "load", "kv_cache", "wait_for_peers"}
+            assert report.backend == "cpu"
+            assert report.num_kv_blocks == report.ledger.num_blocks == min(8 * 16, 2**19 // report.ledger.block_bytes)
+        memory = executor.pool.call(0, "memory_report")
+        assert memory["kv_cache"] == report.num_kv_blocks * report.ledger.block_bytes
+        whole = (small_checkpoint / "model.safetensors").stat().st_size
+        assert whole * 0.48 < memory["weights"] < whole * 0.6
+
+
+def test_rank_without_peers_fails_in_time_and_says_where(small_checkpoint: Path) -> None:
+    worker = Worker(config_of(small_checkpoint, tensor_parallel_size=2, start_timeout_s=0.5), rank=0)
+    address = worker.open_rendezvous()
+    with pytest.raises(WorkerError, match=f"rank 0 of 2 met no complete group at 127.0.0.1:{address[1]}"):
+        worker.start(address)
+    worker.close()
+
+
+def test_backend_that_cannot_run_here_is_a_config_error(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: str, name: str) -> None:
+        raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}")
+
+    monkeypatch.setattr("workers.worker.select_backend", refuse)
+    with pytest.raises(ConfigError, match="kernel backend 'auto' cannot run on device 'cpu'"):
+        Worker(config_of(small_checkpoint), 0).start(None)
+
+
+def test_threads_are_set_where_start_is_called(small_checkpoint: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        worker = Worker(config_of(small_checkpoint), 0)
+        worker.start(None, num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_in_process_executor_runs_plans(small_checkpoint: Path) -> None:
+    executor = InProcessExecutor(config_of(small_checkpoint))
+    assert executor.num_kv_blocks == 128
+    for plan in plans(3):
+        executor.launch(plan)
+    tokens = [executor.result(step_id).token_ids.tolist() for step_id in range(3)]
+    executor.reset(1)
+    executor.launch(plans(1, epoch=1)[0])
+    assert executor.result(0).token_ids.tolist() == tokens[0]
+    executor.close()
+
+
+def test_in_process_executor_is_one_rank(small_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="one process runs one rank"):
+        InProcessExecutor(config_of(small_checkpoint, tensor_parallel_size=2))
+
+
+def test_workers_import_neither_ray_nor_transformers() -> None:
+    program = (
+        "import json, sys, workers.in_process\n"
+        "print(json.dumps([m for m in ('ray', 'transformers', 'cluster') if m in sys.modules]))"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60, capture_output=True)
+    assert json.loads(out.stdout) == []
