@@ -249,9 +249,9 @@ class LLM:
         config = resolve(self.config, self._model, model_dir, pick_device(self.config.device, size))
         connected = time.perf_counter()
         placement = place(size, config.device)
-        self._exit.callback(remove_placement_group, placement)
+        self._exit.callback(_while_ray_runs, remove_placement_group, placement)
         self._driver = _start_driver(config, placement)
-        self._exit.callback(_stop_driver, self._driver)
+        self._exit.callback(_while_ray_runs, _stop_driver, self._driver)
         starting = self._driver.start.remote()
         self._tokenizer = self._load_tokenizer(model_dir)  # while the ranks start
         self._report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
@@ -338,6 +338,12 @@ def _start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
         )
         .remote(config, placement)
     )
+
+
+def _while_ray_runs(stop: Callable[[Any], None], what: Any) -> None:
+    """Stop something of ours, unless Ray has been shut down before us and took it along: a call would start it anew."""
+    if ray.is_initialized():
+        stop(what)
 
 
 def _stop_driver(driver: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines fit a laptop.
 MIN_LOCAL_CPUS = 16
 PLACEMENT_TIMEOUT_S = 30.0
+RECORD_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray")
 
@@ -71,21 +73,29 @@ def _own_signal_handlers() -> Iterator[None]:
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    try:
-        if address not in (None, "local"):
-            ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
-            return
+    address = address or os.environ.get("RAY_ADDRESS") or _cluster_on_this_machine() or "local"
+    if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
-        try:
-            ray.init(address=address, num_cpus=num_cpus, include_dashboard=False, **quiet)
-        except ValueError:  # a cluster of `ray start` runs here: its sizes are not ours to set
-            ray.init(**quiet)
-    except (ConnectionError, ValueError) as error:
-        where = f"at {address!r} " if address else ""
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        return
+    try:
+        ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
+    except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cannot join the Ray cluster {where}({error}). Check ray_address and RAY_ADDRESS, or `ray stop`"
+            f"cannot join the Ray cluster at {address!r}: {error} Check ray_address and RAY_ADDRESS, or start one"
         ) from error
+
+
+def _cluster_on_this_machine() -> str | None:
+    """The address `ray start` recorded here, if something still listens there: a killed cluster leaves its record."""
+    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        address = record.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=RECORD_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return None
+    return address
 
 
 def actor_environment(*, num_gpus: int = 0) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class WorkerGroup:
         total = time.perf_counter() - began
         seconds = {"processes": max(0.0, total - sum(slowest.values())), **slowest}
         return GroupReport(
-            num_blocks=num_blocks, seconds=seconds, lines=(f"kernels: {reports[0].backend}", str(reports[0].ledger))
+            num_blocks=num_blocks, seconds=seconds, lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line())
         )
 
     def launch(self, plan: StepPlan) -> None:

@@ -34,7 +34,7 @@ def users_ray() -> Iterator[None]:
     """Ray as a program starts it that uses it for other things, too."""
     import ray
 
-    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
 

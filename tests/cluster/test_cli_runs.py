@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +69,7 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
     small_model: SmallModel, requests: Path, tmp_path: Path
 ) -> None:
     outputs = [tmp_path / f"out{i}.jsonl" for i in range(2)]
-    runs = [
-        start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path) for path in outputs
-    ]
+    runs = [start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path) for path in outputs]
     for run in runs:
         code, _, err = finish(run)
         assert code == 0, err
@@ -126,15 +126,17 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
     wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
 
 
-@pytest.fixture
-def one_cpu_cluster(tmp_path: Path) -> Iterator[str]:
-    """A Ray cluster of `ray start` with one CPU; its address."""
+@pytest.fixture(params=["token", "disabled"])
+def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of `ray start` with one CPU, with and without token authentication; its address."""
     ray = Path(sys.executable).with_name("ray")
+    folder = tempfile.mkdtemp(prefix="ray")  # a record of this cluster in Ray's own folder would draw others to it
     command = [
         str(ray), "start", "--head", "--num-cpus=1", "--port=0", "--include-dashboard=false", "--block",
-        "--disable-usage-stats",
+        "--disable-usage-stats", f"--temp-dir={folder}",
     ]  # fmt: skip
-    env = os.environ | {"RAY_ADDRESS": ""}
+    env = os.environ | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
+    subprocess.run([str(ray), "get-auth-token", "--generate"], check=True, capture_output=True, timeout=30)
     with (tmp_path / "ray.log").open("w") as log:
         cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     found: list[str] = []
@@ -148,6 +150,7 @@ def one_cpu_cluster(tmp_path: Path) -> Iterator[str]:
     cluster.send_signal(signal.SIGTERM)
     cluster.wait(20)
     wait_until(lambda: not family(cluster.pid), "the end of the Ray cluster", 20.0)
+    shutil.rmtree(folder)
 
 
 def test_a_running_cluster_with_too_few_cpus_is_refused(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,9 +394,7 @@ def test_closing_fails_what_is_outstanding_and_ends_the_thread(frontend: Fronten
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """Give the polling thread time to do what it does last."""
-    deadline = threading.Event()
-    for _ in range(int(WAIT_S / 0.01)):
-        if holds():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("did not come to hold")
+    until_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until_s, "did not come to hold"
+        time.sleep(0.005)

@@ -165,11 +165,11 @@ def test_a_frontend_that_stops_polling_has_its_requests_aborted(users_ray: None,
 def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(users_ray: None, small_model: SmallModel) -> None:
     before = processes(*OURS)
     engine = LLM(small_model.path, tensor_parallel_size=2, **OPTIONS)
-    assert len(processes(*OURS)) == len(before) + 3
+    assert len(processes(*OURS) - before) == 3
     engine.shutdown()
     engine.shutdown()
     assert ray.is_initialized()
-    wait_until(lambda: processes(*OURS) == before, "the end of our actors", 5.0)
+    wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)
 
 
 def test_two_engines_run_at_once_without_touching_each_other(
@@ -223,4 +223,4 @@ def test_a_failed_start_names_the_rank_and_leaves_no_actor(users_ray: None, smal
     before = processes(*OURS)
     with pytest.raises((ConfigError, WorkerError), match="block"):
         LLM(small_model.path, device="cpu", kv_cache_bytes=10, tensor_parallel_size=2)
-    wait_until(lambda: processes(*OURS) == before, "the end of our actors", 5.0)
+    wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)

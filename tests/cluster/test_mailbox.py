@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.mailbox import Mailbox, News, unpack
@@ -59,6 +59,13 @@ def test_news_of_several_steps_become_one_entry() -> None:
     assert only(mailbox.collect(0)) == tokens(0, 11, 12, 13, num_cached_tokens=4, finish_reason="stop")
 
 
+def test_an_end_stays_known_whatever_comes_after_it() -> None:
+    mailbox = Mailbox()
+    mailbox.put("a", tokens(0, 11, finish_reason="stop", error="why"))
+    mailbox.put("a", tokens(1))
+    assert only(mailbox.collect(0)) == tokens(0, 11, finish_reason="stop", error="why")
+
+
 def test_an_error_joins_the_tokens_that_came_before_it() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
@@ -75,11 +82,11 @@ def test_an_empty_mailbox_gives_an_empty_reply_with_a_new_number() -> None:
 
 def test_has_news_speaks_of_what_was_never_sent() -> None:
     mailbox = Mailbox()
-    assert not mailbox.has_news
+    seen = [mailbox.has_news]
     mailbox.put("a", tokens(0, 11))
-    assert mailbox.has_news
+    seen.append(mailbox.has_news)
     mailbox.collect(0)
-    assert not mailbox.has_news
+    assert [*seen, mailbox.has_news] == [False, True, False]
 
 
 # Logprobs
@@ -200,6 +207,7 @@ PUT = st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans(), st.sam
 POLL = st.sampled_from(["received", "lost"])
 
 
+@settings(deadline=None)
 @given(st.lists(PUT | POLL, max_size=60))
 def test_whatever_replies_are_lost_the_receiver_ends_with_exactly_what_was_put(
     events: list[tuple[str, int, bool, str | None] | str],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -65,6 +67,18 @@ def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer: Tokeniz
     assert texts(TextStream(tokenizer), ids("a", "\ufffd", "b"))[-1] == "a\ufffdb"
 
 
+class WordTokenizer:
+    """Decodes to words with spaces between them: what a token gives depends on whether one came before it."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(f"w{token_id}" for token_id in token_ids)
+
+
+def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
+    words: Any = WordTokenizer()
+    assert texts(TextStream(words), [1, 2, 3])[-1] == "w1 w2 w3"
+
+
 def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
     assert texts(TextStream(tokenizer), [*ids("a"), END_ID, *ids("b"), END_ID]) == ["a", "a", "ab", "ab", "ab"]
 
@@ -89,7 +103,7 @@ def test_any_tokens_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, t
 @given(token_ids=ANY_IDS, stop=st.lists(FEW_LETTERS, max_size=3))
 def test_text_is_never_taken_back(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> None:
     seen = texts(TextStream(tokenizer, stop), token_ids)
-    assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
 
 
 # Stop strings
@@ -143,7 +157,7 @@ def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Token
 
 
 def test_of_several_stop_strings_the_one_complete_first_wins(tokenizer: Tokenizer) -> None:
-    # "D" is complete with the token before "EN D!" could be.
+    # "END!" would begin earlier, but "D" is complete a token before it.
     stream = TextStream(tokenizer, ["END!", "D"])
     assert texts(stream, ids("a", "EN", "D", "!")) == ["a", "a", "aEN"]
 
@@ -171,7 +185,8 @@ def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -
 
 def by_search(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> tuple[int | None, list[str]]:
     """(number of tokens up to the match, text after each token): the whole text is decoded and searched every time."""
-    complete, seen = "", []
+    complete = ""
+    seen: list[str] = []
     for count in range(1, len(token_ids) + 1):
         whole = tokenizer.decode(token_ids[:count])
         complete = complete if whole.endswith("\ufffd") else whole
@@ -189,7 +204,8 @@ def test_stop_strings_end_and_hold_text_as_searching_the_whole_would(
     tokenizer: Tokenizer, token_ids: list[int], stop: list[str]
 ) -> None:
     stream = TextStream(tokenizer, stop)
-    stopped_at, seen = None, []
+    stopped_at: int | None = None
+    seen: list[str] = []
     for count, token_id in enumerate(token_ids, 1):
         stopped = stream.push(token_id)
         seen.append(stream.text)

@@ -45,7 +45,7 @@ def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfi
 
 @pytest.mark.parametrize("name", LEAST)
 def test_a_whole_number_at_its_least_is_accepted(name: str) -> None:
-    assert getattr(EngineConfig(**(SMALL | {name: LEAST[name]})), name) == LEAST[name]
+    assert getattr(EngineConfig.from_dict(SMALL | {name: LEAST[name]}), name) == LEAST[name]
 
 
 @pytest.mark.parametrize("name", LEAST)
@@ -53,30 +53,30 @@ def test_a_whole_number_at_its_least_is_accepted(name: str) -> None:
 def test_anything_but_a_whole_number_from_its_least_on_is_refused_by_name(name: str, kind: str) -> None:
     value: Any = {"below": LEAST[name] - 1, "text": "8", "fraction": 8.0, "bool": True}[kind]
     with pytest.raises(ConfigError, match=rf"^{name} must be a whole number of at least {LEAST[name]}, got"):
-        EngineConfig(**(SMALL | {name: value}))
+        EngineConfig.from_dict(SMALL | {name: value})
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_none_is_accepted_where_it_means_chosen_for_you(name: str) -> None:
-    assert getattr(EngineConfig(**{name: None}), name) is None
+    assert getattr(EngineConfig.from_dict({name: None}), name) is None
 
 
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in OPTIONAL])
 def test_none_is_refused_where_it_means_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be a whole number of at least {LEAST[name]}, got None"):
-        EngineConfig(**{name: None})
+        EngineConfig.from_dict({name: None})
 
 
 @pytest.mark.parametrize("name", SECONDS)
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "5", None, True])
 def test_a_time_must_be_a_finite_number_above_zero(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} must be a number of seconds above 0"):
-        EngineConfig(**{name: value})
+        EngineConfig.from_dict({name: value})
 
 
 @pytest.mark.parametrize("name", SECONDS)
 def test_a_time_may_be_a_fraction_of_a_second(name: str) -> None:
-    assert getattr(EngineConfig(**{name: 0.25}), name) == 0.25
+    assert getattr(EngineConfig.from_dict({name: 0.25}), name) == 0.25
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.01, math.nan, "0.5", None, True])
@@ -92,14 +92,14 @@ def test_gpu_memory_utilization_within_its_range_is_accepted(value: float) -> No
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values])
 def test_every_choice_is_accepted(name: str, value: str) -> None:
-    assert getattr(EngineConfig(**{name: value}), name) == value
+    assert getattr(EngineConfig.from_dict({name: value}), name) == value
 
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", ["tpu", "", "CPU", None, 1])
 def test_a_wrong_choice_is_refused_with_the_possible_ones(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} must be one of {', '.join(CHOICES[name])}, got {value!r}"):
-        EngineConfig(**{name: value})
+        EngineConfig.from_dict({name: value})
 
 
 # The whole

@@ -159,6 +159,9 @@ def test_find_column_walks_the_cumulative_weights(num_columns: int) -> None:
     totals = weights.sum(1)
     index = (torch.rand(60, generator=generator).double() * totals).long()
     index[0], index[1] = 0, totals[1] - 1
+    for row in range(2, 30):  # exactly at a step of the running sum, the steps between blocks among them
+        steps = weights[row].cumsum(0)
+        index[row] = min(int(steps[(64 * row - 1) % num_columns]), int(totals[row]) - 1)
     want = [int((row.cumsum(0) > i).nonzero()[0]) for row, i in zip(weights, index, strict=True)]
     assert kernels.find_column(weights, index).tolist() == want
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.scheduler.fake_model import VOCAB_SIZE, FakeRank, salt_of
 BLOCK = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class User:
     """The least that a block manager needs of a sequence."""
 
@@ -95,9 +95,9 @@ def give(scheduler: Scheduler, *tokens: int) -> StepOutput:
 
 
 def run_step(scheduler: Scheduler, *tokens: int) -> StepPlan:
-    """Plan one step and give it these tokens."""
+    """Plan one step and give it these tokens, or 9 for each row that samples."""
     plan = must_schedule(scheduler)
-    give(scheduler, *tokens)
+    give(scheduler, *(tokens or [9] * sum(plan.samples)))
     return plan
 
 
@@ -139,7 +139,3 @@ def block_ids_of(plan: StepPlan) -> list[list[int]]:
             tables.append(list(plan.admitted.block_ids[first : first + count]))
             first += count
     return tables
-
-
-def tokens_of(sequences: Sequence[Any]) -> list[list[int]]:
-    return [list(seq.token_ids) for seq in sequences]

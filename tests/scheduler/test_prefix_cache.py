@@ -67,7 +67,8 @@ def test_child_of_an_evicted_parent_is_not_found() -> None:
     child.block_table.reverse()  # released head first, against the rule, so that the parent goes first
     manager.deallocate(child)
     hold(manager, D)
-    assert num_findable(manager, A) == 0
+    assert child.block_table == [] and manager.num_evictions == 1
+    assert num_findable(manager, A + B) == 0
 
 
 def test_prefix_caching_can_be_switched_off() -> None:

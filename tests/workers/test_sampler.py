@@ -258,19 +258,24 @@ def test_mask_of_min_tokens_wins_over_bias() -> None:
     assert sample(torch.zeros(1, 4), [row]) == [2]
 
 
-def test_slot_given_to_a_new_row_forgets_the_old_one() -> None:
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 1.5}, {"repetition_penalty": 2.0}], ids=str)
+def test_slot_given_to_a_new_row_forgets_the_old_one(penalties: dict[str, Any], released: bool) -> None:
     sampler = make_sampler(4)
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     old = make(
-        temperature=0, presence_penalty=2.0, logit_bias=((3, 50.0),), min_tokens=9, stop_token_ids=frozenset({0})
+        temperature=0, presence_penalty=1.0, logit_bias=((3, 50.0),), min_tokens=9, stop_token_ids=frozenset({0})
     )
-    sampler.admit(0, old, [0, 3, 3], 1)
+    sampler.admit(0, old, [0, 1, 1], 1)
+    logits = torch.tensor([[2.0, 1.9, 1.0, 0.0]])
     assert sampler.sample(logits, sampler.batch([0], [3])).token_ids_B.tolist() == [3]
-    for again in (make(temperature=0, presence_penalty=2.0), make(temperature=0)):
+    if released:
         sampler.release(0)
         sampler.check()
-        sampler.admit(0, again, [0], 1)
-        assert sampler.sample(logits, sampler.batch([0], [1])).token_ids_B.tolist() == [0]
+    sampler.admit(0, make(temperature=0, **penalties), [2], 1)
+    assert sampler.sample(logits, sampler.batch([0], [1])).token_ids_B.tolist() == [0]
+    sampler.admit(0, make(temperature=0, **penalties), [2], 1)
+    swapped = logits[:, [1, 0, 2, 3]]
+    assert sampler.sample(swapped, sampler.batch([0], [1])).token_ids_B.tolist() == [1]
 
 
 def test_token_counts_take_memory_only_when_a_row_has_penalties() -> None:
@@ -324,6 +329,14 @@ def test_padding_is_never_sampled_however_large_its_logits(options: dict[str, An
     tokens = sample(logits, [make(seed=seed, **options) for seed in range(50)], vocab_size=50)
     assert max(tokens) < 50
     assert tokens == sample(logits[:, :50], [make(seed=seed, **options) for seed in range(50)])
+
+
+def test_ids_beyond_the_vocabulary_bias_and_mask_nothing() -> None:
+    logits = normal(2, 64)
+    row = make(
+        temperature=0, logit_bias=((55, 100.0), (9999, 100.0)), min_tokens=5, stop_token_ids=frozenset({60, 7777})
+    )
+    assert sample(logits, [row] * 2, vocab_size=50) == logits[:, :50].argmax(dim=1).tolist()
 
 
 def run_case(seed: int, group: Group) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...] | None]]:

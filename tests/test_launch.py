@@ -1,0 +1,352 @@
+"""The command line without an engine: flags, exit codes, one clear message for each mistake, and what is importable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import cluster
+import cluster.doctor
+import cluster.generate
+import launch
+from cluster.generate import GenerateJob
+from cluster.placement import SESSION
+from configs.engine import EngineConfig
+from scheduler.errors import EngineError
+from scheduler.params import SamplingParams
+from tests.checkpoints import write_fast_checkpoint
+
+CHECKOUT = Path(launch.__file__).resolve().parent
+RAW: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint without tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_fast_checkpoint(path, RAW, torch.float32)
+    return path
+
+
+class Run:
+    """A command that has ended."""
+
+    def __init__(self, exit_code: int, stdout: str, stderr: str) -> None:
+        self.exit_code, self.stdout, self.stderr = exit_code, stdout, stderr
+
+    def check_refused(self, *parts: str) -> None:
+        """Exit code 2, nothing on standard output, and a message with all of `parts`."""
+        assert self.exit_code == 2, self.stderr
+        assert self.stdout == ""
+        assert "Traceback" not in self.stderr
+        for part in parts:
+            assert part in self.stderr
+
+    def check_one_message(self, *parts: str) -> None:
+        """Refused, in one line."""
+        self.check_refused(*parts)
+        assert self.stderr.startswith("error: ") and self.stderr.count("\n") == 1, self.stderr
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever would start Ray fails the test, and the process's signal handler and loggers stay as they were."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the command would have started an engine")
+
+    monkeypatch.setattr(SESSION, "connect", refuse)
+    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("eagleray")
+    before = list(logger.handlers), logger.level
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    logger.handlers[:], logger.level = before
+
+
+def invoke(*arguments: str | Path) -> Run:
+    """Run the command line in this process."""
+    result = CliRunner().invoke(launch.app, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Run(result.exit_code, result.stdout, result.stderr)
+
+
+def run_process(*arguments: str | Path, cwd: Path = CHECKOUT) -> Run:
+    """Run the command line as a user does."""
+    command = [sys.executable, str(CHECKOUT / "launch.py"), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"}
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    file = path / "requests.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+# Mistakes
+
+
+def test_a_wrong_path_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    run = run_process("generate", "Hi", "--model", "/no/such/model", cwd=tmp_path)
+    run.check_one_message("model '/no/such/model' is neither an existing directory nor a hub id")
+
+
+def test_an_unknown_flag_is_refused_by_name() -> None:
+    run_process("generate", "Hi", "--max-token", "5").check_refused("No such option", "--max-token")
+
+
+def test_an_unknown_subcommand_is_refused_by_name() -> None:
+    invoke("serv").check_refused("No such command", "serv")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_impossible_size_is_refused_with_the_possible_ones(model_dir: Path) -> None:
+    run = invoke("generate", "Hi", "--model", model_dir, "--tp", "3")
+    run.check_one_message("tensor_parallel_size 3 does not split this model", "possible are 1, 2, 4")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_truncated_checkpoint_is_refused_with_its_file_and_sizes(model_dir: Path, tmp_path: Path) -> None:
+    data = (model_dir / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(data[:-100])
+    run = invoke("generate", "Hi", "--model", tmp_path)
+    run.check_one_message(
+        f"{tmp_path / 'model.safetensors'} has {len(data) - 100} bytes, its header speaks of {len(data)}"
+    )
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_unknown_key_in_an_input_file_is_refused_with_its_line(model_dir: Path, tmp_path: Path) -> None:
+    file = write_lines(tmp_path, {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 5})
+    run = invoke("generate", "--model", model_dir, "--input", file)
+    run.check_one_message(f"{file}, line 2: unknown key 'max_tokens'; known are prompt, prompt_token_ids, messages")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_input_file_that_is_not_there_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    run = invoke("generate", "--model", model_dir, "--input", tmp_path / "nothing.jsonl")
+    run.check_one_message("nothing.jsonl' cannot be read")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_empty_prompt_is_refused(model_dir: Path) -> None:
+    invoke("generate", "Hi", "", "--model", model_dir).check_one_message("a prompt is empty; give at least one token")
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--max-tokens", "0", "max_tokens must be a whole number between 1 and"),
+        ("--temperature", "-1", "temperature must be a number between 0.0 and 100.0, got -1.0"),
+        ("--top-p", "0", "top_p must be above 0 and at most 1"),
+        ("--n", "0", "n must be a whole number between 1 and 128, got 0"),
+        ("--tp", "0", "tensor_parallel_size must be a whole number of at least 1, got 0"),
+        ("--device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ("--max-num-batched-tokens", "8", "max_num_batched_tokens 8 is below max_num_seqs 64"),
+        ("--gpu-memory-utilization", "2", "gpu_memory_utilization must be above 0 and at most 1, got 2.0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(model_dir: Path, flag: str, value: str, message: str) -> None:
+    invoke("generate", "Hi", "--model", model_dir, flag, value).check_one_message(message)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_value_that_is_no_number_is_refused_by_flag() -> None:
+    invoke("generate", "Hi", "--max-tokens", "many").check_refused("Invalid value for '--max-tokens'", "integer")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_no_prompt_at_all_is_refused_with_what_is_possible() -> None:
+    invoke("generate").check_one_message("give PROMPTs or --input FILE.jsonl, one of the two")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_prompts_beside_an_input_file_are_refused(tmp_path: Path) -> None:
+    file = write_lines(tmp_path, {"prompt": "Hi"})
+    invoke("generate", "Hi", "--input", file).check_one_message("give PROMPTs or --input FILE.jsonl, one of the two")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_missing_output_folder_is_refused_before_anything_runs(model_dir: Path, tmp_path: Path) -> None:
+    run = invoke("generate", "Hi", "--model", model_dir, "--output", tmp_path / "nowhere" / "answers.jsonl")
+    run.check_one_message("the folder of --output", "nowhere/answers.jsonl' does not exist")
+
+
+# Exit codes of what is no mistake of the user
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [(EngineError("rank 1 died"), 1, "error: rank 1 died\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_a_fault_of_ours_is_1_and_an_interruption_130(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, message: str
+) -> None:
+    def fail(_: GenerateJob) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.generate, "run_generate", fail)
+    run = invoke("generate", "Hi")
+    assert (run.exit_code, run.stderr) == (exit_code, message)
+
+
+# The surface
+
+GENERATE_FLAGS = {
+    "--model", "--tp", "--input", "--output", "--raw", "--tokenizer", "--revision", "--device", "--dtype",
+    "--attention-backend", "--block-size", "--num-kv-blocks", "--kv-cache-bytes", "--max-num-seqs",
+    "--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization", "--prefix-caching",
+    "--no-prefix-caching", "--enforce-eager", "--num-steps-ahead", "--seed", "--ray-address", "--log-level",
+    "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
+    "--frequency-penalty", "--stop", "--min-tokens", "--ignore-eos", "--n",
+}  # fmt: skip
+FLAGS_AND_VALUES = {
+    "--model": "m", "--tp": 2, "--tokenizer": "t", "--revision": "r", "--device": "cpu", "--dtype": "float32",
+    "--attention-backend": "reference", "--block-size": 8, "--num-kv-blocks": 9, "--kv-cache-bytes": 10,
+    "--max-num-seqs": 11, "--max-num-batched-tokens": 12, "--max-model-len": 13, "--gpu-memory-utilization": 0.5,
+    "--num-steps-ahead": 0, "--seed": 14, "--ray-address": "a:1", "--log-level": "error", "--max-tokens": 15,
+    "--temperature": 0.5, "--top-k": 16, "--top-p": 0.75, "--min-p": 0.25, "--repetition-penalty": 1.5,
+    "--presence-penalty": 0.5, "--frequency-penalty": 0.25, "--min-tokens": 3, "--n": 2,
+}  # fmt: skip
+
+
+def commands() -> dict[str, Any]:
+    group: Any = get_command(launch.app)
+    return dict(group.commands)
+
+
+def test_the_subcommands_are_these() -> None:
+    assert set(commands()) == {"generate", "doctor"}
+
+
+def test_the_flags_of_generate_are_these() -> None:
+    parameters = commands()["generate"].params
+    flags = {flag for p in parameters if p.param_type_name == "option" for flag in (*p.opts, *p.secondary_opts)}
+    assert flags - {"--help"} == GENERATE_FLAGS
+
+
+def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[GenerateJob] = []
+    monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
+    values = [str(word) for pair in FLAGS_AND_VALUES.items() for word in pair]
+    switches = ["--raw", "--no-prefix-caching", "--enforce-eager", "--ignore-eos"]
+    run = invoke(
+        "generate", "one", "two", *values, *switches, "--stop", "x", "--stop", "y", "--output", "answers.jsonl"
+    )
+    assert run.exit_code == 0, run.stderr
+    assert jobs == [
+        GenerateJob(
+            config=EngineConfig(
+                model="m", tensor_parallel_size=2, tokenizer="t", revision="r", device="cpu", dtype="float32",
+                attention_backend="reference", block_size=8, num_kv_blocks=9, kv_cache_bytes=10, max_num_seqs=11,
+                max_num_batched_tokens=12, max_model_len=13, gpu_memory_utilization=0.5, num_steps_ahead=0, seed=14,
+                ray_address="a:1", log_level="error", enable_prefix_caching=False, enforce_eager=True,
+            ),
+            defaults=SamplingParams(
+                max_tokens=15, temperature=0.5, top_k=16, top_p=0.75, min_p=0.25, repetition_penalty=1.5,
+                presence_penalty=0.5, frequency_penalty=0.25, min_tokens=3, ignore_eos=True, n=2, stop=["x", "y"],
+            ),
+            prompts=("one", "two"),
+            input=None,
+            output=Path("answers.jsonl"),
+            raw=True,
+        )
+    ]  # fmt: skip
+
+
+def test_without_flags_the_engine_has_its_defaults_and_256_tokens_are_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[GenerateJob] = []
+    monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
+    assert invoke("generate", "Hi").exit_code == 0
+    assert (jobs[0].config, jobs[0].defaults) == (EngineConfig(), SamplingParams(max_tokens=256))
+
+
+def test_the_names_to_import_from_cluster_are_these() -> None:
+    assert set(cluster.__all__) == {"LLM", "Chunk", "CompletionOutput", "RequestOutput", "SamplingParams"}
+    assert all(hasattr(cluster, name) for name in cluster.__all__)
+
+
+def test_the_public_names_of_an_llm_are_these() -> None:
+    assert {name for name in vars(cluster.LLM) if not name.startswith("_")} == {
+        "generate", "chat", "stream", "agenerate", "achat", "astream", "abort", "shutdown", "stats", "report",
+        "has_chat_template", "check_prompt",
+    }  # fmt: skip
+
+
+def test_the_options_of_an_engine_are_these() -> None:
+    assert set(EngineConfig.__dataclass_fields__) == {
+        "model", "tokenizer", "revision", "tensor_parallel_size", "device", "dtype", "attention_backend", "block_size",
+        "num_kv_blocks", "kv_cache_bytes", "gpu_memory_utilization", "enable_prefix_caching", "max_num_seqs",
+        "max_num_batched_tokens", "max_model_len", "enforce_eager", "num_steps_ahead", "seed", "ray_address",
+        "start_timeout_s", "step_timeout_s", "frontend_timeout_s", "log_level",
+    }  # fmt: skip
+
+
+# doctor and the machine
+
+
+def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
+    run = run_process("doctor")
+    wrong = [line for line in run.stdout.splitlines() if line.startswith("WRONG")]
+    assert all("/dev/shm" in line for line in wrong), wrong  # a container's shared memory is not ours to judge
+    assert run.exit_code == (2 if wrong else 0), run.stderr
+    assert f"torch {torch.__version__}" in run.stdout
+    assert "\nray 2." in run.stdout
+    assert "on cpu the kernels would be 'cpu', block size 16" in run.stdout
+
+
+def test_doctor_names_what_clashes_and_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.doctor, "_clashes", lambda: ["the moon is in the way"])
+    run = invoke("doctor")
+    assert run.exit_code == 2
+    assert run.stdout.endswith("WRONG: the moon is in the way\n1 to put right\n")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")
+def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 64 * 2**20
+
+    monkeypatch.setattr("cluster.doctor.shutil.disk_usage", lambda _: Usage)
+    assert any("/dev/shm has 64 MiB free" in line for line in cluster.doctor._clashes())
+
+
+def test_transformers_imports_beside_our_kernels() -> None:
+    program = "import kernels, transformers.integrations.hub_kernels; print(kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == CHECKOUT / "kernels" / "__init__.py"
+
+
+def test_help_needs_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys, launch\n"
+        "try: launch.app(['generate', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "sys.exit([name for name in ('torch', 'ray', 'transformers') if name in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--max-tokens" in done.stdout
