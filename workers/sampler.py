@@ -272,10 +272,12 @@ class Sampler:
         """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first of equals."""
         num_columns = logits_LV.shape[1]
         ids_V = torch.arange(num_columns, device=logits_LV.device) + self._vocab_start
-        parts = [kernels.pack(logits_LV[part], ids_V) for part in self._parts(len(logits_LV))]
-        local_LM = torch.cat([packed.topk(min(num_top, num_columns), dim=1).values for packed in parts])
-        missing = num_top - local_LM.shape[1]
-        local_LM = torch.nn.functional.pad(local_LM, (0, missing), value=torch.iinfo(torch.int64).min)
+        num_local = min(num_top, num_columns)
+        local_LM = torch.cat(
+            [kernels.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
+             for part in self._parts(len(logits_LV))]
+        )  # fmt: skip
+        local_LM = torch.nn.functional.pad(local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min)
         all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
         return kernels.unpack(all_LM.topk(num_top, dim=1).values)
 

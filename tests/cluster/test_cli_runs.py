@@ -161,3 +161,29 @@ def test_a_running_cluster_with_too_few_cpus_is_refused(
     assert code == 2 and out == "" and "Traceback" not in err
     assert re.search(r"tensor_parallel_size 2: needed 2 CPU; nodes have \[.*1 CPU", err), err
     wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
+
+
+PROGRAM = """
+import asyncio, ray, sys
+ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+from cluster import LLM, SamplingParams
+
+async def main():
+    with LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_kv_blocks=64) as llm:
+        whole = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        stream = [t async for c in llm.astream([1, 2, 3], params) for t in c.token_ids]
+        print(len(whole[0].token_ids), len(stream))
+
+asyncio.run(main())
+print("still initialized:", ray.is_initialized(), ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+
+def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(small_model: SmallModel) -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(small_model.path)], cwd=CHECKOUT, capture_output=True, text=True,
+        timeout=LIMIT_S, env=os.environ | {"RAY_AUTH_MODE": ""},
+    )  # fmt: skip
+    assert program.returncode == 0, program.stderr
+    assert program.stdout.splitlines() == ["5 5", "still initialized: True 7"]

@@ -253,6 +253,7 @@ class FakeDriver:
         self.refusal: Exception | None = None
         self.poll_failure: Exception | None = None
         self.lost_polls = 0
+        self.last_sent, self.last_acknowledged = 0, 0
         self.told: list[tuple[list[str], str]] = []
         self.changed = threading.Condition()
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
@@ -279,7 +280,9 @@ class FakeDriver:
             while self.lost_polls and self.mailbox.has_news:
                 self.lost_polls -= 1
                 self.mailbox.collect(acknowledged)
-            return self.mailbox.collect(acknowledged)
+            reply = self.mailbox.collect(acknowledged)
+            self.last_sent, self.last_acknowledged = reply.up_to, acknowledged
+            return reply
 
 
 @pytest.fixture
@@ -339,6 +342,14 @@ def test_replies_that_are_lost_lose_nothing(frontend: Frontend, driver: FakeDriv
     driver.put(generation.request_ids[0], 1, *ids(" wor", "ld"), finish_reason="length")
     generation.done.result(timeout=WAIT_S)
     assert generation.completions[0].text == "Hello world"
+
+
+def test_a_poll_acknowledges_the_reply_before_it(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    wait_until(lambda: driver.last_acknowledged > 3)
+    with driver.changed:
+        assert driver.last_acknowledged == driver.last_sent - 1
 
 
 def test_the_driver_is_told_of_a_stop_string(frontend: Frontend, driver: FakeDriver) -> None:

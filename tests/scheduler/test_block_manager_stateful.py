@@ -15,7 +15,9 @@ from tests.scheduler.scenario import WEAK_HASHES
 
 Prefix = tuple[str, tuple[int, ...]]  # salt, and all tokens up to the end of a block
 HASHES: tuple[Callable[[bytes], int], ...] = (xxhash.xxh3_128_intdigest, *WEAK_HASHES)
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+TOKENS = st.builds(
+    lambda pattern, length: (pattern * 12)[:length], st.sampled_from(([0], [1], [0, 0, 1])), st.integers(1, 12)
+)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -43,8 +45,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.content.pop(block_id, None)
         return taken
 
-    @rule(target=users, token_ids=TOKENS, salt=st.sampled_from(["", "north"]))
-    def allocate(self, token_ids: list[int], salt: str) -> User:
+    @rule(target=users, token_ids=TOKENS, salt=st.sampled_from(["", "north"]), published=st.booleans())
+    def allocate(self, token_ids: list[int], salt: str, published: bool) -> User:
         user = User(token_ids, salt)
         num_blocks = self.manager.num_blocks_for(len(token_ids))
         if not self.manager.can_allocate(user):
@@ -57,6 +59,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.free = [block_id for block_id in self.free if block_id not in hits]
         assert user.block_table == hits + self.take(num_blocks - num_hits)
         self.active.append(user)
+        if published:
+            self.publish_up_to(user, len(token_ids))
         return user
 
     @rule(user=users, more=TOKENS)
@@ -73,10 +77,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(user=users, share=st.floats(0, 1))
     def publish(self, user: User, share: float) -> None:
         if user in self.active:
-            num_tokens = round(share * len(user.token_ids))
-            for index in range(user.num_published_blocks, num_tokens // self.manager.block_size):
-                self.content[user.block_table[index]] = self.prefix(user, index)
-            self.manager.publish(user, num_tokens)
+            self.publish_up_to(user, round(share * len(user.token_ids)))
+
+    def publish_up_to(self, user: User, num_tokens: int) -> None:
+        for index in range(user.num_published_blocks, num_tokens // self.manager.block_size):
+            self.content[user.block_table[index]] = self.prefix(user, index)
+        self.manager.publish(user, num_tokens)
 
     @rule(user=consumes(users))
     def deallocate(self, user: User) -> None:
