@@ -17,7 +17,7 @@ import queue
 import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Chunks of one request as they come. Leaving the loop early aborts it and frees its blocks.
 
         `request_id` is a name of one's own for `abort`.
@@ -179,7 +179,7 @@ class LLM:
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()

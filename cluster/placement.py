@@ -82,7 +82,8 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
         ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cannot join the Ray cluster at {address!r}: {error} Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
+            f"cannot join the Ray cluster at {address!r}: {error} "
+            "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
         ) from error
 
 

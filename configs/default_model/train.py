@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,11 +49,12 @@ SYSTEM_MESSAGES = [
     "You are good at sums.",
 ]
 # Real words, used only to measure: training spells made-up ones.
-TEST_WORDS = """
-    cat dog sun tree fish bird moon lamp river stone bread chair table house horse
-    water light paper green black seven music ocean tiger garden winter summer bridge
-    window pencil silver planet flower orange rabbit
-""".split()  # fmt: skip
+TEST_WORDS = [
+    "cat", "dog", "sun", "tree", "fish", "bird", "moon", "lamp", "river", "stone", "bread", "chair", "table",
+    "house", "horse", "water", "light", "paper", "green", "black", "seven", "music", "ocean", "tiger",
+    "garden", "winter", "summer", "bridge", "window", "pencil", "silver", "planet", "flower", "orange",
+    "rabbit",
+]  # fmt: skip
 # Plain prose, so that the tokenizer's merges are of some use outside the questions.
 PROSE = """
 The engine reads the weights of the model and cuts each matrix into as many parts as there
@@ -183,8 +183,9 @@ KINDS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 def random_turn(rng: random.Random) -> Turn:
     """One question of any kind, sums first among them; never a held-out pair."""
-    weights, makers = zip(*KINDS, strict=True)
-    return rng.choices(makers, weights)[0](rng)
+    weights = [weight for weight, _ in KINDS]
+    _, maker = rng.choices(KINDS, weights)[0]
+    return maker(rng)
 
 
 # ---------------------------------------------------------------- chat form
@@ -294,7 +295,9 @@ class Batches:
         self.tokenizer = tokenizer
         self.rng = random.Random(f"batches {seed}")
         self.cache: dict[str, list[int]] = {}
-        self.pad = tokenizer.token_to_id(END_OF_TEXT)
+        pad = tokenizer.token_to_id(END_OF_TEXT)
+        assert pad is not None
+        self.pad = pad
 
     def ids(self, text: str) -> list[int]:
         if text not in self.cache:
@@ -355,7 +358,8 @@ class Trainer:
 
     def __init__(self, model: Qwen3ForCausalLM, muon_rate: float, adam_rate: float) -> None:
         self.model = model
-        matrices, others = [], []
+        matrices: list[Tensor] = []
+        others: list[Tensor] = []
         for name, parameter in model.named_parameters():
             is_matrix = parameter.ndim == 2 and "embed" not in name
             (matrices if is_matrix else others).append(parameter)
@@ -378,7 +382,7 @@ class Trainer:
             learnt = targets != IGNORED
             logits = self.model.lm_head(hidden[learnt])
         loss = torch.nn.functional.cross_entropy(logits.float(), targets[learnt])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -435,7 +439,8 @@ def answer_all(model: Qwen3ForCausalLM, tokenizer: Tokenizer, chats: Sequence[Se
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=end)
+        generator: Any = model
+        output = generator.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=end)
         answers += tokenizer.decode_batch(output[:, width:].tolist())
     return answers
 
@@ -490,7 +495,8 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) ->
     """Write everything beside the folder, in bfloat16, then move it into place."""
     out.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(dir=out.parent))
-    rounded = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    rounded: Any = Qwen3ForCausalLM(model.config)
+    rounded.to(torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     rounded.save_pretrained(stage)
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
@@ -501,7 +507,7 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) ->
     write_json(stage / "tokenizer_config.json", tokenizer_settings(tokenizer))
     for file in stage.iterdir():
         file.chmod(0o644)
-        os.replace(file, out / file.name)
+        file.replace(out / file.name)
     shutil.rmtree(stage)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def users_ray() -> Iterator[None]:
     """Ray as a program starts it that uses it for other things, too."""
     import ray
 
-    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -89,6 +89,24 @@ def test_a_hub_id_is_downloaded_at_its_revision(tmp_path: Path, monkeypatch: pyt
     assert asked == [("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.HUB_FILES})]
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"), [(OSError("no route\nto the\nhost"), "downloaded: no route "), (OSError(), "OSError ")]
+)
+def test_of_a_long_reason_only_the_first_line_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, shown: str
+) -> None:
+    import huggingface_hub
+
+    def download(model: str, **_: Any) -> str:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError) as refused:
+        find_model("nobody/some-model")
+    assert shown in str(refused.value) and "\n" not in str(refused.value)
+
+
 # generation_config.json
 
 

@@ -91,7 +91,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None
     for bad, match in (([], "empty"), ([1] * 300, "at most 255"), ([1, 2000], "vocabulary of 1003")):
         with pytest.raises(RequestError, match=match):
             llm.generate([[1, 2], bad], GREEDY)
-    with pytest.raises(RequestError, match="no tokenizer|needs a tokenizer"):
+    with pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate("text", GREEDY)
     assert llm.stats()["num_steps"] == steps
 
@@ -113,7 +113,7 @@ def test_a_stream_left_early_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream([4, 5, 6], ENDLESS)
     next(stream)
     assert not idle(llm)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 
 
@@ -146,8 +146,8 @@ def test_cancelling_an_async_call_frees_its_blocks(llm: LLM) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         stream = llm.astream([1, 2, 3], ENDLESS)
-        await anext(stream)  # type: ignore[arg-type]
-        await stream.aclose()  # type: ignore[attr-defined]
+        await anext(stream)
+        await stream.aclose()
 
     asyncio.run(main())
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
@@ -179,7 +179,8 @@ def test_two_engines_run_at_once_without_touching_each_other(
     with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as second:
 
         async def both() -> list[Any]:
-            return await asyncio.gather(llm.agenerate(prompts(), GREEDY), second.agenerate(prompts(), GREEDY))
+            first, other = llm.agenerate(prompts(), GREEDY), second.agenerate(prompts(), GREEDY)
+            return list(await asyncio.gather(first, other))
 
         results = asyncio.run(both())
     for outputs in (*results, llm.generate(prompts(), GREEDY)):
@@ -212,7 +213,7 @@ def test_a_rank_that_dies_ends_requests_with_an_error_and_nothing_hangs(
         next(stream)
         os.kill(max(processes("ray::RankActor") - others), 9)
         began = time.monotonic()
-        with pytest.raises(EngineDeadError, match="has stopped.*rank"):
+        with pytest.raises(EngineDeadError, match=r"has stopped.*rank"):
             list(stream)
         with pytest.raises(EngineDeadError):
             engine.generate([1, 2, 3], GREEDY)

@@ -1,0 +1,134 @@
+"""What a step costs: time that must not hide the device, size that must follow what changed.
+
+Times are minima over alternating rounds, so that a busy machine does not decide. Garbage collection is kept out, as
+the driver does (`gc.freeze`).
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+
+from scheduler.block_manager import BlockManager
+from scheduler.messages import StepPlan, StepResult, ints
+from scheduler.scheduler import Scheduler
+from tests.scheduler.helpers import User, make_limits, make_request
+
+NUM_ROWS = 256
+CONTEXT = 4096
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def collected_garbage() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def give(scheduler: Scheduler, plan: StepPlan) -> None:
+    tokens = ints([9]) * sum(plan.samples)
+    scheduler.apply(StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=tokens))
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    give(scheduler, plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def decoding() -> Scheduler:
+    """A scheduler with 256 sequences of about 4,096 tokens, all decoding."""
+    limits = make_limits(
+        num_blocks=NUM_ROWS * (CONTEXT // BLOCK + 16),
+        block_size=BLOCK,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=NUM_ROWS * CONTEXT,
+        max_model_len=2 * CONTEXT,
+    )
+    scheduler = Scheduler(limits)
+    rng = Random(0)
+    for i in range(NUM_ROWS):
+        length = CONTEXT - rng.randrange(2 * BLOCK)
+        scheduler.add(make_request(f"r{i}", (rng.randrange(1000) for _ in range(length)), max_tokens=1000))
+    step(scheduler)
+    assert len(scheduler.running) == NUM_ROWS
+    return scheduler
+
+
+def test_step_of_256_running_sequences_takes_under_a_millisecond(decoding: Scheduler) -> None:
+    rounds = []
+    for _ in range(5):
+        seconds = []
+        for _ in range(2 * BLOCK):
+            started_s = time.perf_counter()
+            step(decoding)
+            seconds.append(time.perf_counter() - started_s)
+        rounds.append(statistics.median(seconds))
+    assert min(rounds) < 1e-3, f"{1000 * min(rounds):.2f} ms in the best of 5 rounds"
+
+
+def test_plan_of_256_decodes_pickles_to_under_32_kilobytes(decoding: Scheduler) -> None:
+    sizes = [len(pickle.dumps(step(decoding))) for _ in range(2 * BLOCK)]
+    assert max(sizes) < 32_000
+
+
+def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None:
+    short = Scheduler(decoding.limits)
+    for i in range(NUM_ROWS):
+        short.add(make_request(f"r{i}", [i], max_tokens=1000))
+    step(short)
+    sizes = [[len(pickle.dumps(step(scheduler))) for _ in range(BLOCK)] for scheduler in (short, decoding)]
+    assert min(sizes[1]) <= max(sizes[0])
+
+
+# -- one block of a large pool --------------------------------------------------------------------------------------
+
+
+def shuffled_pool(num_blocks: int) -> BlockManager:
+    """A pool whose free list runs through memory in random order."""
+    manager = BlockManager(num_blocks, BLOCK)
+    users = [User([0]) for _ in range(num_blocks)]
+    for user in users:
+        manager.allocate(user)
+    Random(0).shuffle(users)
+    for user in users:
+        manager.deallocate(user)
+    return manager
+
+
+def take_and_release(manager: BlockManager) -> None:
+    """Allocate, append and release one sequence of eight blocks, published and so evicted later."""
+    user = User(list(range(4 * BLOCK)))
+    user.token_ids[0] = manager.num_evictions  # new content each time
+    assert manager.can_allocate(user)
+    manager.allocate(user)
+    manager.publish(user, len(user.token_ids))
+    assert manager.can_append(user, 8 * BLOCK)
+    manager.append(user, 8 * BLOCK)
+    manager.deallocate(user)
+
+
+def seconds_for(action: Callable[[BlockManager], None], manager: BlockManager, repeats: int) -> float:
+    started_s = time.perf_counter()
+    for _ in range(repeats):
+        action(manager)
+    return time.perf_counter() - started_s
+
+
+def test_operations_on_a_million_blocks_cost_at_most_three_times_those_on_a_thousand() -> None:
+    small, large = shuffled_pool(1_000), shuffled_pool(1_000_000)
+    rounds = [(seconds_for(take_and_release, small, 200), seconds_for(take_and_release, large, 200)) for _ in range(15)]
+    best_small, best_large = (min(seconds) for seconds in zip(*rounds, strict=True))
+    assert best_large <= 3 * best_small, f"{best_large / best_small:.1f} times"
