@@ -9,7 +9,7 @@ TP ?= 2
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
-	    "Which day comes after Tuesday?" "Count on from 17."
+	    "What day comes after Tuesday?" "Count on from 17."
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest

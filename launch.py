@@ -99,8 +99,6 @@ def generate(
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
     with _exit_codes():
-        from cluster.generate import GenerateJob, run_generate
-
         options: dict[str, Any] = {} if model is None else {"model": model}
         config = EngineConfig(
             **options, tokenizer=tokenizer, revision=revision, tensor_parallel_size=tp, device=device, dtype=dtype,
@@ -116,6 +114,8 @@ def generate(
             frequency_penalty=frequency_penalty, stop=stop or None, min_tokens=min_tokens, ignore_eos=ignore_eos, n=n,
         )  # fmt: skip
         _start_logging(log_level)
+        from cluster.generate import GenerateJob, run_generate  # loads torch and Ray
+
         run_generate(
             GenerateJob(
                 config=config, defaults=defaults, prompts=tuple(prompts or ()), input=input, output=output, raw=raw

@@ -16,10 +16,12 @@ from typing import Any
 
 from cluster.frontend import CompletionOutput
 from cluster.llm import LLM, RequestOutput
+from cluster.text import check_messages
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+MAX_TOKEN_ID = 2**31
 KNOWN_KEYS = (*PROMPT_KEYS, "sampling_params", "cache_salt")
 
 
@@ -38,7 +40,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
-    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise RequestError(f"the input file {str(path)!r} holds no requests")
     return [_read_line(where, line) for where, line in lines]
@@ -48,7 +50,7 @@ def _read_line(where: str, line: str) -> BatchRequest:
     with _naming(where):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise RequestError(f"must be a JSON object with one of {', '.join(PROMPT_KEYS)}")
@@ -60,10 +62,25 @@ def _read_line(where: str, line: str) -> BatchRequest:
             raise RequestError(f"needs exactly one of {', '.join(PROMPT_KEYS)}; has {', '.join(given) or 'none'}")
         if not value[given[0]]:
             raise RequestError(f"{given[0]} is empty; give at least one token", given[0])
-        params = value.pop("sampling_params", None) or {}
+        _check_types(value)
+        params = value.pop("sampling_params", None)
+        params = {} if params is None else params
         if not isinstance(params, dict):
             raise RequestError("sampling_params must be a JSON object", "sampling_params")
         return BatchRequest(where=where, prompt=value, params=SamplingParams.from_dict(params))
+
+
+def _check_types(value: dict[str, Any]) -> None:
+    kinds = {"prompt": (str, "text"), "prompt_token_ids": (list, "a list of token ids"),
+             "messages": (list, "a list of {role, content}"), "cache_salt": (str, "text")}  # fmt: skip
+    for key, (kind, name) in kinds.items():
+        if key in value and not isinstance(value[key], kind):
+            raise RequestError(f"{key} must be {name}, got {type(value[key]).__name__}", key)
+    wrong = [t for t in value.get("prompt_token_ids", []) if type(t) is not int or not 0 <= t < MAX_TOKEN_ID]
+    if wrong:
+        raise RequestError(f"prompt_token_ids holds {wrong[0]!r}, which is no token id", "prompt_token_ids")
+    if "messages" in value:
+        check_messages(value["messages"])
 
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:

@@ -12,16 +12,21 @@ from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+TOKENIZER_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
 def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
     """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises `ConfigError`."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_dir, exists = bool(model) and path.is_dir(), bool(model) and path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL
+        raise ConfigError(f"{what} {model!r} is no usable path: {error}") from None
+    if is_dir:
         return path.resolve()
-    if path.exists():
-        raise ConfigError(f"{what} {model!r} is a file; give the directory that holds config.json and *.safetensors")
+    if exists:
+        raise ConfigError(f"{what} {model!r} is a file; give the directory that holds it")
     if not HUB_ID.match(model):
         raise ConfigError(f"{what} {model!r} is neither an existing directory nor a hub id such as Qwen/Qwen3-0.6B")
     return _download(model, revision, what)
@@ -31,7 +36,11 @@ def _download(model: str, revision: str | None, what: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=MODEL_FILES if what == "model" else TOKENIZER_FILES
+            )
+        )
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

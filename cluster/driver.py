@@ -119,11 +119,11 @@ class Driver:
 
     async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
         """Everything new for a frontend, as soon as there is something, or empty after `wait_s`."""
-        frontend = self._frontend(frontend_id)
+        frontend, limit = self._frontend(frontend_id), self._config.engine.frontend_timeout_s
         if not frontend.mailbox.has_news:
             frontend.news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(frontend.news.wait(), wait_s)
+                await asyncio.wait_for(frontend.news.wait(), min(wait_s, limit / 2))
         frontend.last_seen_s = time.monotonic()
         return frontend.mailbox.collect(acknowledged)
 

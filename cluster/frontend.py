@@ -8,6 +8,7 @@ thread. `Generation.done` fires once, with an error or without.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import uuid
 from array import array
@@ -24,6 +25,8 @@ from cluster.text import TextStream, Tokenizer
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, Request, TokenLogprobs
 from scheduler.params import SamplingParams
+
+logger = logging.getLogger("eagleray")
 
 POLL_WAIT_S = 5.0
 CALL_TIMEOUT_S = 30.0
@@ -76,6 +79,10 @@ class _Output:
         if done.finish_reason is not None:
             return False
         known = len(done.token_ids) - news.first_index
+        if known < 0 and news.token_ids:
+            raise EngineError(
+                f"tokens {len(done.token_ids)} to {news.first_index - 1} of {self.request_id} are missing"
+            )
         tokens = news.token_ids[known:] if news.token_ids else []
         stopped_at = self._push(tokens)
         tokens = tokens[:stopped_at] if stopped_at is not None else tokens
@@ -100,6 +107,22 @@ class _Output:
                 )
             )
         return stopped_at is not None and news.finish_reason is None
+
+    def abort(self) -> None:
+        """End here, with a last chunk that says so."""
+        done = self.completion
+        done.finish_reason = "abort"
+        text = self._new_text(final=True)
+        done.text += text
+        self._sink(
+            Chunk(
+                index=done.index,
+                text=text,
+                token_ids=[],
+                finish_reason="abort",
+                num_prompt_tokens=self._num_prompt_tokens,
+            )
+        )
 
     def _push(self, tokens: list[int]) -> int | None:
         """Feed the text; the number of tokens up to the one that completed a stop string."""
@@ -181,7 +204,7 @@ class Frontend:
         for index in range(params.n or 1):
             request_id = f"{self._id}-{next(self._numbers)}"
             sampling = params.resolve(seed=seed, index=index, eos_token_ids=eos_token_ids)
-            stream = TextStream(self._tokenizer, params.stop_strings()) if self._tokenizer is not None else None
+            stream = self._text_stream(params)
             generation.outputs.append(_Output(request_id, index, num_prompt_tokens, stream, sink))
             requests.append(
                 Request(
@@ -193,6 +216,11 @@ class Frontend:
                 )
             )
         return requests
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
 
     def submit(self, generations: list[Generation], requests: list[Request]) -> None:
         """Send prepared requests, all or none. Raises `RequestError`, `EngineDeadError`."""
@@ -209,15 +237,15 @@ class Frontend:
 
     def abort(self, generations: list[Generation]) -> None:
         """End generations; what they have stays, with `finish_reason` "abort". Does not wait for the engine."""
-        ids = []
-        for generation in generations:
-            for output in generation.outputs:
-                if output.completion.finish_reason is None:
-                    output.completion.finish_reason = "abort"
-                    ids.append(output.request_id)
-            if not generation.done.done():
-                generation.done.set_result(None)
-        self._forget(generations)
+        with self._changed:
+            outputs = [o for g in generations for o in g.outputs if o.completion.finish_reason is None]
+            ids = [output.request_id for output in outputs]
+            for output in outputs:
+                output.abort()
+            for generation in generations:
+                if not generation.done.done():
+                    generation.done.set_result(None)
+            self._forget(generations)
         if ids and not self._closed:
             self._driver.finish.remote(self._id, ids, "abort")
 
@@ -241,11 +269,13 @@ class Frontend:
             try:
                 reply = self._driver.poll.remote(self._id, self._acknowledged, POLL_WAIT_S)
                 deltas: Deltas = call(reply, "poll the driver", POLL_WAIT_S + CALL_TIMEOUT_S)
+                self._acknowledged = deltas.up_to
+                self._take(deltas)
             except EaglerayError as error:
                 self._fail_all(error)
-                continue
-            self._acknowledged = deltas.up_to
-            self._take(deltas)
+            except Exception as error:  # a fault of ours must not leave callers waiting
+                logger.exception("the polling thread failed")
+                self._fail_all(EngineError(f"the frontend failed: {type(error).__name__}: {error}"))
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -256,14 +286,14 @@ class Frontend:
     def _take(self, deltas: Deltas) -> None:
         stopped = []
         for request_id, news in unpack(deltas):
-            entry = self._active.get(request_id)
-            if entry is None:
-                continue  # repeated, or aborted in the meantime
-            generation, output = entry
-            if generation.take(output, news):
-                stopped.append(request_id)
-            if output.completion.finish_reason is not None:
-                with self._changed:
+            with self._changed:
+                entry = self._active.get(request_id)
+                if entry is None:
+                    continue  # repeated, or aborted in the meantime
+                generation, output = entry
+                if generation.take(output, news):
+                    stopped.append(request_id)
+                if output.completion.finish_reason is not None:
                     self._active.pop(request_id, None)
         if stopped:
             self._driver.finish.remote(self._id, stopped, "stop")

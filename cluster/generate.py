@@ -34,6 +34,10 @@ def run_generate(job: GenerateJob) -> None:
     """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before anything runs."""
     if bool(job.prompts) == (job.input is not None):
         raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
+    if job.raw and job.input is not None:
+        raise RequestError("--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves")
+    if job.output is not None and job.output.is_dir():
+        raise ConfigError(f"--output {str(job.output)!r} is a folder; name a file")
     if job.output is not None and not job.output.parent.is_dir():
         raise ConfigError(f"the folder of --output {str(job.output)!r} does not exist")
     requests = read_requests(job.input) if job.input is not None else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import logging
 import queue
 import random
@@ -96,8 +97,10 @@ class LLM:
         self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._exit = contextlib.ExitStack()
         atexit.register(self.shutdown)
+        config = resolve(self.config, self._model, model_dir, "cpu")
+        tokenizer_dir = find_model(self.config.tokenizer, what="tokenizer") if self.config.tokenizer else model_dir
         try:
-            self._start(model_dir)
+            self._start(config, tokenizer_dir)
         except BaseException:
             self.shutdown()
             raise
@@ -185,7 +188,7 @@ class LLM:
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
         def put(chunk: Chunk | None) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
         generation = (await asyncio.to_thread(self._submit, [prompt], [sampling_params], [put], request_id))[0]
@@ -241,19 +244,19 @@ class LLM:
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _start(self, model_dir: Path) -> None:
+    def _start(self, config: ResolvedConfig, tokenizer_dir: Path) -> None:
         began = time.perf_counter()
         size = self.config.tensor_parallel_size
         SESSION.connect(self.config.ray_address, size)
         self._exit.callback(SESSION.release)
-        config = resolve(self.config, self._model, model_dir, pick_device(self.config.device, size))
+        config = dataclasses.replace(config, device=pick_device(self.config.device, size))
         connected = time.perf_counter()
         placement = place(size, config.device)
         self._exit.callback(_while_ray_runs, remove_placement_group, placement)
         self._driver = _start_driver(config, placement)
         self._exit.callback(_while_ray_runs, _stop_driver, self._driver)
         starting = self._driver.start.remote()
-        self._tokenizer = self._load_tokenizer(model_dir)  # while the ranks start
+        self._tokenizer = self._load_tokenizer(tokenizer_dir)  # while the ranks start
         self._report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
         self._frontend = Frontend(self._driver, self._tokenizer)
         self._exit.callback(self._frontend.close)
@@ -262,12 +265,9 @@ class LLM:
         phases = {"ray": connected - began, **self._report.seconds, "all": time.perf_counter() - began}
         logger.info("start: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
 
-    def _load_tokenizer(self, model_dir: Path) -> Tokenizer | None:
-        if self.config.tokenizer is None:
-            return load_tokenizer(model_dir)
-        path = find_model(self.config.tokenizer, what="tokenizer")
+    def _load_tokenizer(self, path: Path) -> Tokenizer | None:
         tokenizer = load_tokenizer(path)
-        if tokenizer is None:
+        if tokenizer is None and self.config.tokenizer is not None:
             raise ConfigError(f"tokenizer {self.config.tokenizer!r}: {path} has no tokenizer files")
         return tokenizer
 
@@ -300,7 +300,9 @@ class LLM:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
         _check_ids(params, self._model.vocab_size)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
-        salt = str(prompt.get("cache_salt") or "") if isinstance(prompt, Mapping) else ""
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
         return self._frontend.prepare(
             generation, params, seed=seed, eos_token_ids=self._model.eos_token_ids, cache_salt=salt, sink=sink
         )
@@ -316,6 +318,9 @@ class LLM:
             return Generation(value, self._need_tokenizer("a text prompt").encode(value))
         if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
             raise RequestError(f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt")
+        if any(not 0 <= token < self._model.vocab_size for token in value):
+            wrong = next(token for token in value if not 0 <= token < self._model.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self._model.vocab_size} ids", "prompt")
         return Generation(None, list(value))
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

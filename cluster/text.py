@@ -34,12 +34,16 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
+        """Token ids of a text. Raises `RequestError` for one that is not Unicode (half a surrogate pair)."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
         return ids
 
     def encode_chat(self, messages: Seq[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. Raises `RequestError`."""
-        _check_messages(messages)
+        check_messages(messages)
         if not self.has_chat_template:
             raise RequestError("this checkpoint has no chat template; send a prompt instead of messages", "messages")
         try:
@@ -61,11 +65,16 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
 
 class TextStream:
-    """Text of one output, token by token. `text` is what has been decided so far."""
+    """Text of one output, token by token. `text` is what has been decided so far.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Seq[str] = ()) -> None:
+    The text of the first `min_tokens` tokens is not searched for stop strings.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Seq[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens if stop else 0
+        self._searched_from = 0
         self._longest_stop = max(map(len, self._stop), default=0)
         self._ids: list[int] = []
         self._start = 0  # tokens from here are decoded together, as context for the new ones
@@ -81,10 +90,8 @@ class TextStream:
         whole = self._tokenizer.decode(self._ids[self._start :])
         if whole.endswith(UNFINISHED) or len(whole) <= len(known):
             return False
-        searched = max(0, len(self._decoded) - self._longest_stop + 1)
-        self._decoded += whole[len(known) :]
         self._start, self._read = self._read, len(self._ids)
-        return self._match(searched)
+        return self._extend(whole[len(known) :])
 
     def finish(self) -> None:
         """No token comes after: what was held is text now."""
@@ -92,12 +99,17 @@ class TextStream:
             return
         known = self._tokenizer.decode(self._ids[self._start : self._read])
         whole = self._tokenizer.decode(self._ids[self._start :])
-        searched = max(0, len(self._decoded) - self._longest_stop + 1)
-        self._decoded += whole[len(known) :]
-        if not self._match(searched):
+        if not self._extend(whole[len(known) :]):
             self.text = self._decoded
 
-    def _match(self, searched: int) -> bool:
+    def _extend(self, text: str) -> bool:
+        """Add decoded text; True if it completes a stop string."""
+        searched = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
+        self._decoded += text
+        if len(self._ids) <= self._min_tokens:
+            self.text = self._decoded
+            self._searched_from = len(self._decoded)
+            return False
         found = [i for i in (self._decoded.find(stop, searched) for stop in self._stop) if i >= 0]
         if found:
             self.stopped = True
@@ -108,14 +120,14 @@ class TextStream:
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        tail = self._decoded[max(0, len(self._decoded) - self._longest_stop + 1) :]
+        tail = self._decoded[max(self._searched_from, len(self._decoded) - self._longest_stop + 1) :]
         for start in range(len(tail)):
             if any(stop.startswith(tail[start:]) for stop in self._stop):
                 return len(tail) - start
         return 0
 
 
-def _check_messages(messages: object) -> None:
+def check_messages(messages: object) -> None:
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a non-empty list of {role, content}", "messages")
     for message in messages:

@@ -65,6 +65,13 @@ class EngineConfig:
         for name in ("start_timeout_s", "step_timeout_s", "frontend_timeout_s"):
             if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("model", "tokenizer", "revision", "ray_address"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "model"):
+                raise ConfigError(f"{name} must be text, got {value!r}")
         utilization = self.gpu_memory_utilization
         if not _is_number(utilization) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization!r}")

@@ -171,6 +171,8 @@ def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
         return RopeConfig(theta=theta)
     if "factor" not in values:
         raise ConfigError(f"{where}: rope scaling {rope_type!r} has no factor")
+    if not float(values["factor"]) > 0:
+        raise ConfigError(f"{where}: the factor of rope scaling must be above 0, got {values['factor']!r}")
     original = values.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 32768)
     optional = {k: float(values[k]) for k in ("attention_factor", "mscale", "mscale_all_dim") if values.get(k)}
     return RopeConfig(

@@ -191,7 +191,7 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            parent = hashes[-1].to_bytes(16, "little") if hashes else seq.cache_salt.encode()
+            parent = hashes[-1].to_bytes(16, "little") if hashes else seq.cache_salt.encode("utf-8", "surrogatepass")
             tokens = array("i", seq.token_ids[start : start + self.block_size])
             hashes.append(self._hash(parent + tokens.tobytes()))
         return hashes[index]

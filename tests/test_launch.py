@@ -350,3 +350,13 @@ def test_help_needs_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--max-tokens" in done.stdout
+
+
+def test_a_flag_out_of_range_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import sys, launch\n"
+        "try: launch.app(['generate', 'Hi', '--max-tokens', '0'])\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0

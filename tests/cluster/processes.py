@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,22 @@ def command_of(pid: int) -> str | None:
     return None if state == "Z" else command
 
 
+def family(session: int) -> set[int]:
+    """Living processes of a session: all that Ray starts stays in the one of the program that started it."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
+
+
 def processes(*names: str) -> set[int]:
-    """Living processes whose command line begins with one of `names`."""
-    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    return {pid for pid in pids if (command_of(pid) or "").startswith(names)}
+    """Living processes of our session whose command line begins with one of `names`."""
+    return {pid for pid in family(os.getsid(0)) if (command_of(pid) or "").startswith(names)}
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:

@@ -247,3 +247,33 @@ def test_logprobs_have_an_entry_a_token_with_alternatives_by_token_id() -> None:
 def test_logprobs_without_alternatives_are_those_of_the_tokens() -> None:
     value = json.loads(line_of(completion(logprobs=[TokenLogprobs(logprob=-0.5)])))
     assert value["logprobs"] == [{"logprob": -0.5, "top": {}}]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\u2029"])
+def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a{separator}b"}}\n', encoding="utf-8")
+    [request] = read_requests(tmp_path / "a.jsonl")
+    assert request.prompt == {"prompt": f"a{separator}b"}
+
+
+@pytest.mark.parametrize("value", ["0", "[]", "false", '""'])
+def test_sampling_params_that_are_empty_but_no_object_are_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "sampling_params": {value}}}\n')
+    with pytest.raises(RequestError, match="line 1: sampling_params must be a JSON object"):
+        read_requests(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": 5}',
+        '{"prompt_token_ids": ["a"]}',
+        '{"prompt_token_ids": [5000000000]}',
+        '{"messages": [{"role": "user"}]}',
+        '{"prompt": "a", "cache_salt": 5}',
+    ],
+)
+def test_a_prompt_of_the_wrong_kind_is_refused_before_an_engine_starts(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(RequestError, match="line 1"):
+        read_requests(tmp_path / "a.jsonl")

@@ -86,7 +86,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("nobody/some-model", "v2") == tmp_path
-    assert asked == [("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.HUB_FILES})]
+    assert asked == [("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.MODEL_FILES})]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +140,9 @@ def test_without_do_sample_false_the_temperature_stands(given: dict[str, Any]) -
 def test_a_value_that_cannot_be_is_refused_with_file_and_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name} must be"):
         generation_defaults({name: value})
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "x" * 5000])
+def test_a_path_the_system_cannot_look_up_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError):
+        find_model(model)

@@ -19,7 +19,7 @@ import pytest
 
 from cluster.placement import CHECKOUT
 from tests.cluster.conftest import SmallModel
-from tests.cluster.processes import command_of, wait_until
+from tests.cluster.processes import family, wait_until
 
 LIMIT_S = 90.0
 Run = subprocess.Popen[str]
@@ -41,19 +41,6 @@ def finish(run: Run) -> tuple[int, str, str]:
 def write_requests(path: Path, lines: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def family(session: int) -> set[int]:
-    """Living processes of a session, or whose command line names Ray files of a cluster that it started."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return {pid for pid in pids if command_of(pid) is not None and session_of(pid) == session}
-
-
-def session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
 
 
 @pytest.fixture

@@ -410,3 +410,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < until_s, "did not come to hold"
         time.sleep(0.005)
+
+
+def test_the_last_chunk_of_an_aborted_stream_says_so(frontend: Frontend, driver: FakeDriver) -> None:
+    chunks: list[Chunk] = []
+    generation = ask(frontend, sink=chunks.append)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    wait_until(lambda: bool(chunks))
+    frontend.abort([generation])
+    assert chunks[-1].finish_reason == "abort"

@@ -88,7 +88,12 @@ def test_end_of_sequence_ids_stop_unless_ignored(llm: LLM) -> None:
 
 def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None:
     steps = llm.stats()["num_steps"]
-    for bad, match in (([], "empty"), ([1] * 300, "at most 255"), ([1, 2000], "vocabulary of 1003")):
+    for bad, match in (
+        ([], "empty"),
+        ([1] * 300, "at most 255"),
+        ([1, 2000], "vocabulary of 1003"),
+        ([5_000_000_000], "vocabulary of 1003"),
+    ):
         with pytest.raises(RequestError, match=match):
             llm.generate([[1, 2], bad], GREEDY)
     with pytest.raises(RequestError, match="needs a tokenizer"):

@@ -271,3 +271,14 @@ def test_a_damaged_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be loaded") as refused:
         load_tokenizer(tmp_path)
     assert str(tmp_path) in str(refused.value)
+
+
+def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        Tokenizer(write_tokenizer(tmp_path)).encode("\udcff")
+
+
+def test_stop_strings_do_not_end_the_first_min_tokens(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["b"], min_tokens=3)
+    assert [stream.push(token) for token in ids("a", "b", "a", "a", "b")] == [False] * 4 + [True]
+    assert stream.text == "abaa"

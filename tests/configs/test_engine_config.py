@@ -220,3 +220,16 @@ def test_a_resolved_config_cannot_be_changed() -> None:
     config = resolved()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.device = "cuda"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be true or false"):
+        EngineConfig.from_dict({name: value})
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "revision", "ray_address"])
+def test_a_name_is_text(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be"):
+        EngineConfig.from_dict({name: 5})

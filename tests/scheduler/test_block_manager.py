@@ -184,3 +184,9 @@ def test_check_names_the_broken_law(breakage: Callable[[BlockManager, User], Non
     breakage(manager, user)
     with pytest.raises(AssertionError, match=law):
         manager.check([user])
+
+
+def test_any_salt_can_be_hashed() -> None:
+    user = User(list(range(BLOCK)))
+    user.cache_salt = "\ud800"
+    assert make_manager(4).can_allocate(user)

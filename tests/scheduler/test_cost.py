@@ -7,6 +7,7 @@ the driver does (`gc.freeze`).
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import statistics
 import time
@@ -23,6 +24,7 @@ from tests.scheduler.helpers import User, make_limits, make_request
 NUM_ROWS = 256
 CONTEXT = 4096
 BLOCK = 16
+NEW_CONTENT = itertools.count(10_000_000)
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +99,12 @@ def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None
 
 
 def shuffled_pool(num_blocks: int) -> BlockManager:
-    """A pool whose free list runs through memory in random order."""
-    manager = BlockManager(num_blocks, BLOCK)
-    users = [User([0]) for _ in range(num_blocks)]
+    """A pool of free blocks that are all findable, so that taking one evicts; in the memory's random order."""
+    manager = BlockManager(num_blocks, block_size=1)
+    users = [User([i]) for i in range(num_blocks)]
     for user in users:
         manager.allocate(user)
+        manager.publish(user, 1)
     Random(0).shuffle(users)
     for user in users:
         manager.deallocate(user)
@@ -109,14 +112,14 @@ def shuffled_pool(num_blocks: int) -> BlockManager:
 
 
 def take_and_release(manager: BlockManager) -> None:
-    """Allocate, append and release one sequence of eight blocks, published and so evicted later."""
-    user = User(list(range(4 * BLOCK)))
-    user.token_ids[0] = manager.num_evictions  # new content each time
+    """Allocate, append, publish and release one sequence of eight blocks, all of them new content."""
+    user = User([next(NEW_CONTENT), 1, 2, 3])
     assert manager.can_allocate(user)
     manager.allocate(user)
-    manager.publish(user, len(user.token_ids))
-    assert manager.can_append(user, 8 * BLOCK)
-    manager.append(user, 8 * BLOCK)
+    user.token_ids += [4, 5, 6, 7]
+    assert manager.can_append(user, 8)
+    manager.append(user, 8)
+    manager.publish(user, 8)
     manager.deallocate(user)
 
 

@@ -1,0 +1,85 @@
+"""Who may import whom: the table of the architecture page, held by what really gets loaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("scheduler", "kernels", "workers", "cluster", "configs", "launch", "tests")
+ALLOWED = {
+    "scheduler": {"scheduler"},
+    "kernels": {"kernels"},
+    "workers": {"workers", "kernels", "configs", "scheduler.messages", "scheduler.params", "scheduler.errors"},
+    "configs": {"configs", "scheduler.errors"},
+    "cluster": {"cluster", "workers", "kernels", "configs", "scheduler"},
+}
+NEVER = {"kernels": {"ray", "transformers"}, "workers": {"ray", "transformers"}, "configs": {"ray", "transformers"}}
+
+LOAD_ALL = """
+import importlib, json, pkgutil, sys
+before = set(sys.modules)
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def loaded_by(package: str) -> set[str]:
+    """Every module that importing all modules of a package loads, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", LOAD_ALL, package]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def is_within(module: str, allowed: set[str]) -> bool:
+    """Whether a module is one of those allowed, inside one, or a package that one is in."""
+    return any(f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.") for name in allowed)
+
+
+def imports_in(package: str) -> Iterator[tuple[str, str]]:
+    """File and module of each import statement of a package, those inside functions too."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: a relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((str(path.relative_to(ROOT)), name) for name in names)
+
+
+@pytest.mark.parametrize("package", ["scheduler", "kernels", "workers", "configs"])
+def test_package_loads_of_ours_only_what_the_table_allows(package: str) -> None:
+    loaded = loaded_by(package)
+    assert package in loaded
+    ours = {module for module in loaded if module.split(".")[0] in OURS}
+    assert [module for module in sorted(ours) if not is_within(module, ALLOWED[package])] == []
+    assert sorted({module.split(".")[0] for module in loaded} & NEVER.get(package, set())) == []
+
+
+def test_scheduler_loads_only_the_standard_library_and_xxhash() -> None:
+    top_level = {module.split(".")[0] for module in loaded_by("scheduler")}
+    assert sorted(top_level - sys.stdlib_module_names) == ["scheduler", "xxhash"]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_import_inside_a_function_obeys_the_table_too(package: str) -> None:
+    wrong = [
+        (path, name)
+        for path, name in imports_in(package)
+        if name.split(".")[0] in OURS and not is_within(name, ALLOWED[package])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["kernels", "workers"])
+def test_what_runs_in_a_rank_never_imports_ray_or_transformers(package: str) -> None:
+    assert [found for found in imports_in(package) if found[1].split(".")[0] in NEVER[package]] == []
