@@ -25,7 +25,7 @@ from cluster.mailbox import Mailbox, News
 from cluster.worker_group import WorkerGroup
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, EngineDeadError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, Request
 from scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput, check_request
 
@@ -49,7 +49,14 @@ class _Frontend:
     mailbox: Mailbox
     news: asyncio.Event
     last_seen_s: float
-    request_ids: set[str]
+    request_ids: set[str]  # unfinished
+
+    def fail(self, request_ids: list[str], error: str) -> None:
+        """End requests with an error."""
+        for request_id in request_ids:
+            self.mailbox.put(request_id, News(first_index=0, finish_reason="error", error=error))
+        self.request_ids.difference_update(request_ids)
+        self.news.set()
 
 
 class Driver:
@@ -118,7 +125,12 @@ class Driver:
         self._post_finish(request_ids, reason)
 
     async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
-        """Everything new for a frontend, as soon as there is something, or empty after `wait_s`."""
+        """Everything new for a frontend, as soon as there is something, or empty after `wait_s`.
+
+        Raises `EngineError` for one that was silent for so long that it has been forgotten.
+        """
+        if acknowledged and frontend_id not in self._frontends:
+            raise EngineError("the driver has heard nothing from this frontend for long and has aborted its requests")
         frontend, limit = self._frontend(frontend_id), self._config.engine.frontend_timeout_s
         if not frontend.mailbox.has_news:
             frontend.news.clear()
@@ -178,17 +190,26 @@ class Driver:
                     frontend.request_ids.discard(request_id)
             frontend.news.set()
 
+    def _end_all(self, reason: str) -> None:
+        """The engine is dead: every unfinished request ends with the reason, those still in the inbox, too."""
+        self._dead = reason
+        for frontend in self._frontends.values():
+            frontend.fail(list(frontend.request_ids), reason)
+
     async def _drop_silent_frontends(self) -> None:
         """Abort the requests of frontends that have stopped polling, and forget those frontends."""
         limit = self._config.engine.frontend_timeout_s
         while not self._stopping:
             await asyncio.sleep(min(limit, max(SILENCE_CHECK_S, limit / 4)))
             for frontend_id, frontend in list(self._frontends.items()):
-                if time.monotonic() - frontend.last_seen_s > limit:
+                silent_s = time.monotonic() - frontend.last_seen_s
+                if silent_s > limit and frontend.request_ids:
+                    logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
+                    request_ids = list(frontend.request_ids)
+                    frontend.fail(request_ids, f"the frontend did not poll for {limit:g} s: its requests were aborted")
+                    self._post_finish(request_ids, "abort")
+                elif silent_s > 2 * limit:  # it had time to come back for the news
                     del self._frontends[frontend_id]
-                    if frontend.request_ids:
-                        logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
-                        self._post_finish(list(frontend.request_ids), "abort")
 
     def _post_finish(self, request_ids: list[str], reason: str) -> None:
         def finish(engine: Engine) -> None:
@@ -221,9 +242,9 @@ class Driver:
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Sleep until there is a command or a step to run; False when the engine stops."""
+        if not engine.has_work and not self._inbox and not self._stopping:
+            engine.check()
         with self._wake:
-            if not engine.has_work and not self._inbox and not self._stopping:
-                engine.check()
             while not engine.has_work and not self._inbox and not self._stopping:
                 self._wake.wait()
         return not self._stopping
@@ -248,9 +269,5 @@ class Driver:
         """End every request with the error; the ranks may hang in a collective, so they are killed."""
         reason = str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
         logger.error("the engine stops: %s", reason, exc_info=error)
-        self._dead = f"the engine has stopped: {reason}"
-        news: dict[str, dict[str, News]] = {}
-        for request_id, frontend_id in self._owner.items():
-            news.setdefault(frontend_id, {})[request_id] = News(first_index=0, finish_reason="error", error=self._dead)
-        self._loop.call_soon_threadsafe(self._deliver, news)
+        self._loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")
         self._group.close()

@@ -7,13 +7,14 @@ thread. `Generation.done` fires once, with an error or without.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import uuid
 from array import array
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("eagleray")
 
 POLL_WAIT_S = 5.0
 CALL_TIMEOUT_S = 30.0
+MAX_LOST_POLLS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,10 @@ class _Output:
         return self._stream.text[len(self.completion.text) :]
 
 
+class NoAnswerError(EngineError):
+    """The driver did not answer in time."""
+
+
 class Generation:
     """One user request: its prompt, its outputs, and a future that ends with them."""
 
@@ -164,21 +170,29 @@ class Generation:
         stopped = output.take(news)
         if news.error is not None:
             self.fail(EngineDeadError(news.error))
-        elif all(c.finish_reason is not None for c in self.completions) and not self.done.done():
-            self.done.set_result(None)
+        elif all(c.finish_reason is not None for c in self.completions):
+            self.end()
         return stopped
 
+    def end(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled, or ended before
+            self.done.set_result(None)
+
     def fail(self, error: EaglerayError) -> None:
-        if not self.done.done():
+        with contextlib.suppress(InvalidStateError):
             self.done.set_exception(error)
 
 
 class Frontend:
     """Requests of one process to one driver. Any thread may call; sinks run on the polling thread."""
 
-    def __init__(self, driver: Any, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, driver: Any, tokenizer: Tokenizer | None, is_reachable: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_reachable`: whether this process is still part of the driver's cluster. `tokenizer` may be set later."""
+        self.tokenizer = tokenizer
         self._driver = driver
-        self._tokenizer = tokenizer
+        self._is_reachable = is_reachable
         self._id = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._active: dict[str, tuple[Generation, _Output]] = {}
@@ -218,19 +232,21 @@ class Frontend:
         return requests
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
+        return TextStream(self.tokenizer, params.stop_strings(), params.min_tokens or 0)
 
     def submit(self, generations: list[Generation], requests: list[Request]) -> None:
         """Send prepared requests, all or none. Raises `RequestError`, `EngineDeadError`."""
         with self._changed:
+            self._check_reachable()
             for generation in generations:
                 self._active.update({o.request_id: (generation, o) for o in generation.outputs})
         try:
             call(self._driver.submit.remote(self._id, requests), "submit requests")
-        except BaseException:
+        except BaseException:  # the driver may have taken them all the same
             self._forget(generations)
+            self._finish([request.request_id for request in requests], "abort")
             raise
         with self._changed:
             self._changed.notify_all()
@@ -243,11 +259,9 @@ class Frontend:
             for output in outputs:
                 output.abort()
             for generation in generations:
-                if not generation.done.done():
-                    generation.done.set_result(None)
+                generation.end()
             self._forget(generations)
-        if ids and not self._closed:
-            self._driver.finish.remote(self._id, ids, "abort")
+        self._finish(ids, "abort")
 
     def close(self) -> None:
         """Stop polling; what is outstanding fails."""
@@ -255,6 +269,26 @@ class Frontend:
             self._closed = True
             self._changed.notify_all()
         self._fail_all(EngineDeadError("the engine was shut down"))
+
+    def stats(self) -> dict[str, float]:
+        """The driver's counters. Raises `EngineDeadError`."""
+        self._check_reachable()
+        counters: dict[str, float] = call(self._driver.stats.remote(), "read the counters")
+        return counters
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the polling thread after `close`, once the driver is gone."""
+        self._thread.join(limit_s)
+
+    def _check_reachable(self) -> None:
+        """A call to an actor would start a new Ray where ours has been shut down."""
+        if self._closed or not self._is_reachable():
+            raise EngineDeadError("the engine was shut down; start a new one")
+
+    def _finish(self, request_ids: list[str], reason: str) -> None:
+        """Tell the driver that no more is needed of these requests. Does not wait."""
+        if request_ids and not self._closed and self._is_reachable():
+            self._driver.finish.remote(self._id, request_ids, reason)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:
@@ -265,12 +299,19 @@ class Frontend:
     # -- polling thread ---------------------------------------------------------------------------------------------
 
     def _poll_loop(self) -> None:
+        num_lost = 0
         while self._wait_for_work():
             try:
+                self._check_reachable()
                 reply = self._driver.poll.remote(self._id, self._acknowledged, POLL_WAIT_S)
                 deltas: Deltas = call(reply, "poll the driver", POLL_WAIT_S + CALL_TIMEOUT_S)
                 self._acknowledged = deltas.up_to
                 self._take(deltas)
+                num_lost = 0
+            except NoAnswerError as error:
+                num_lost += 1  # nothing is lost with a reply: the next poll brings it again
+                if num_lost > MAX_LOST_POLLS:
+                    self._fail_all(error)
             except EaglerayError as error:
                 self._fail_all(error)
             except Exception as error:  # a fault of ours must not leave callers waiting
@@ -284,19 +325,26 @@ class Frontend:
             return not self._closed
 
     def _take(self, deltas: Deltas) -> None:
-        stopped = []
+        stopped: list[str] = []
+        failed: list[str] = []
         for request_id, news in unpack(deltas):
             with self._changed:
                 entry = self._active.get(request_id)
                 if entry is None:
                     continue  # repeated, or aborted in the meantime
                 generation, output = entry
-                if generation.take(output, news):
-                    stopped.append(request_id)
+                try:
+                    if generation.take(output, news):
+                        stopped.append(request_id)
+                except Exception as error:  # of a sink or a tokenizer: it must not end the requests of others
+                    logger.exception("request %s failed in the frontend", request_id)
+                    generation.fail(EngineError(f"the frontend failed: {type(error).__name__}: {error}"))
+                    failed += generation.request_ids
+                    self._forget([generation])
                 if output.completion.finish_reason is not None:
                     self._active.pop(request_id, None)
-        if stopped:
-            self._driver.finish.remote(self._id, stopped, "stop")
+        self._finish(stopped, "stop")
+        self._finish(failed, "abort")
 
     def _fail_all(self, error: EaglerayError) -> None:
         with self._changed:
@@ -311,7 +359,7 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
     try:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:
-        raise EngineError(f"could not {what}: the driver did not answer within {limit_s:g} s") from None
+        raise NoAnswerError(f"could not {what}: the driver did not answer within {limit_s:g} s") from None
     except RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, EaglerayError):

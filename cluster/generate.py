@@ -40,6 +40,11 @@ def run_generate(job: GenerateJob) -> None:
         raise ConfigError(f"--output {str(job.output)!r} is a folder; name a file")
     if job.output is not None and not job.output.parent.is_dir():
         raise ConfigError(f"the folder of --output {str(job.output)!r} does not exist")
+    if job.output is not None:
+        try:
+            job.output.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
     requests = read_requests(job.input) if job.input is not None else None
     for prompt in job.prompts:
         if not prompt:

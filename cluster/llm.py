@@ -10,10 +10,10 @@ Works inside a program that runs Ray or an event loop, and leaves both as they w
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import random
 import time
@@ -96,7 +96,7 @@ class LLM:
         self._random = random.Random(self.config.seed)
         self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._exit = contextlib.ExitStack()
-        atexit.register(self.shutdown)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._exit)  # also at exit
         config = resolve(self.config, self._model, model_dir, "cpu")
         tokenizer_dir = find_model(self.config.tokenizer, what="tokenizer") if self.config.tokenizer else model_dir
         try:
@@ -146,7 +146,7 @@ class LLM:
         """`generate` for an event loop; cancelling it aborts the requests."""
         many = _as_list(prompts)
         params = _one_each(sampling_params, len(many))
-        generations = await asyncio.to_thread(self._submit, many, params, [_discard] * len(many))
+        generations = await self._submit_async(many, params, [_discard] * len(many))
         try:
             await asyncio.gather(*(asyncio.wrap_future(generation.done) for generation in generations))
         finally:
@@ -191,7 +191,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        generation = (await asyncio.to_thread(self._submit, [prompt], [sampling_params], [put], request_id))[0]
+        generation = (await self._submit_async([prompt], [sampling_params], [put], request_id))[0]
         generation.done.add_done_callback(lambda _: put(None))
         try:
             while (chunk := await chunks.get()) is not None:
@@ -221,20 +221,19 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters of the scheduler: sequences running and waiting, free blocks, steps, preemptions, cached tokens."""
-        counters: dict[str, float] = call(self._driver.stats.remote(), "read the counters")
-        return counters
+        return self._frontend.stats()
 
     def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is sent."""
         generation = self._generation(prompt)
-        for request in self._requests(generation, sampling_params, prompt, _discard):
+        params = dataclasses.replace(sampling_params or SamplingParams(), seed=0)  # draws nothing
+        for request in self._requests(generation, params, prompt, _discard):
             check_request(request, self._report.limits)
         return generation.prompt_token_ids
 
     def shutdown(self) -> None:
         """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""
-        self._exit.close()
-        atexit.unregister(self.shutdown)
+        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -247,19 +246,21 @@ class LLM:
     def _start(self, config: ResolvedConfig, tokenizer_dir: Path) -> None:
         began = time.perf_counter()
         size = self.config.tensor_parallel_size
-        SESSION.connect(self.config.ray_address, size)
-        self._exit.callback(SESSION.release)
+        lease = SESSION.connect(self.config.ray_address, size)
+        self._exit.callback(SESSION.release, lease)
         config = dataclasses.replace(config, device=pick_device(self.config.device, size))
         connected = time.perf_counter()
         placement = place(size, config.device)
-        self._exit.callback(_while_ray_runs, remove_placement_group, placement)
+        self._exit.callback(_while_held, lease, remove_placement_group, placement)
         self._driver = _start_driver(config, placement)
-        self._exit.callback(_while_ray_runs, _stop_driver, self._driver)
+        self._frontend = Frontend(self._driver, None, lambda: SESSION.holds(lease))
+        self._exit.callback(self._frontend.join, SHUTDOWN_TIMEOUT_S)  # no thread of ours is in Ray when Ray stops
+        self._exit.callback(_while_held, lease, _stop_driver, self._driver)
+        self._exit.callback(self._frontend.close)
         starting = self._driver.start.remote()
         self._tokenizer = self._load_tokenizer(tokenizer_dir)  # while the ranks start
         self._report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
-        self._frontend = Frontend(self._driver, self._tokenizer)
-        self._exit.callback(self._frontend.close)
+        self._frontend.tokenizer = self._tokenizer
         for line in self._report.lines:
             logger.info(line)
         phases = {"ray": connected - began, **self._report.seconds, "all": time.perf_counter() - began}
@@ -280,7 +281,8 @@ class LLM:
         sinks: Seq[Callable[[Chunk], None]],
         request_id: str | None = None,
     ) -> list[Generation]:
-        if request_id is not None and request_id in self._generations:
+        held = self._generations.get(request_id) if request_id is not None else None
+        if held is not None and not held.done.done():
             raise RequestError(f"request_id {request_id!r} is in use", "request_id")
         generations, requests = [], []
         for prompt, wanted, sink in zip(prompts, params, sinks, strict=True):
@@ -291,6 +293,19 @@ class LLM:
         if request_id is not None:
             self._generations[request_id] = generations[0]
         return generations
+
+    async def _submit_async(self, *args: Any) -> list[Generation]:
+        """`_submit` on another thread. Cancelled in the middle, what was submitted is aborted."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, *args))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(self._abort_submitted)
+            raise
+
+    def _abort_submitted(self, submitted: asyncio.Future[list[Generation]]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._frontend.abort(submitted.result())
 
     def _requests(
         self, generation: Generation, wanted: SamplingParams | None, prompt: Prompt, sink: Callable[[Chunk], None]
@@ -345,10 +360,16 @@ def _start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
     )
 
 
-def _while_ray_runs(stop: Callable[[Any], None], what: Any) -> None:
+def _while_held(lease: str, stop: Callable[[Any], None], what: Any) -> None:
     """Stop something of ours, unless Ray has been shut down before us and took it along: a call would start it anew."""
-    if ray.is_initialized():
+    if SESSION.holds(lease):
         stop(what)
+
+
+def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
+    """Close, but not in a fork of the process that owns the engine."""
+    if os.getpid() == pid:
+        stack.close()
 
 
 def _stop_driver(driver: Any) -> None:

@@ -26,49 +26,77 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines fit a laptop.
 MIN_LOCAL_CPUS = 16
 PLACEMENT_TIMEOUT_S = 30.0
-RECORD_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 3.0
 
 logger = logging.getLogger("eagleray")
 
 
 class RaySession:
-    """This process's part in a Ray cluster, shared by its engines. `connect` and `release` come in pairs."""
+    """This process's part in a Ray cluster, shared by its engines. `connect` and `release` come in pairs.
+
+    `connect` gives a lease, which names the Ray that runs then: the program may stop that one and start another.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._ours = False
+        self._leases: list[str] = []
+        self._ours: str | None = None  # the Ray we started
 
-    def connect(self, address: str | None, tensor_parallel_size: int) -> None:
+    def connect(self, address: str | None, tensor_parallel_size: int) -> str:
         """Be part of a cluster. Raises `ConfigError` when the one at `address` cannot be joined."""
         with self._lock:
             if not ray.is_initialized():
-                self._users = 0
-                with _own_signal_handlers():
-                    _init_ray(address, tensor_parallel_size)
-                self._ours = True
-            elif self._users == 0:
-                self._ours = False
-            self._users += 1
+                try:
+                    with _undisturbed():
+                        _init_ray(address, tensor_parallel_size)
+                except BaseException:
+                    ray.shutdown()
+                    raise
+                self._ours = _running()
+            lease = _running()
+            self._leases.append(lease)
+            return lease
 
-    def release(self) -> None:
-        """Leave; the last engine stops Ray here if we started it."""
+    def holds(self, lease: str) -> bool:
+        """Whether the Ray of this lease still runs in this process."""
+        return ray.is_initialized() and _running() == lease
+
+    def release(self, lease: str) -> None:
+        """Leave; the last engine stops the Ray that we started."""
         with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._ours and ray.is_initialized():
+            self._leases.remove(lease)
+            if lease not in self._leases and lease == self._ours and self.holds(lease):
                 ray.shutdown()
 
 
 SESSION = RaySession()
 
 
+def _running() -> str:
+    """Names the Ray that runs in this process; another one has another name."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
+
+
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """`ray.init` takes over SIGTERM; what the program does at it stays the program's business."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
+def _undisturbed() -> Iterator[None]:
+    """Start Ray without a Ctrl-C in the middle, which would leave processes behind: it is raised afterwards.
+
+    `ray.init` takes over SIGTERM; what the program does at it stays the program's business.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted: list[int] = []
+    at_int = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
+    at_term = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, at_int)
+        signal.signal(signal.SIGTERM, at_term)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
@@ -78,6 +106,8 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         return
+    if _is_host_and_port(address) and not _listens(address):
+        raise ConfigError(f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS")
     try:
         ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -90,13 +120,22 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
 def _cluster_on_this_machine() -> str | None:
     """The address `ray start` recorded here, if something still listens there: a killed cluster leaves its record."""
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    address = record.read_text().strip() if record.is_file() else ""
+    return address if _is_host_and_port(address) and _listens(address) else None
+
+
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and "/" not in address and port.isdecimal()
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
     try:
-        address = record.read_text().strip()
-        host, port = address.rsplit(":", 1)
-        socket.create_connection((host, int(port)), timeout=RECORD_TIMEOUT_S).close()
-    except (OSError, ValueError):
-        return None
-    return address
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def actor_environment(*, num_gpus: int = 0) -> dict[str, Any]:

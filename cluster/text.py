@@ -25,7 +25,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:
             raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
@@ -88,7 +88,10 @@ class TextStream:
         self._ids.append(token_id)
         known = self._tokenizer.decode(self._ids[self._start : self._read])
         whole = self._tokenizer.decode(self._ids[self._start :])
-        if whole.endswith(UNFINISHED) or len(whole) <= len(known):
+        if whole.endswith(UNFINISHED):
+            return False
+        if len(whole) <= len(known):  # special tokens: without text, and without need for what came before
+            self._start, self._read = self._read, len(self._ids)
             return False
         self._start, self._read = self._read, len(self._ids)
         return self._extend(whole[len(known) :])

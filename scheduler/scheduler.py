@@ -162,6 +162,8 @@ class Scheduler:
         sequences, tokens = submitted.sampling_sequences, result.token_ids
         if len(sequences) != len(tokens):
             raise EngineError(f"step {result.step_id} sampled {len(tokens)} tokens for {len(sequences)} rows")
+        if result.logprobs is not None and len(result.logprobs) != len(tokens):
+            raise EngineError(f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(tokens)} tokens")
         self.submitted.popleft()
         output = StepOutput([], [])
         self._take_tokens(sequences, tokens, output)

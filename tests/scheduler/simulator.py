@@ -8,7 +8,7 @@ of steps computed from the sizes.
 
 Laws, besides `Engine.check` and those of `FakeRank`:
     every running sequence moves in every step, unless its last token is in flight;
-    no step has more tokens than the budget, or more rows than `max_num_seqs`;
+    no step has more tokens than the budget, or more rows than `max_num_seqs`; no more steps are unread than allowed;
     a row is admitted with exactly the tokens delivered so far, and tells the truth about how many were cached;
     tokens come once, in order, until the end, for the reason expected; nothing comes after an end from outside;
     what the prefix index names is in the cache.
@@ -81,7 +81,7 @@ class Client:
     expected: list[int]
     expected_reason: str
     ended: bool = False
-    admitted: bool = False
+    num_cached_tokens: int | None = None  # of the first admission
 
 
 def run_seed(seed: int, parts: Parts | None = None, *, look_inside: bool = True) -> SimulationReport:
@@ -259,6 +259,8 @@ class Simulation:
     def _audit(self, plan: StepPlan) -> None:
         """What a plan must be, seen with the eyes of the clients; called when it is launched."""
         limits = self.scenario.limits
+        num_unread = len(self.scheduler.submitted)
+        assert num_unread <= self.scenario.num_steps_ahead + 1, f"{num_unread} steps unread"
         num_tokens, num_rows = sum(plan.num_new_tokens), len(plan.slots)
         assert num_tokens <= limits.max_num_batched_tokens, f"{num_tokens} tokens in a step"
         assert num_rows <= len(self.scheduler.running) <= limits.max_num_seqs, f"{num_rows} rows in a step"
@@ -280,10 +282,10 @@ class Simulation:
 
     def _audit_admitted(self, client: Client, num_tokens: int, num_cached: int) -> None:
         assert num_tokens == len(client.tokens), f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
-        if not client.admitted:
-            client.admitted = True
-            told = client.sequence.num_cached_tokens
-            assert told == min(num_cached, num_tokens - 1), f"{told} told, {num_cached} cached: {client.sequence}"
+        if client.num_cached_tokens is None:
+            client.num_cached_tokens = min(num_cached, num_tokens - 1)
+        told = client.sequence.num_cached_tokens
+        assert told == client.num_cached_tokens, f"{told} told, {client.num_cached_tokens} cached: {client.sequence}"
 
     def _check_index(self) -> None:
         """What can be found is in the cache: each indexed block holds its tokens after the prefix it names."""
@@ -333,7 +335,7 @@ class Simulation:
         assert all(client.ended for client in self.clients.values()), "a request was forgotten"
         limits = self.scenario.limits
         assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
-        assert self.engine.num_unfinished == 0
+        assert self.engine.num_unfinished == 0 and not self.scheduler.submitted, "a result was not read"
         report = self.report
         report.tokens_computed, report.tokens_cached = self.rank.num_written_tokens, self.rank.num_cached_tokens
         report.preemptions = self.scheduler.stats.num_preemptions

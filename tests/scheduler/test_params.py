@@ -53,11 +53,12 @@ def test_value_beside_a_range_is_refused_with_the_range(name: str) -> None:
         assert name in str(error) and str(low) in str(error) and str(high) in str(error)
 
 
-@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
-def test_zero_is_refused_where_the_range_is_open(name: str) -> None:
-    assert refusal(**{name: 0}).parameter == name
-    assert refusal(**{name: 0.0}).parameter == name
-    assert SamplingParams(**{name: 1e-9}) is not None  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "highest"), [("top_p", 1.0), ("repetition_penalty", 100.0)])
+def test_zero_is_refused_where_the_range_is_open(name: str, highest: float) -> None:
+    for value in (0, 0.0, -1.0, highest + 0.5):
+        assert refusal(**{name: value}).parameter == name
+    for value in (1e-9, highest):
+        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ALL_NUMBERS)

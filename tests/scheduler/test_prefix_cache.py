@@ -174,6 +174,19 @@ def test_another_cache_salt_is_a_miss(hash_function: Callable[[bytes], int]) -> 
     assert num_findable(manager, A, "north") == BLOCK
 
 
+def test_salts_do_not_push_each_other_out_of_the_index() -> None:
+    manager = make_manager()
+    hold(manager, A, "north")
+    hold(manager, A, "south")
+    assert num_findable(manager, A, "north") == num_findable(manager, A, "south") == BLOCK
+
+
+def test_any_string_can_be_a_salt() -> None:
+    manager = make_manager()
+    hold(manager, A, "\ud800")  # JSON can hold half a surrogate pair
+    assert num_findable(manager, A, "\ud800") == BLOCK
+
+
 def test_forged_collision_of_other_tokens_is_a_miss() -> None:
     manager = make_manager(hash_function=one_hash)
     hold(manager, A)

@@ -33,12 +33,12 @@ def test_prompt_blocks_are_findable_when_their_step_is_submitted() -> None:
 
 def test_prompt_blocks_are_findable_chunk_by_chunk() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
-    scheduler.add(make_request("a", range(20)))
+    scheduler.add(make_request("a", range(35)))
     found = []
-    for _ in range(3):
+    for _ in range(4):
         run_step(scheduler)
-        found.append(num_findable(scheduler.block_manager, list(range(20))))
-    assert found == [2 * BLOCK, 5 * BLOCK, 5 * BLOCK]
+        found.append(num_findable(scheduler.block_manager, list(range(35))) // BLOCK)
+    assert found == [2, 5, 7, 8]
 
 
 def test_generated_block_is_findable_when_its_tokens_are_computed() -> None:

@@ -282,6 +282,15 @@ def test_result_with_another_number_of_tokens_is_refused() -> None:
         give(scheduler, 8, 9)
 
 
+def test_result_with_another_number_of_logprobs_is_refused_before_a_token_is_taken() -> None:
+    scheduler = make_scheduler()
+    seq = scheduler.add(make_request("a", [1]))
+    must_schedule(scheduler)
+    with pytest.raises(EngineError, match="0 logprobs for 1 tokens"):
+        scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=ints([9]), logprobs=()))
+    assert seq.token_ids == [1]
+
+
 def test_logprobs_follow_the_tokens_that_are_kept() -> None:
     scheduler = make_scheduler()
     dropped = scheduler.add(make_request("a", [1]))

@@ -1,0 +1,126 @@
+"""The driver as a plain object: what its frontends hear when the engine dies or when they fall silent.
+
+`FakeGroup` stands in for the ranks: it starts at once, and each step fails when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import driver as driver_module
+from cluster.driver import Driver
+from cluster.worker_group import GroupReport
+from scheduler.errors import EngineDeadError, EngineError, WorkerError
+from scheduler.messages import Request, StepPlan, StepResult
+from scheduler.params import Sampling
+from tests.cluster.conftest import SHAPE
+from tests.workers.conftest import config_of
+
+LIMIT_S = 20.0
+
+
+class FakeGroup:
+    """Launches nothing; `result` waits for `fail` and raises."""
+
+    def __init__(self, *_: Any) -> None:
+        self.fail = threading.Event()
+        self.plans: list[StepPlan] = []
+
+    def start(self) -> GroupReport:
+        return GroupReport(num_blocks=64, seconds={}, lines=())
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def result(self, step_id: int) -> StepResult:
+        assert self.fail.wait(LIMIT_S)
+        raise WorkerError(f"rank 1 died in step {step_id}")
+
+    def close(self) -> None:
+        self.fail.set()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.checkpoints import make_checkpoint
+
+    path = tmp_path_factory.mktemp("driver")
+    make_checkpoint(path, SHAPE)
+    return path
+
+
+@pytest.fixture
+def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(driver_module, "WorkerGroup", FakeGroup)
+    placement: Any = None
+    return Driver(config_of(model_dir, frontend_timeout_s=1.0), placement)
+
+
+def request(name: str) -> Request:
+    sampling = Sampling(seed=0, max_tokens=5)
+    return Request(request_id=name, token_ids=array("i", [1, 2, 3]), num_prompt_tokens=3, sampling=sampling)
+
+
+async def errors_of(driver: Driver, count: int) -> dict[str, str]:
+    """Polls until so many requests have failed."""
+    errors: dict[str, str] = {}
+    acknowledged = 0
+    for _ in range(20):
+        deltas = await driver.poll("frontend", acknowledged, 0.2)
+        acknowledged = deltas.up_to
+        errors |= deltas.errors
+        if len(errors) >= count:
+            break
+    return errors
+
+
+def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(driver: Driver) -> None:
+    async def main() -> dict[str, str]:
+        await driver.start()
+        await driver.submit("frontend", [request("early")])
+        group: Any = driver._group
+        while not group.plans:
+            await asyncio.sleep(0.01)
+        await driver.submit("frontend", [request("late")])
+        group.fail.set()
+        errors = await errors_of(driver, 2)
+        with pytest.raises(EngineDeadError, match="rank 1 died"):
+            await driver.submit("frontend", [request("after")])
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert set(errors) == {"early", "late"}
+    assert all("rank 1 died in step 0" in error for error in errors.values())
+
+
+def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver: Driver) -> None:
+    async def main() -> dict[str, str]:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        await asyncio.sleep(1.6)  # silent for longer than 1 s, back before it is forgotten
+        errors = await errors_of(driver, 1)
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert "did not poll for 1 s" in errors["a"]
+
+
+def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:
+    async def main() -> None:
+        await driver.start()
+        await driver.poll("frontend", 0, 0.01)
+        await driver.submit("frontend", [request("a")])
+        await asyncio.sleep(4.5)
+        with pytest.raises(EngineError, match="aborted its requests"):
+            await driver.poll("frontend", 1, 0.01)
+        await driver.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
