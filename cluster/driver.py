@@ -113,7 +113,11 @@ class Driver:
         def add(engine: Engine) -> None:
             for request in requests:
                 self._owner[request.request_id] = frontend_id
-                engine.add(request)
+                seq = engine.add(request)
+                if seq.finish_reason is not None:  # sent again with tokens that end it already
+                    del self._owner[request.request_id]
+                    end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
+                    self._loop.call_soon_threadsafe(self._deliver, {frontend_id: {request.request_id: end}})
 
         self._post(add)
 

@@ -33,6 +33,7 @@ from cluster.driver import Driver, EngineReport
 from cluster.frontend import Chunk, CompletionOutput, Frontend, Generation, call
 from cluster.placement import SESSION, actor_environment, pick_device, place
 from cluster.progress import ProgressBar
+from cluster.prompts import Prompt, as_list, check_token_ids, conversations, one_each, only_form
 from cluster.text import Message, Tokenizer, load_tokenizer
 from configs.engine import EngineConfig, ResolvedConfig, resolve
 from configs.model import ModelConfig, read_generation_config
@@ -41,7 +42,6 @@ from scheduler.params import SEED_LIMIT, SamplingParams
 from scheduler.scheduler import check_request
 from workers.checkpoint import check_checkpoint
 
-Prompt = str | Seq[int] | Mapping[str, Any]
 SHUTDOWN_TIMEOUT_S = 2.0
 
 logger = logging.getLogger("eagleray")
@@ -117,8 +117,8 @@ class LLM:
         """Complete prompts: text, token ids, or mappings with `prompt`, `prompt_token_ids` or `messages` (and
         optionally `cache_salt`). Returns outputs in the order of the prompts. Raises `RequestError` before any runs.
         """
-        many = _as_list(prompts)
-        params = _one_each(sampling_params, len(many))
+        many = as_list(prompts)
+        params = one_each(sampling_params, len(many))
         num_outputs = sum((p and p.n) or self._defaults.n or 1 for p in params)
         with ProgressBar(num_outputs, enabled=progress) as bar:
             generations = self._submit(many, params, [bar.sink() for _ in many])
@@ -138,14 +138,14 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the checkpoint's chat template."""
-        return self.generate(_conversations(messages), sampling_params, progress=progress)
+        return self.generate(conversations(messages), sampling_params, progress=progress)
 
     async def agenerate(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """`generate` for an event loop; cancelling it aborts the requests."""
-        many = _as_list(prompts)
-        params = _one_each(sampling_params, len(many))
+        many = as_list(prompts)
+        params = one_each(sampling_params, len(many))
         generations = await self._submit_async(many, params, [_discard] * len(many))
         try:
             await asyncio.gather(*(asyncio.wrap_future(generation.done) for generation in generations))
@@ -159,7 +159,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """`chat` for an event loop."""
-        return await self.agenerate(_conversations(messages), sampling_params)
+        return await self.agenerate(conversations(messages), sampling_params)
 
     # -- streams ----------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class LLM:
         params = (wanted or SamplingParams()).over(self._defaults)
         if params.stop_strings() and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
-        _check_ids(params, self._model.vocab_size)
+        check_token_ids(params, self._model.vocab_size)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
         if not isinstance(salt, str):
@@ -326,7 +326,7 @@ class LLM:
         """Token ids of a prompt in any of its forms. Raises `RequestError`."""
         value: Any = prompt
         if isinstance(prompt, Mapping):
-            value = _only_form(prompt)
+            value = only_form(prompt)
             if "messages" in prompt:
                 return Generation(None, self._need_tokenizer("messages").encode_chat(value))
         if isinstance(value, str):
@@ -385,47 +385,6 @@ def _request_output(generation: Generation) -> RequestOutput:
         outputs=generation.completions,
         num_cached_tokens=generation.num_cached_tokens,
     )
-
-
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"got {len(params)} sampling_params for {count} prompts", "sampling_params")
-    return list(params)
-
-
-def _conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
-    one = not messages or isinstance(messages[0], Mapping)
-    return [{"messages": m} for m in ([messages] if one else messages)]
-
-
-def _only_form(prompt: Mapping[str, Any]) -> Any:
-    forms = ("prompt", "prompt_token_ids", "messages")
-    unknown = [key for key in prompt if key not in (*forms, "cache_salt")]
-    if unknown:
-        raise RequestError(
-            f"unknown key {unknown[0]!r} in a prompt; known are {', '.join(forms)}, cache_salt", "prompt"
-        )
-    given = [form for form in forms if form in prompt]
-    if len(given) != 1:
-        raise RequestError(
-            f"a prompt has exactly one of {', '.join(forms)}; got {', '.join(given) or 'none'}", "prompt"
-        )
-    return prompt[given[0]]
-
-
-def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
-        for token_id in ids:
-            if token_id >= vocab_size:
-                raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} ids", name)
 
 
 def _discard(_: Chunk) -> None:

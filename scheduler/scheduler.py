@@ -143,7 +143,7 @@ class Scheduler:
         """Plan the next step and account for it as submitted; None when nothing can run before a result is read."""
         step = _Step(budget=self.limits.max_num_batched_tokens)
         self._schedule_running(step)
-        if not step.preempted:
+        if not step.preempted:  # blocks are short: nobody else is admitted
             self._schedule_waiting(step)
         if not step.slots:
             return None

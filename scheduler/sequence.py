@@ -24,7 +24,6 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
 NO_SLOT = -1
 
 

@@ -387,7 +387,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace, save: Callable[[], None]) -> None:

@@ -96,6 +96,25 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
     assert code == 130 and "Traceback" not in err
 
 
+@pytest.mark.parametrize("delay_s", [2.5, 5.0])
+def test_ctrl_c_during_start_leaves_nothing(small_model: SmallModel, requests: Path, delay_s: float) -> None:
+    """A start of Ray that is under way is finished first, so this takes longer on a busy machine."""
+    run = start("--model", small_model.path, "--tp", "2", "--input", requests)
+    time.sleep(delay_s)
+    os.killpg(run.pid, signal.SIGINT)
+    code, _, err = finish(run)
+    assert code == 130 and "Traceback" not in err
+    wait_until(lambda: not family(run.pid), "the end of all our processes", 10.0)
+
+
+def test_a_ray_address_to_nowhere_is_refused_at_once(small_model: SmallModel, requests: Path) -> None:
+    began = time.monotonic()
+    run = start("--model", small_model.path, "--input", requests, env={"RAY_ADDRESS": "127.0.0.1:1"})
+    code, _, err = finish(run)
+    assert code == 2 and "nothing listens at the Ray address '127.0.0.1:1'" in err and "Traceback" not in err
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

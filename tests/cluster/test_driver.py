@@ -124,3 +124,17 @@ def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Dr
         await driver.shutdown()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
+    async def main() -> dict[str, str]:
+        await driver.start()
+        sampling = Sampling(seed=0, max_tokens=2)
+        tokens = array("i", [1, 2, 3, 8, 9])
+        done = Request(request_id="done", token_ids=tokens, num_prompt_tokens=3, sampling=sampling)
+        await driver.submit("frontend", [done])
+        deltas = await driver.poll("frontend", 0, 0.5)
+        await driver.shutdown()
+        return deltas.finish_reasons
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == {"done": "length"}

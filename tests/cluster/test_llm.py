@@ -173,6 +173,10 @@ def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(users_ray: No
     assert len(processes(*OURS) - before) == 3
     engine.shutdown()
     engine.shutdown()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        engine.generate([1, 2, 3], GREEDY)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        engine.stats()
     assert ray.is_initialized()
     wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)
 
