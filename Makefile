@@ -23,7 +23,7 @@ simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/load_memory.py
+	$(BIN)/python -m benchmarks.load_memory
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
