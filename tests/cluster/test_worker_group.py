@@ -1,0 +1,72 @@
+"""The executor over Ray actors: large plans, ranks that disagree, ranks that do not answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from cluster import worker_group
+from cluster.placement import place
+from cluster.worker_group import WorkerGroup
+from scheduler.engine import Engine
+from scheduler.errors import StepTimeoutError, WorkerError
+from scheduler.messages import Request, StepResult, ints
+from scheduler.params import Sampling
+from scheduler.scheduler import Scheduler
+from tests.cluster.conftest import SmallModel
+from tests.workers.conftest import config_of
+from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, limits_of, prompts
+
+
+def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admissions go through the object store here, decodes inline: a large argument must not be overtaken."""
+    monkeypatch.setattr(worker_group, "INLINE_PLAN_BYTES", 400)
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9)
+    placement = place(2, "cpu")
+    group = WorkerGroup(config, placement)
+    try:
+        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
+        sequences = [
+            engine.add(Request(request_id=str(i), token_ids=ints(p), num_prompt_tokens=len(p), sampling=sampling))
+            for i, p in enumerate(prompts())
+        ]
+        while engine.has_work:
+            engine.step()
+    finally:
+        group.close()
+        remove_placement_group(placement)
+    for seq, prompt in zip(sequences, prompts(), strict=True):
+        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
+        assert gap is None or gap <= NEAR_TIE
+
+
+def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
+    placement: Any = None
+    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2, **options), placement)
+    group._pending[7] = refs
+    return group
+
+
+def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    results = [StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank])) for rank in range(2)]
+    with pytest.raises(WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"):
+        group_with(small_model, [ray.put(result) for result in results]).result(7)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    done = ray.put(StepResult(step_id=7, epoch=0, token_ids=ints()))
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(20)).remote()
+    with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 0.5 s on rank \[1\]"):
+        group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
+    ray.cancel(never, force=True)
