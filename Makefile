@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test check simulate bench clean
+.PHONY: run test check simulate bench bench-throughput clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
@@ -23,7 +23,14 @@ simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.load_memory
+	for name in load_memory scheduler_scaling dispatch prefix_cache latency plot; do \
+	    $(BIN)/python -m benchmarks.$$name || exit 1; \
+	done
+
+# make bench-throughput MODEL=DIR WORKLOAD=FILE.jsonl PEER='CMD {model} {workload} {tp}'; without PEER only transformers
+bench-throughput: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" $(if $(PEER),--peer-command "$(PEER)")
+	$(BIN)/python -m benchmarks.plot
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

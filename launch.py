@@ -2,6 +2,7 @@
 
     python launch.py generate "What is 47 + 38?" --tp 2
     python launch.py generate --input requests.jsonl --output answers.jsonl --model DIR_OR_HUB_ID
+    python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
 Exit codes: 0; 2 for what the user did wrong; 1 for a fault of ours; 130 after Ctrl-C.
@@ -10,10 +11,13 @@ Exit codes: 0; 2 for what the user did wrong; 1 for a fault of ours; 130 after C
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Tensor-parallel inference for Qwen3 on a Ray cluster.",
 )
-ENGINE, SAMPLING = "Engine", "Sampling"
+ENGINE, SAMPLING, WORKLOAD = "Engine", "Sampling", "Made-up requests"
 DEFAULT = EngineConfig()
 
 
@@ -42,18 +46,13 @@ def _sampling(flags: str, text: str) -> Any:
     return typer.Option(flags, help=text, rich_help_panel=SAMPLING)
 
 
-@app.command()
-def generate(
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Questions; asked through the chat template if there is one.")
-    ] = None,
+def _workload(flags: str, text: str, default: float) -> Any:
+    return typer.Option(flags, help=f"{text} [made-up requests; {default}]", rich_help_panel=WORKLOAD)
+
+
+def _engine_config(
     model: Annotated[str | None, _engine("--model", "Directory or hub id; a small model of ours if left out.")] = None,
     tp: Annotated[int, _engine("--tp", "Tensor-parallel size: ranks, each an actor with a share.")] = 1,
-    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="JSONL file of answers; else standard output.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
     tokenizer: Annotated[str | None, _engine("--tokenizer", "Directory or hub id of another tokenizer.")] = None,
     revision: Annotated[str | None, _engine("--revision", "Revision of a hub id.")] = None,
     device: Annotated[str, _engine("--device", f"One of {', '.join(DEVICES)}.")] = DEFAULT.device,
@@ -68,8 +67,8 @@ def generate(
     ] = DEFAULT.kv_cache_bytes,
     max_num_seqs: Annotated[int, _engine("--max-num-seqs", "Sequences running at once.")] = DEFAULT.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, _engine("--max-num-batched-tokens", "Tokens in one step.")
-    ] = DEFAULT.max_num_batched_tokens,
+        int | None, _engine("--max-num-batched-tokens", "Tokens in one step; the device's best.")
+    ] = None,
     max_model_len: Annotated[int | None, _engine("--max-model-len", "Tokens of prompt and output.")] = None,
     gpu_memory_utilization: Annotated[
         float, _engine("--gpu-memory-utilization", "Share of a GPU's memory to use.")
@@ -84,6 +83,48 @@ def generate(
     seed: Annotated[int | None, _engine("--seed", "Makes unseeded sampling repeatable.")] = None,
     ray_address: Annotated[str | None, _engine("--ray-address", "Ray cluster to join.")] = None,
     log_level: Annotated[str, _engine("--log-level", f"One of {', '.join(LOG_LEVELS)}.")] = DEFAULT.log_level,
+) -> EngineConfig:
+    """The flags of an engine, declared once for every command that starts one."""
+    options: dict[str, Any] = {} if model is None else {"model": model}
+    return EngineConfig(
+        **options, tokenizer=tokenizer, revision=revision, tensor_parallel_size=tp, device=device, dtype=dtype,
+        attention_backend=attention_backend, block_size=block_size, num_kv_blocks=num_kv_blocks,
+        kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
+        enable_prefix_caching=prefix_caching, enforce_eager=enforce_eager, num_steps_ahead=num_steps_ahead,
+        seed=seed, ray_address=ray_address, log_level=log_level,
+    )  # fmt: skip
+
+
+def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the flags of `_engine_config` in place of its parameter `config`, which gets what they make."""
+    flags = inspect.signature(_engine_config, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        parameters += flags.values() if parameter.name == "config" else [parameter]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        with _exit_codes():
+            config = _engine_config(**{name: values.pop(name) for name in flags})
+            command(config=config, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@app.command()
+@_with_engine_flags
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Questions; asked through the chat template if there is one.")
+    ] = None,
+    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="JSONL file of answers; else standard output.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
+    config: EngineConfig = DEFAULT,
     max_tokens: Annotated[int, _sampling("--max-tokens", "Longest output.")] = 256,
     temperature: Annotated[float | None, _sampling("--temperature", "0 is greedy.")] = None,
     top_k: Annotated[int | None, _sampling("--top-k", "0 keeps all.")] = None,
@@ -98,29 +139,47 @@ def generate(
     n: Annotated[int | None, _sampling("--n", "Outputs a request.")] = None,
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
-    with _exit_codes():
-        options: dict[str, Any] = {} if model is None else {"model": model}
-        config = EngineConfig(
-            **options, tokenizer=tokenizer, revision=revision, tensor_parallel_size=tp, device=device, dtype=dtype,
-            attention_backend=attention_backend, block_size=block_size, num_kv_blocks=num_kv_blocks,
-            kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=prefix_caching, enforce_eager=enforce_eager, num_steps_ahead=num_steps_ahead,
-            seed=seed, ray_address=ray_address, log_level=log_level,
-        )  # fmt: skip
-        defaults = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, stop=stop or None, min_tokens=min_tokens, ignore_eos=ignore_eos, n=n,
-        )  # fmt: skip
-        _start_logging(log_level)
-        from cluster.generate import GenerateJob, run_generate  # loads torch and Ray
+    defaults = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, stop=stop or None, min_tokens=min_tokens, ignore_eos=ignore_eos, n=n,
+    )  # fmt: skip
+    _start_logging(config.log_level)
+    from cluster.generate import GenerateJob, run_generate  # loads torch and Ray
 
-        run_generate(
-            GenerateJob(
-                config=config, defaults=defaults, prompts=tuple(prompts or ()), input=input, output=output, raw=raw
-            )
+    run_generate(
+        GenerateJob(config=config, defaults=defaults, prompts=tuple(prompts or ()), input=input, output=output, raw=raw)
+    )
+
+
+@app.command()
+@_with_engine_flags
+def bench(
+    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")] = None,
+    num_seqs: Annotated[int | None, _workload("--num-seqs", "Requests.", 256)] = None,
+    max_input: Annotated[int | None, _workload("--max-input", "Longest prompt; the shortest is a tenth.", 1024)] = None,
+    max_output: Annotated[
+        int | None, _workload("--max-output", "Longest output; the shortest is a tenth.", 1024)
+    ] = None,
+    temperature: Annotated[float | None, _workload("--temperature", "0 is greedy.", 0.6)] = None,
+    request_rate: Annotated[
+        float | None, typer.Option("--request-rate", help="Requests a second, Poisson; all at once if left out.")
+    ] = None,
+    num_warmup: Annotated[int, typer.Option("--num-warmup", help="Tiny requests before, which are not timed.")] = 1,
+    config: EngineConfig = DEFAULT,
+) -> None:
+    """Time a file of requests, or made-up ones, and print one JSON line. --seed (here 0) draws prompts, lengths and
+    arrivals, too."""
+    config = dataclasses.replace(config, seed=config.seed or 0)
+    _start_logging(config.log_level)
+    from cluster.bench import BenchJob, run_bench  # loads torch and Ray
+
+    run_bench(
+        BenchJob(
+            config=config, input=input, num_seqs=num_seqs, max_input=max_input, max_output=max_output,
+            temperature=temperature, request_rate=request_rate, num_warmup=num_warmup,
         )
+    )  # fmt: skip
 
 
 @app.command()

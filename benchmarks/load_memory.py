@@ -1,14 +1,12 @@
 """Memory that loading the 0.6B shape adds to each rank: `python -m benchmarks.load_memory` from the checkout.
 
-Writes a random bfloat16 checkpoint to a temporary directory, loads it at tp 1, 2 and 4 in fresh processes, and prints
-one JSON line: per size the anonymous memory (RssAnon) that start added to each rank, its peak on the way, the weights
-the rank owns, and the seconds of loading. The limit to judge by: a rank cannot hold less than its weights.
+Writes a random bfloat16 checkpoint to a temporary directory and loads it at tp 1, 2 and 4 in fresh processes. Per size:
+the anonymous memory (RssAnon) that start added to each rank, its peak on the way, the weights the rank owns, and the
+seconds of loading. The limit to judge by: a rank cannot hold less than its weights.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,17 +14,14 @@ from typing import Any
 
 import torch
 
-from configs.engine import EngineConfig, resolve
+from benchmarks.common import QWEN3_0_6B, write_result
+from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from tests.checkpoints import write_fast_checkpoint
 from tests.workers.pool import WorkerPool
+from workers.configuration import resolve_config
 
 SIZES = (1, 2, 4)
-QWEN3_0_6B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1000000.0, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 def main() -> None:
@@ -35,15 +30,14 @@ def main() -> None:
         model_dir = Path(directory)
         checkpoint_bytes = write_fast_checkpoint(model_dir, QWEN3_0_6B, torch.bfloat16)
         results = {f"tp{size}": measure(model_dir, size) for size in SIZES}
-    record = {"benchmark": "load_memory", "shape": "Qwen3-0.6B", "dtype": "bfloat16", "torch": torch.__version__,
-              "checkpoint_mib": to_mib(checkpoint_bytes), **results}  # fmt: skip
-    sys.stdout.write(json.dumps(record) + "\n")
+    record = {"shape": "Qwen3-0.6B", "dtype": "bfloat16", "checkpoint_mib": to_mib(checkpoint_bytes), **results}
+    write_result("load_memory", "weights_mib: a rank cannot hold less than its weights", record)
 
 
 def measure(model_dir: Path, size: int) -> dict[str, Any]:
     """Start `size` ranks in processes that have loaded nothing before."""
     engine = EngineConfig(model=str(model_dir), tensor_parallel_size=size, max_model_len=4096)
-    config = resolve(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
+    config = resolve_config(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
     pool = WorkerPool(size)
     try:
         for rank in range(size):

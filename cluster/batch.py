@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,20 @@ def _check_types(value: dict[str, Any]) -> None:
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
     """Check every request against the engine, then generate. Raises `RequestError` naming the line."""
-    prompts: list[dict[str, Any]] = []
+    requests = tokenize_batch(llm, requests)
+    return llm.generate([r.prompt for r in requests], [r.params for r in requests], progress=progress)
+
+
+def tokenize_batch(llm: LLM, requests: list[BatchRequest]) -> list[BatchRequest]:
+    """The requests with token ids for prompts, checked against the engine. Raises `RequestError` naming the line."""
+    tokenized = []
     for request in requests:
         with _naming(request.where):
             token_ids = llm.check_prompt(request.prompt, request.params)
         salt = request.prompt.get("cache_salt")
-        prompts.append({"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {}))
-    return llm.generate(prompts, [request.params for request in requests], progress=progress)
+        prompt = {"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
+        tokenized.append(replace(request, prompt=prompt))
+    return tokenized
 
 
 def output_line(index: int, output: RequestOutput) -> str:

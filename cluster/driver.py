@@ -92,7 +92,7 @@ class Driver:
             num_blocks=report.num_blocks,
             block_size=self._config.block_size,
             max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=self._config.max_model_len,
             vocab_size=self._config.model.vocab_size,
             enable_prefix_caching=engine.enable_prefix_caching,

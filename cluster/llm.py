@@ -35,12 +35,13 @@ from cluster.placement import SESSION, actor_environment, pick_device, place
 from cluster.progress import ProgressBar
 from cluster.prompts import Prompt, as_list, check_token_ids, conversations, one_each, only_form
 from cluster.text import Message, Tokenizer, load_tokenizer
-from configs.engine import EngineConfig, ResolvedConfig, resolve
+from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig, read_generation_config
 from scheduler.errors import ConfigError, EaglerayError, RequestError
 from scheduler.params import SEED_LIMIT, SamplingParams
 from scheduler.scheduler import check_request
 from workers.checkpoint import check_checkpoint
+from workers.configuration import resolve_config
 
 SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -97,10 +98,10 @@ class LLM:
         self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._exit = contextlib.ExitStack()
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._exit)  # also at exit
-        config = resolve(self.config, self._model, model_dir, "cpu")
+        self._resolve(model_dir, "cpu" if self.config.device == "auto" else self.config.device)  # before Ray starts
         tokenizer_dir = find_model(self.config.tokenizer, what="tokenizer") if self.config.tokenizer else model_dir
         try:
-            self._start(config, tokenizer_dir)
+            self._start(model_dir, tokenizer_dir)
         except BaseException:
             self.shutdown()
             raise
@@ -243,12 +244,15 @@ class LLM:
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _start(self, config: ResolvedConfig, tokenizer_dir: Path) -> None:
+    def _resolve(self, model_dir: Path, device: str) -> ResolvedConfig:
+        return resolve_config(self.config, self._model, model_dir, device)
+
+    def _start(self, model_dir: Path, tokenizer_dir: Path) -> None:
         began = time.perf_counter()
         size = self.config.tensor_parallel_size
         lease = SESSION.connect(self.config.ray_address, size)
         self._exit.callback(SESSION.release, lease)
-        config = dataclasses.replace(config, device=pick_device(self.config.device, size))
+        config = self._resolve(model_dir, pick_device(self.config.device, size))
         connected = time.perf_counter()
         placement = place(size, config.device)
         self._exit.callback(_while_held, lease, remove_placement_group, placement)
@@ -259,12 +263,13 @@ class LLM:
         self._exit.callback(self._frontend.close)
         starting = self._driver.start.remote()
         self._tokenizer = self._load_tokenizer(tokenizer_dir)  # while the ranks start
-        self._report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
+        report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
         self._frontend.tokenizer = self._tokenizer
-        for line in self._report.lines:
+        for line in report.lines:
             logger.info(line)
-        phases = {"ray": connected - began, **self._report.seconds, "all": time.perf_counter() - began}
-        logger.info("start: %s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
+        seconds = {"ray": connected - began, **report.seconds, "all": time.perf_counter() - began}
+        self._report = dataclasses.replace(report, seconds=seconds)
+        logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
 
     def _load_tokenizer(self, path: Path) -> Tokenizer | None:
         tokenizer = load_tokenizer(path)

@@ -40,10 +40,9 @@ class RankActor:
         """Rank 0: listen on a port the system picks."""
         return self._worker.open_rendezvous(ray.util.get_node_ip_address())
 
-    def start(self, address: tuple[str, int], ranks_on_node: int) -> WorkerReport:
-        """Meet the other ranks and load. The ranks of a node share its cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self._worker.start(address, max(1, cores // ranks_on_node))
+    def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
+        """Meet the other ranks and load. The ranks of a node share its cores; this one is number `place` of them."""
+        return self._worker.start(address, take_cores(place, ranks_on_node))
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._worker.allocate_cache(num_blocks)
@@ -55,6 +54,21 @@ class RankActor:
     @ray.method(concurrency_group="result")
     def result(self, step_id: int, epoch: int) -> StepResult:
         return self._worker.result(step_id, epoch)
+
+
+def take_cores(place: int, num_places: int) -> int:
+    """Bind the calling thread, and those it starts later, to its share of this process's cores; how many they are.
+
+    Without this, two ranks may meet on one core while another is free. With more places than cores nothing is bound.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        return max(1, (os.cpu_count() or 1) // num_places)
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_places
+    if share == 0:
+        return 1
+    os.sched_setaffinity(0, cores[place * share : (place + 1) * share])
+    return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +97,7 @@ class WorkerGroup:
         on_node = self._ranks_on_node()
         address = self._ranks[0].open_rendezvous.remote()
         reports: list[WorkerReport] = self._all(
-            [actor.start.remote(address, on_node[rank]) for rank, actor in enumerate(self._ranks)], "start"
+            [actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)], "start"
         )
         num_blocks = min(report.num_kv_blocks for report in reports)
         self._all([actor.allocate_cache.remote(num_blocks) for actor in self._ranks], "allocate the KV cache")
@@ -132,9 +146,11 @@ class WorkerGroup:
         )
         return actor.remote(self._config, rank)
 
-    def _ranks_on_node(self) -> list[int]:
-        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
-        return [list(nodes.values()).count(nodes[rank]) for rank in range(len(self._ranks))]
+    def _ranks_on_node(self) -> list[tuple[int, int]]:
+        """For each rank, how many ranks before it share its node, and how many in all do."""
+        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = [by_bundle[rank] for rank in range(len(self._ranks))]
+        return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
 
     def _all(self, refs: Seq[ray.ObjectRef[Any]], what: str, limit_s: float | None = None) -> list[Any]:
         """The values of one ref a rank; turns Ray's errors into ours."""

@@ -20,7 +20,8 @@ DEFAULT_MODEL_DIR = Path(__file__).parent / "default_model"
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-DEFAULT_BLOCK_SIZE = 16
+# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence waits for the step.
+DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 DEFAULT_MAX_MODEL_LEN = 40960
 
 
@@ -46,7 +47,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     enforce_eager: bool = False
     num_steps_ahead: int = 1
@@ -79,7 +80,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "every running sequence needs one token a step; raise the first or lower the second"
@@ -105,6 +106,7 @@ class ResolvedConfig:
     device: str
     dtype: str
     block_size: int
+    max_num_batched_tokens: int
     max_model_len: int
 
     @property
@@ -113,8 +115,21 @@ class ResolvedConfig:
         return math.ceil(self.max_model_len / self.block_size)
 
 
-def resolve(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str) -> ResolvedConfig:
-    """Check the options against the checkpoint and fill in what was left open. `device` is "cpu" or "cuda"."""
+def resolve(
+    engine: EngineConfig,
+    model: ModelConfig,
+    model_dir: Path,
+    device: str,
+    *,
+    block_size: int,
+    dtypes: tuple[str, ...],
+    fast_dtypes: tuple[str, ...],
+) -> ResolvedConfig:
+    """Check the options against the checkpoint and the backend, and fill in what was left open.
+
+    `device` is "cpu" or "cuda". `block_size` is the backend's best, `dtypes` are those it computes in and `fast_dtypes`
+    those that a checkpoint's own dtype must be one of to be taken; float32 takes its place.
+    """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)
     max_model_len = engine.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
@@ -124,13 +139,21 @@ def resolve(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: s
             f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint serves"
             + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
         )
+    if engine.dtype != "auto" and engine.dtype not in dtypes:
+        raise ConfigError(
+            f"dtype {engine.dtype!r} is not possible on device {device!r} with these kernels; possible are "
+            f"{', '.join(dtypes)}. Choose one of them, or another attention_backend"
+        )
+    own_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
+    tokens = engine.max_num_batched_tokens or max(DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs)
     return ResolvedConfig(
         engine=engine,
         model=model,
         model_dir=str(model_dir),
         device=device,
-        dtype=model.dtype if engine.dtype == "auto" else engine.dtype,
-        block_size=engine.block_size or DEFAULT_BLOCK_SIZE,
+        dtype=own_dtype if engine.dtype == "auto" else engine.dtype,
+        block_size=engine.block_size or block_size,
+        max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
     )
 
@@ -139,7 +162,7 @@ _WHOLE_AT_LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
-_MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_model_len", "seed")
+_MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:

@@ -10,9 +10,3 @@ def silu_and_mul_reference(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` as [T, F]; the gate is the first half of the last dimension. On any device."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return functional.silu(gate_TF) * up_TF
-
-
-def silu_and_mul_cpu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """As the reference, with one tensor allocated."""
-    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return functional.silu(gate_TF).mul_(up_TF)

@@ -1,7 +1,7 @@
 """Which kernels run on which device: the one place that chooses.
 
 A backend is a frozen set of functions with the same signatures on every device, and the cache layout they agree on.
-Backends today: `reference` (plain PyTorch, any device) and `cpu`.
+Backends today: `reference` (plain PyTorch, any device) and `cpu` (numba and oneDNN).
 """
 
 from __future__ import annotations
@@ -10,39 +10,53 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
-from kernels.activation import silu_and_mul_cpu, silu_and_mul_reference
-from kernels.attention import paged_attention_cpu, paged_attention_reference
-from kernels.kv_store import store_kv_cpu, store_kv_reference
+from kernels.activation import silu_and_mul_reference
+from kernels.attention import paged_attention_reference
 from kernels.metadata import AttentionMetadata
-from kernels.norm import add_rms_norm_cpu, add_rms_norm_reference, rms_norm_cpu, rms_norm_reference
-from kernels.rope import qk_norm_rope_cpu, qk_norm_rope_reference
+from kernels.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.rope import qk_norm_rope_store_reference
+from kernels.sampling import REFERENCE as SAMPLING_REFERENCE
+from kernels.sampling import SamplingKernels
 
 Tensor = torch.Tensor
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """One backend. Arguments are positional; shapes are told in the file of each kernel.
 
-    kv_cache_shape(num_blocks, block_size, kv_heads, head_dim): shape of one layer's keys, and of its values. The worker
-    allocates one zeroed tensor [2, layers, *shape] and hands out views of it.
-    store_kv(k, v, k_cache, v_cache, slot_mapping): in place.
+    dtypes: names of those it computes in; fast_dtypes: of those the processor has instructions for.
+    kv_cache_shapes(num_blocks, block_size, kv_heads, head_dim): shapes of one layer's keys and of its values, equal in
+    their number of elements.
+    set_num_threads(n): of the kernels that the calling thread runs from now on; on CPU only.
+    compile(dtype): have ready what would otherwise be compiled at its first use.
+    pack_weight(weight) -> the weight as `linear` wants it, perhaps the same tensor
+    linear(x, packed, bias) -> x @ weight.T + bias
+    qk_norm_rope_store(qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping) -> q
     paged_attention(q, k_cache, v_cache, attn, scale) -> out
     rms_norm(x, weight, eps) -> normed; add_rms_norm(x, residual, weight, eps) -> (normed, x + residual)
-    qk_norm_rope(q, k, q_weight, k_weight, eps, cos_sin, positions) -> (q, k)
     silu_and_mul(gate_up) -> [T, F]
+    sampling: what the sampler runs over the logits.
     """
 
     name: str
     default_block_size: int
-    kv_cache_shape: Callable[[int, int, int, int], tuple[int, ...]]
-    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    dtypes: tuple[str, ...]
+    fast_dtypes: tuple[str, ...]
+    kv_cache_shapes: Callable[[int, int, int, int], tuple[Shape, Shape]]
+    set_num_threads: Callable[[int], None]
+    compile: Callable[[torch.dtype], None]
+    pack_weight: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    qk_norm_rope_store: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    qk_norm_rope: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
+    sampling: SamplingKernels
 
 
 def select_backend(device: str, name: str = "auto") -> Kernels:
@@ -55,41 +69,45 @@ def select_backend(device: str, name: str = "auto") -> Kernels:
         raise ValueError(f"there are no kernels for device {device!r}; possible are {', '.join(_POSSIBLE)}")
     possible = _POSSIBLE[kind]
     if name == "auto":
-        return possible[0]
-    for kernels in possible:
-        if kernels.name == name:
-            return kernels
-    names = ", ".join(("auto", *(kernels.name for kernels in possible)))
-    raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}")
+        name = next(iter(possible))
+    if name not in possible:
+        names = ", ".join(("auto", *possible))
+        raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}")
+    return possible[name]()
 
 
-def _token_major_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    return (num_blocks, block_size, kv_heads, head_dim)
+def _token_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    return shape, shape
 
 
 REFERENCE = Kernels(
     name="reference",
     default_block_size=16,
-    kv_cache_shape=_token_major_shape,
-    store_kv=store_kv_reference,
+    dtypes=("float32", "bfloat16", "float16"),
+    fast_dtypes=("float32", "bfloat16", "float16"),
+    kv_cache_shapes=_token_major_shapes,
+    set_num_threads=torch.set_num_threads,
+    compile=lambda dtype: None,
+    pack_weight=lambda weight: weight,
+    linear=functional.linear,
+    qk_norm_rope_store=qk_norm_rope_store_reference,
     paged_attention=paged_attention_reference,
     rms_norm=rms_norm_reference,
     add_rms_norm=add_rms_norm_reference,
-    qk_norm_rope=qk_norm_rope_reference,
     silu_and_mul=silu_and_mul_reference,
+    sampling=SAMPLING_REFERENCE,
 )
 
-CPU = Kernels(
-    name="cpu",
-    default_block_size=16,
-    kv_cache_shape=_token_major_shape,
-    store_kv=store_kv_cpu,
-    paged_attention=paged_attention_cpu,
-    rms_norm=rms_norm_cpu,
-    add_rms_norm=add_rms_norm_cpu,
-    qk_norm_rope=qk_norm_rope_cpu,
-    silu_and_mul=silu_and_mul_cpu,
-)
 
-# Best first: "auto" takes the first.
-_POSSIBLE = {"cpu": (CPU, REFERENCE), "cuda": (REFERENCE,)}
+def _cpu() -> Kernels:
+    from kernels.cpu.backend import CPU  # imports numba, which a GPU never needs
+
+    return CPU
+
+
+# By device, best first: "auto" takes the first.
+_POSSIBLE: dict[str, dict[str, Callable[[], Kernels]]] = {
+    "cpu": {"cpu": _cpu, "reference": lambda: REFERENCE},
+    "cuda": {"reference": lambda: REFERENCE},
+}

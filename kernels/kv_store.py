@@ -24,19 +24,3 @@ def store_kv_reference(
     blocks, offsets = slots // k_cache_NPKD.shape[1], slots % k_cache_NPKD.shape[1]
     k_cache_NPKD[blocks, offsets] = k_TKD[written_T].to(k_cache_NPKD.dtype)
     v_cache_NPKD[blocks, offsets] = v_TKD[written_T].to(v_cache_NPKD.dtype)
-
-
-def store_kv_cpu(
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> None:
-    """As the reference, by one row copy a token; only a step with a slot of -1 pays for the selection."""
-    written_T = slot_mapping_T >= 0
-    if not bool(written_T.all()):
-        slot_mapping_T, k_TKD, v_TKD = slot_mapping_T[written_T], k_TKD[written_T], v_TKD[written_T]
-    for rows, cache in ((k_TKD, k_cache_NPKD), (v_TKD, v_cache_NPKD)):
-        # `view` and not `reshape`: a cache that cannot be viewed flat must fail, not be copied and then lost.
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, rows.to(cache.dtype))

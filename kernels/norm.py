@@ -22,21 +22,3 @@ def add_rms_norm_reference(
     """(`rms_norm(x + residual)`, `x + residual`). Neither input is changed."""
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
-
-
-def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference with fewer passes over memory: the sum of squares without its own tensor, the rest in place."""
-    wide = x.to(torch.float32)
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
-    if wide is x:
-        return (x * scale).mul_(weight)
-    return wide.mul_(scale).to(x.dtype).mul_(weight)
-
-
-def add_rms_norm_cpu(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference."""
-    total = x + residual
-    return rms_norm_cpu(total, weight, eps), total

@@ -6,15 +6,20 @@ integer, so a token does not depend on how the vocabulary is split or which rows
 - the *gap* of a token is (largest logit - its logit) / temperature, float32, 0 for the best token;
 - its *weight* is floor(exp(-gap) * 2**40), int64; 2**18 tokens of it stay below 2**58;
 - top-k, top-p and min-p are each a limit on the gap, inclusive: ties at the limit are kept;
-- the bits of a gap, read as an integer, order as gaps do, so a limit is found exactly by radix descent over them.
+- the bits of a gap, read as an integer, order as gaps do, so a limit is found exactly by radix descent over them;
+- a logit that is not a number counts as -infinity: nothing chooses it.
 
-Legend: B rows, R rows of a group, V this rank's columns (tokens of its shard), C the columns still looked at,
-X bins of a histogram. A column is a token id less the start of the shard.
+What walks the logits is a field of `SamplingKernels`, here in plain PyTorch (`REFERENCE`). Gaps have the same bits in
+every backend; weights may differ by the rounding of its exponential, but are one function of the gap within it.
+
+Legend: B rows, R rows of a group, V this rank's columns (tokens of its shard), X blocks of columns or bins of a
+histogram, K the largest top-k of a group, N ranks, C any columns. A column is a token id less the start of the shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,11 +28,43 @@ UNIFORM_BITS = 62
 TOP_P_ONE = 1 << 30
 # Three digits cover the 31 bits of a gap: (lowest bit, number of bits) from the highest down.
 RADIX_PASSES = ((20, 11), (10, 10), (0, 10))
-_BLOCK = 128
-_MIN_BLOCK = 8
+BLOCK = 128
+# The largest top-k whose nearest tokens are listed; beyond it, limits are found by radix descent.
+MAX_LISTED = 256
+INFINITY_BITS = 0x7F800000
 _ID_LIMIT = (1 << 31) - 1
 _LOW_31 = (1 << 31) - 1
 _LOW_32 = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapRows:
+    """R rows whose gaps are asked for: what they are computed from, wherever they are.
+
+    logits_BV    : bfloat16 or float32, contiguous, at least one column.
+    block_max_BX : float32, the largest logit of every `BLOCK` columns, from `row_best`.
+    rows_R       : int64, their places in the two above.
+    max_R        : float32, the largest logit over all ranks, its zero a positive one (`pack` makes it so).
+    temperature_R: float32, above 0.
+    """
+
+    logits_BV: torch.Tensor
+    block_max_BX: torch.Tensor
+    rows_R: torch.Tensor
+    max_R: torch.Tensor
+    temperature_R: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingKernels:
+    """What reads the logits. Arguments are positional; each is told at the function of its name in this file."""
+
+    row_best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    block_weights: Callable[[GapRows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    pick_column: Callable[[GapRows, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    list_nearest: Callable[[GapRows, torch.Tensor, int], torch.Tensor]
+    listed_limits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    gap_histogram: Callable[[GapRows, torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
 
 
 # Uniform numbers
@@ -64,12 +101,14 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 # The best token
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest logit, its column) of each row; the lowest column of equals. By block maxima: one pass over V."""
-    block_max = _block_reduce(logits_BV, torch.amax)
-    columns_BX = _block_columns(block_max.argmax(dim=1), logits_BV.shape[1])
+def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(largest logit float32 [B], its column int64 [B], the lowest of equals; largest of each block float32 [B, X])."""
+    logits_BV = logits_BV.to(torch.float32)
+    logits_BV = torch.where(logits_BV.isnan(), -torch.inf, logits_BV)
+    block_max_BX = _block_reduce(logits_BV, torch.amax)
+    columns_BX = _block_columns(block_max_BX.argmax(dim=1), logits_BV.shape[1])
     columns_B1 = columns_BX.gather(1, logits_BV.gather(1, columns_BX).argmax(dim=1, keepdim=True))
-    return logits_BV.gather(1, columns_B1).squeeze(1), columns_B1.squeeze(1)
+    return logits_BV.gather(1, columns_B1).squeeze(1), columns_B1.squeeze(1), block_max_BX
 
 
 def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -123,28 +162,89 @@ def token_gaps(logits_RV: torch.Tensor, max_R: torch.Tensor, temperature_R: torc
 def token_weights(gaps_RC: torch.Tensor, limit_R: torch.Tensor | None = None) -> torch.Tensor:
     """floor(exp(-gap) * 2**40), int64, and 0 beyond the limit. The exponential is float32, the scaling exact."""
     weights_RC = gaps_RC.neg().exp_().mul_(float(WEIGHT_ONE)).to(torch.int64)
-    return weights_RC if limit_R is None else weights_RC.mul_(gaps_RC <= limit_R[:, None])
+    return weights_RC if limit_R is None else torch.where(gaps_RC <= limit_R[:, None], weights_RC, 0)
+
+
+def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]), int64."""
+    sums_RX = _block_reduce(token_weights(_all_gaps(gaps), limit_R), torch.sum)
+    return sums_RX, sums_RX.sum(dim=1)
+
+
+def _all_gaps(gaps: GapRows) -> torch.Tensor:
+    """Gaps of the whole rows [R, V]. Where a logit is not a number, neither is its gap: it lies within no limit."""
+    logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
+    return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
+
+
+# Limits from a list of the nearest tokens
+
+
+def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """The k tokens of smallest gap a row, int64 [R, K]: the bits of a gap in the high half, ascending; in the low half
+    how many tokens it stands for: 1, and in place k also those beyond the k with the same gap. No token: (infinity, 0).
+
+    `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
+    """
+    gaps_RV = _all_gaps(gaps)
+    nearest_RK = gaps_RV.topk(min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True).values
+    nearest_RK = nearest_RK.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    nearest_RK = torch.nn.functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
+    last_R1 = top_k_R[:, None] - 1
+    limit_R1 = nearest_RK.gather(1, last_R1)
+    listed_RK = torch.arange(max_top_k, device=nearest_RK.device) <= last_R1
+    nearest_RK = torch.where(listed_RK, nearest_RK, torch.inf)
+    ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_RK == limit_R1).sum(1, keepdim=True)
+    counts_RK = nearest_RK.isfinite().to(torch.int64)
+    counts_RK.scatter_add_(1, last_R1, torch.where(limit_R1.isfinite(), ties_R1, 0))
+    return (nearest_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
+
+
+def listed_limits(
+    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps, int64 [N, R]).
+
+    `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and their ties, so the
+    lists tell all. `top_p_R` int64 in units of 2**-30; `max_gap_R` float32, infinite for none.
+    """
+    gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
+    top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
+    weights_RC = token_weights(gaps_RC, top_k_limit_R) * counts_RC
+    top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
+    top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
+    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_gap_R)
+    kept = [token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)]
+    return limit_R, torch.stack(kept).sum(dim=2)
+
+
+def _listed(list_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gaps, counts) of entries of `list_nearest`."""
+    return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32
+
+
+def _first_gap(gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, wanted_R: torch.Tensor) -> torch.Tensor:
+    """The gap at which the running sum reaches `wanted_R`, infinite where it never does."""
+    place_R1 = (amounts_RC.cumsum(dim=1) < wanted_R[:, None]).sum(dim=1, keepdim=True)
+    return torch.nn.functional.pad(gaps_RC, (0, 1), value=torch.inf).gather(1, place_R1).squeeze(1)
 
 
 # Limits by radix descent
 
 
 def gap_histogram(
-    gaps_RC: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, weights_RC: torch.Tensor | None
+    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
-    """Weights (or, with none, tokens) by the digit of this pass, int64 [R, X], of the gaps that start with `prefix_R`.
-
-    `prefix_R` int32 holds the digits found so far; it is ignored in pass 0.
-    """
+    """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to `within_R` (float32) that
+    start with the digits found so far, `prefix_R` int32, 0 in pass 0."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    heads_RC = gaps_RC.view(torch.int32) >> shift
-    digits_RC = (heads_RC & ((1 << num_bits) - 1)).to(torch.int64)
-    if weights_RC is None:
-        weights_RC = torch.ones_like(digits_RC)
-    if radix_pass > 0:
-        weights_RC = weights_RC * ((heads_RC >> num_bits) == prefix_R[:, None])
-    histogram_RX = torch.zeros(len(gaps_RC), 1 << num_bits, dtype=torch.int64, device=gaps_RC.device)
-    return histogram_RX.scatter_add_(1, digits_RC, weights_RC)
+    gaps_RV = _all_gaps(gaps)
+    heads_RV = gaps_RV.view(torch.int32) >> shift
+    digits_RV = (heads_RV & ((1 << num_bits) - 1)).to(torch.int64)
+    counted_RV = (gaps_RV <= within_R[:, None]) & ((heads_RV >> num_bits) == prefix_R[:, None])
+    amounts_RV = token_weights(gaps_RV) * counted_RV if by_weight else counted_RV.to(torch.int64)
+    histogram_RX = torch.zeros(len(gaps_RV), 1 << num_bits, dtype=torch.int64, device=gaps_RV.device)
+    return histogram_RX.scatter_add_(1, digits_RV, amounts_RV)
 
 
 def next_digit(histogram_RX: torch.Tensor, wanted_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +256,13 @@ def next_digit(histogram_RX: torch.Tensor, wanted_R: torch.Tensor) -> tuple[torc
 
 
 def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int) -> torch.Tensor:
-    """The digits found so far with one more; after the last pass, the bits of the limit."""
+    """The digits found so far with one more; after the last pass, the bits of the limit (see `limit_of`)."""
     return (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R.to(torch.int32)
+
+
+def limit_of(prefix_R: torch.Tensor) -> torch.Tensor:
+    """The gap whose digits were found; infinite where fewer tokens were there than wanted."""
+    return prefix_R.clamp(max=INFINITY_BITS).view(torch.float32)
 
 
 def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
@@ -165,37 +270,6 @@ def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     high_R, low_R = mass_R >> 31, mass_R & _LOW_31
     rest_R = low_R * top_p_R + (TOP_P_ONE - 1)
     return (high_R * top_p_R * 2 + (rest_R >> 30)).clamp_(min=1)
-
-
-# Fewer columns
-
-
-def kth_gap_bound(gaps_RV: torch.Tensor, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """A gap no smaller than the k-th smallest of the row, infinite where none is known cheaply.
-
-    The k-th smallest of the block minima is one: k blocks have a token within it. Many more blocks than tokens wanted
-    (`max_top_k`, the largest of `top_k_R`) make it tight.
-    """
-    width = min(_BLOCK, max(_MIN_BLOCK, gaps_RV.shape[1] // (8 * max_top_k)))
-    minima_RX = _block_reduce(gaps_RV, torch.amin, width).sort(dim=1).values
-    bound_R = minima_RX.gather(1, (top_k_R - 1).clamp(0, minima_RX.shape[1] - 1)[:, None]).squeeze(1)
-    return torch.where(top_k_R <= minima_RX.shape[1], bound_R, torch.inf)
-
-
-def compact(gaps_RV: torch.Tensor, bound_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gaps, columns) [R, C] of the tokens within the bound, in order; infinite gaps fill up the shorter rows.
-
-    C depends on the values, so this is for the CPU: on a GPU it would make the host wait.
-    """
-    rows_N, columns_N = (gaps_RV <= bound_R[:, None]).nonzero(as_tuple=True)
-    counts_R = torch.bincount(rows_N, minlength=len(gaps_RV))
-    places_N = torch.arange(len(rows_N), device=rows_N.device) - (counts_R.cumsum(0) - counts_R)[rows_N]
-    width = max(1, int(counts_R.max()))
-    gaps_RC = torch.full((len(gaps_RV), width), torch.inf, device=gaps_RV.device)
-    columns_RC = torch.zeros(len(gaps_RV), width, dtype=torch.int64, device=gaps_RV.device)
-    gaps_RC[rows_N, places_N] = gaps_RV[rows_N, columns_N]
-    columns_RC[rows_N, places_N] = columns_N
-    return gaps_RC, columns_RC
 
 
 # The pick
@@ -209,9 +283,17 @@ def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
     return total_high * bits_high + (middle >> 31)
 
 
-def block_sums(weights_RC: torch.Tensor) -> torch.Tensor:
-    """Weights by block of columns, [R, X]: all that needs to be kept of a row until its place is known."""
-    return _block_reduce(weights_RC, torch.sum)
+def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """The column where the running sum of the weights within the limit first exceeds `index_R`, int64 [R]; -1 where
+    the index is not in this shard: below 0, or not below the sum of the row. `sums_RX`: from `block_weights`.
+
+    The weights of one block are computed again: the same exponentials of the same logits.
+    """
+    columns_RX, rest_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
+    logits_RX = gaps.logits_BV[gaps.rows_R[:, None], columns_RX].to(torch.float32)
+    weights_RX = token_weights(token_gaps(logits_RX, gaps.max_R, gaps.temperature_R), limit_R)
+    here_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
+    return torch.where(here_R, find_in_block(weights_RX, columns_RX, rest_R), -1)
 
 
 def find_block(sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,16 +313,10 @@ def find_in_block(weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: t
     return columns_RX.gather(1, place_R1.clamp_(max=columns_RX.shape[1] - 1)).squeeze(1)
 
 
-def find_column(weights_RC: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """The column where the running sum of weights first exceeds `index_R`, for 0 <= index < the sum of the row."""
-    columns_RX, rest_R = find_block(block_sums(weights_RC), index_R, weights_RC.shape[1])
-    return find_in_block(weights_RC.gather(1, columns_RX), columns_RX, rest_R)
-
-
-def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor], width: int = _BLOCK) -> torch.Tensor:
-    """`reduce` over blocks of `width` columns, the last one shorter."""
-    body = values_RC.shape[1] // width * width
-    parts = [reduce(values_RC[:, :body].view(len(values_RC), -1, width), dim=2)] if body else []
+def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """`reduce` over blocks of columns, the last one shorter."""
+    body = values_RC.shape[1] // BLOCK * BLOCK
+    parts = [reduce(values_RC[:, :body].view(len(values_RC), -1, BLOCK), dim=2)] if body else []
     if body < values_RC.shape[1]:
         parts.append(reduce(values_RC[:, body:], dim=1, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -248,5 +324,15 @@ def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor], 
 
 def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
     """[R, X] the columns of one block a row; a short last block repeats its last column."""
-    columns_RX = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=block_R.device)
+    columns_RX = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=block_R.device)
     return columns_RX.clamp_(max=num_columns - 1)
+
+
+REFERENCE = SamplingKernels(
+    row_best=row_best,
+    block_weights=block_weights,
+    pick_column=pick_column,
+    list_nearest=list_nearest,
+    listed_limits=listed_limits,
+    gap_histogram=gap_histogram,
+)

@@ -18,9 +18,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import cluster
+import cluster.bench
 import cluster.doctor
 import cluster.generate
 import launch
+from cluster.bench import BenchJob
 from cluster.generate import GenerateJob
 from cluster.placement import SESSION
 from configs.engine import EngineConfig
@@ -214,21 +216,39 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
 
 # The surface
 
-GENERATE_FLAGS = {
-    "--model", "--tp", "--input", "--output", "--raw", "--tokenizer", "--revision", "--device", "--dtype",
-    "--attention-backend", "--block-size", "--num-kv-blocks", "--kv-cache-bytes", "--max-num-seqs",
-    "--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization", "--prefix-caching",
-    "--no-prefix-caching", "--enforce-eager", "--num-steps-ahead", "--seed", "--ray-address", "--log-level",
-    "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
-    "--frequency-penalty", "--stop", "--min-tokens", "--ignore-eos", "--n",
+ENGINE_FLAGS = {
+    "--model", "--tp", "--tokenizer", "--revision", "--device", "--dtype", "--attention-backend", "--block-size",
+    "--num-kv-blocks", "--kv-cache-bytes", "--max-num-seqs", "--max-num-batched-tokens", "--max-model-len",
+    "--gpu-memory-utilization", "--prefix-caching", "--no-prefix-caching", "--enforce-eager", "--num-steps-ahead",
+    "--seed", "--ray-address", "--log-level",
 }  # fmt: skip
-FLAGS_AND_VALUES = {
+FLAGS = {
+    "generate": ENGINE_FLAGS | {
+        "--input", "--output", "--raw", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--stop", "--min-tokens", "--ignore-eos",
+        "--n",
+    },
+    "bench": ENGINE_FLAGS | {
+        "--input", "--num-seqs", "--max-input", "--max-output", "--temperature", "--request-rate", "--num-warmup",
+    },
+    "doctor": set(),
+}  # fmt: skip
+ENGINE_FLAGS_AND_VALUES = {
     "--model": "m", "--tp": 2, "--tokenizer": "t", "--revision": "r", "--device": "cpu", "--dtype": "float32",
     "--attention-backend": "reference", "--block-size": 8, "--num-kv-blocks": 9, "--kv-cache-bytes": 10,
     "--max-num-seqs": 11, "--max-num-batched-tokens": 12, "--max-model-len": 13, "--gpu-memory-utilization": 0.5,
-    "--num-steps-ahead": 0, "--seed": 14, "--ray-address": "a:1", "--log-level": "error", "--max-tokens": 15,
-    "--temperature": 0.5, "--top-k": 16, "--top-p": 0.75, "--min-p": 0.25, "--repetition-penalty": 1.5,
-    "--presence-penalty": 0.5, "--frequency-penalty": 0.25, "--min-tokens": 3, "--n": 2,
+    "--num-steps-ahead": 0, "--seed": 14, "--ray-address": "a:1", "--log-level": "error",
+}  # fmt: skip
+ENGINE_SWITCHES = ["--no-prefix-caching", "--enforce-eager"]
+ENGINE = EngineConfig(
+    model="m", tensor_parallel_size=2, tokenizer="t", revision="r", device="cpu", dtype="float32",
+    attention_backend="reference", block_size=8, num_kv_blocks=9, kv_cache_bytes=10, max_num_seqs=11,
+    max_num_batched_tokens=12, max_model_len=13, gpu_memory_utilization=0.5, num_steps_ahead=0, seed=14,
+    ray_address="a:1", log_level="error", enable_prefix_caching=False, enforce_eager=True,
+)  # fmt: skip
+SAMPLING_FLAGS_AND_VALUES = {
+    "--max-tokens": 15, "--temperature": 0.5, "--top-k": 16, "--top-p": 0.75, "--min-p": 0.25,
+    "--repetition-penalty": 1.5, "--presence-penalty": 0.5, "--frequency-penalty": 0.25, "--min-tokens": 3, "--n": 2,
 }  # fmt: skip
 
 
@@ -238,32 +258,30 @@ def commands() -> dict[str, Any]:
 
 
 def test_the_subcommands_are_these() -> None:
-    assert set(commands()) == {"generate", "doctor"}
+    assert set(commands()) == set(FLAGS)
 
 
-def test_the_flags_of_generate_are_these() -> None:
-    parameters = commands()["generate"].params
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_of_a_command_are_these(command: str) -> None:
+    parameters = commands()[command].params
     flags = {flag for p in parameters if p.param_type_name == "option" for flag in (*p.opts, *p.secondary_opts)}
-    assert flags - {"--help"} == GENERATE_FLAGS
+    assert flags - {"--help"} == FLAGS[command]
+
+
+def words(flags_and_values: dict[str, Any]) -> list[str]:
+    return [str(word) for pair in flags_and_values.items() for word in pair]
 
 
 def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[GenerateJob] = []
     monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
-    values = [str(word) for pair in FLAGS_AND_VALUES.items() for word in pair]
-    switches = ["--raw", "--no-prefix-caching", "--enforce-eager", "--ignore-eos"]
-    run = invoke(
-        "generate", "one", "two", *values, *switches, "--stop", "x", "--stop", "y", "--output", "answers.jsonl"
-    )
+    values = [*words(ENGINE_FLAGS_AND_VALUES), *words(SAMPLING_FLAGS_AND_VALUES), *ENGINE_SWITCHES]
+    switches = ["--raw", "--ignore-eos", "--stop", "x", "--stop", "y", "--output", "answers.jsonl"]
+    run = invoke("generate", "one", "two", *values, *switches)
     assert run.exit_code == 0, run.stderr
     assert jobs == [
         GenerateJob(
-            config=EngineConfig(
-                model="m", tensor_parallel_size=2, tokenizer="t", revision="r", device="cpu", dtype="float32",
-                attention_backend="reference", block_size=8, num_kv_blocks=9, kv_cache_bytes=10, max_num_seqs=11,
-                max_num_batched_tokens=12, max_model_len=13, gpu_memory_utilization=0.5, num_steps_ahead=0, seed=14,
-                ray_address="a:1", log_level="error", enable_prefix_caching=False, enforce_eager=True,
-            ),
+            config=ENGINE,
             defaults=SamplingParams(
                 max_tokens=15, temperature=0.5, top_k=16, top_p=0.75, min_p=0.25, repetition_penalty=1.5,
                 presence_penalty=0.5, frequency_penalty=0.25, min_tokens=3, ignore_eos=True, n=2, stop=["x", "y"],
@@ -274,6 +292,29 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
             raw=True,
         )
     ]  # fmt: skip
+
+
+def test_every_flag_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[BenchJob] = []
+    monkeypatch.setattr(cluster.bench, "run_bench", jobs.append)
+    workload = {"--num-seqs": 3, "--max-input": 4, "--max-output": 5, "--temperature": 0.25, "--request-rate": 6.5,
+                "--num-warmup": 7, "--input": "x.jsonl"}  # fmt: skip
+    run = invoke("bench", *words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(workload))
+    assert run.exit_code == 0, run.stderr
+    assert jobs == [
+        BenchJob(
+            config=ENGINE, input=Path("x.jsonl"), num_seqs=3, max_input=4, max_output=5, temperature=0.25,
+            request_rate=6.5, num_warmup=7,
+        )
+    ]  # fmt: skip
+
+
+def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[BenchJob] = []
+    monkeypatch.setattr(cluster.bench, "run_bench", jobs.append)
+    assert invoke("bench").exit_code == 0
+    nothing = dict.fromkeys(("input", "num_seqs", "max_input", "max_output", "temperature", "request_rate"))
+    assert jobs == [BenchJob(config=EngineConfig(seed=0), num_warmup=1, **nothing)]
 
 
 def test_without_flags_the_engine_has_its_defaults_and_256_tokens_are_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,16 +381,18 @@ def test_transformers_imports_beside_our_kernels() -> None:
     assert Path(done.stdout.strip()) == CHECKOUT / "kernels" / "__init__.py"
 
 
-def test_help_needs_neither_torch_nor_ray() -> None:
+@pytest.mark.parametrize(("command", "flag"), [("generate", "--max-tokens"), ("bench", "--num-seqs")])
+def test_help_needs_neither_torch_nor_ray(command: str, flag: str) -> None:
     program = (
         "import sys, launch\n"
-        "try: launch.app(['generate', '--help'])\n"
+        "try: launch.app([sys.argv[1], '--help'])\n"
         "except SystemExit as end: assert not end.code\n"
         "sys.exit([name for name in ('torch', 'ray', 'transformers') if name in sys.modules] or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    command_line = [sys.executable, "-c", program, command]
+    done = subprocess.run(command_line, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "--max-tokens" in done.stdout
+    assert flag in done.stdout
 
 
 def test_a_flag_out_of_range_is_refused_before_torch_is_imported() -> None:

@@ -1,9 +1,11 @@
 """The tensor-parallel group: the ranks that compute one model together, and what they may ask of each other.
 
 Owns one torch backend (gloo on CPU, NCCL on CUDA) built directly over a TCPStore, never torch.distributed's default
-process group: nothing here is global, so any number of engines live on one machine or in one process. A group of one
-does nothing and needs no torch.distributed. Every wait has a limit. Layers and sampler get the group as an argument;
-all ranks call the same operations in the same order, from one thread.
+process group: nothing here is global, so any number of engines live on one machine or in one process. CPU ranks that
+all share a host meet through gloo and then compute through shared memory; gloo keeps the barrier, whose wait may be as
+long as loading takes and must not spin. A group of one does nothing and needs no torch.distributed. Every wait has a
+limit. Layers and sampler get the group as an argument; all ranks call the same operations in the same order, from one
+thread.
 
 Legend: R ranks of the group.
 """
@@ -11,15 +13,21 @@ Legend: R ranks of the group.
 from __future__ import annotations
 
 import importlib
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from scheduler.errors import WorkerError
+
+if TYPE_CHECKING:
+    from workers.shared_memory import SharedMemoryReducer
+
+logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
@@ -60,6 +68,16 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._backend = backend
+        self._reducer: SharedMemoryReducer | None = None
+
+    @property
+    def transport(self) -> str:
+        """How tensors travel: "none" (a group of one), "nccl", "shared memory" or "gloo"."""
+        if self.size == 1:
+            return "none"
+        if self.device.type == "cuda":
+            return "nccl"
+        return "gloo" if self._reducer is None else "shared memory"
 
     @classmethod
     def alone(cls, device: torch.device) -> TensorParallelGroup:
@@ -67,10 +85,17 @@ class TensorParallelGroup:
 
     @classmethod
     def create(
-        cls, rank: int, size: int, address: Address | None, device: torch.device, timeout_s: float
+        cls,
+        rank: int,
+        size: int,
+        address: Address | None,
+        device: torch.device,
+        timeout_s: float,
+        shared_memory: bool = True,
     ) -> TensorParallelGroup:
         """Join the group that meets at `address`; returns when every rank has. `timeout_s` bounds this and every later
-        operation (see `set_timeout`). Raises `WorkerError` when a peer does not come."""
+        operation (see `set_timeout`). CPU ranks use shared memory where all can and all were asked to, else gloo.
+        Raises `WorkerError` when a peer does not come."""
         if size == 1:
             return cls.alone(device)
         if address is None:
@@ -78,6 +103,8 @@ class TensorParallelGroup:
         try:
             group = cls(rank, size, device, _connect(rank, size, address, device, timedelta(seconds=timeout_s)))
             group.barrier()
+            if device.type == "cpu":
+                group._share_memory(shared_memory, timeout_s)
         except RuntimeError as error:
             where = f"{address[0]}:{address[1]} in {timeout_s} s"
             raise WorkerError(f"rank {rank} of {size} met no complete group at {where}: {error}") from None
@@ -87,32 +114,64 @@ class TensorParallelGroup:
         """Limit of every operation from now on."""
         if self._backend is not None:
             self._backend._set_default_timeout(timedelta(seconds=timeout_s))
+        if self._reducer is not None:
+            self._reducer.timeout_s = timeout_s
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every rank."""
+        if self._reducer is not None:
+            return self._reducer.all_reduce(tensor)
         return self._reduce(tensor, "SUM")
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`."""
+        if self._reducer is not None:
+            return self._reducer.all_reduce_max(tensor)
         return self._reduce(tensor, "MAX")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if self._reducer is not None:
+            return self._reducer.all_gather(tensor)
         out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         self._run("all_gather", lambda b: b.allgather([list(out_R.unbind(0))], [tensor.contiguous()]))
         return out_R
 
     def barrier(self) -> None:
         """Return when every rank is here (on CUDA: when its device is)."""
-        self.all_reduce(torch.zeros(1, device=self.device)).cpu()
+        self._reduce(torch.zeros(1, device=self.device), "SUM").cpu()
 
     def close(self) -> None:
         """Leave the group; one of several ranks cannot be used afterwards. Never waits for a peer."""
+        if self._reducer is not None:
+            self._reducer.close()
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()
+
+    def _share_memory(self, wanted: bool, timeout_s: float) -> None:
+        """Compute through shared memory from now on, all ranks or none."""
+        reason = next(
+            filter(None, self._exchange("" if wanted else f"rank {self.rank} was told not to share memory")), ""
+        )
+        if not reason:
+            # Imported here: with numba, which a rank on a GPU has no use for.
+            from workers.shared_memory import SharedMemoryReducer
+
+            joined = SharedMemoryReducer.join(self.rank, self.size, self._exchange, timeout_s)
+            if isinstance(joined, SharedMemoryReducer):
+                self._reducer = joined
+            else:
+                reason = joined
+        if self.rank == 0:
+            logger.info("all-reduce: %s", f"gloo, because {reason}" if reason else "shared memory")
+
+    def _exchange(self, text: str) -> list[str]:
+        """The first 1000 bytes of what each rank says, in rank order."""
+        mine = torch.frombuffer(bytearray(text.encode()[:1000].ljust(1000, b"\0")), dtype=torch.uint8)
+        return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in self.all_gather(mine)]
 
     def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
         if self.size > 1:

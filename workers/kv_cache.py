@@ -2,7 +2,7 @@
 
 Owns the ledger, which states where every byte goes, and the one tensor all layers see views of. Never decides which
 block holds what: that is the scheduler's. The driver takes the minimum of `num_blocks` over the ranks.
-Legend: none; the layout of one layer's keys or values is the backend's (`Kernels.kv_cache_shape`).
+Legend: none; the layout of one layer's keys and values is the backend's (`Kernels.kv_cache_shapes`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def block_bytes(config: ResolvedConfig, kernels: Kernels) -> int:
     """Bytes one block takes on one rank: keys and values of every layer, of the KV heads this rank holds."""
     model = config.model
     kv_heads = max(1, model.num_key_value_heads // config.engine.tensor_parallel_size)
-    elements = math.prod(kernels.kv_cache_shape(1, config.block_size, kv_heads, model.head_dim))
+    elements = math.prod(kernels.kv_cache_shapes(1, config.block_size, kv_heads, model.head_dim)[0])
     return 2 * model.num_hidden_layers * elements * torch_dtype(config.dtype).itemsize
 
 
@@ -108,17 +108,19 @@ def gpu_budget(config: ResolvedConfig, device: torch.device, run_step: Callable[
 
 
 class KVCache:
-    """One contiguous zeroed tensor [2, layers, *shape]; `layers` are (keys, values) views of it."""
+    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of it."""
 
     def __init__(
         self, config: ResolvedConfig, kernels: Kernels, num_blocks: int, num_kv_heads: int, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
-        shape = kernels.kv_cache_shape(num_blocks, config.block_size, num_kv_heads, config.model.head_dim)
+        shapes = kernels.kv_cache_shapes(num_blocks, config.block_size, num_kv_heads, config.model.head_dim)
         self.tensor = torch.zeros(
-            2, config.model.num_hidden_layers, *shape, dtype=torch_dtype(config.dtype), device=device
+            2, config.model.num_hidden_layers, math.prod(shapes[0]), dtype=torch_dtype(config.dtype), device=device
         )
-        self.layers: list[LayerCache] = [(keys, values) for keys, values in zip(*self.tensor, strict=True)]
+        self.layers: list[LayerCache] = [
+            (keys.view(shapes[0]), values.view(shapes[1])) for keys, values in zip(*self.tensor, strict=True)
+        ]
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from configs.model import ModelConfig
+from kernels.backend import Kernels
 from workers.group import TensorParallelGroup
 
 
@@ -41,12 +42,23 @@ class Replicated:
         yield WeightSlice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
 
 
-class _ColumnParallel:
-    """Matrices of the checkpoint side by side in one parameter, each cut along its output features."""
+class _Matrix:
+    """A weight [Y, X] and perhaps a bias. The weight is plain while it is filled; `pack` leaves it to the kernels."""
 
-    def __init__(self, size_out: int, size_in: int, bias: bool, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size_out: int, size_in: int, bias: bool, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.kernels = kernels
         self.weight_YX = torch.empty(size_out, size_in, dtype=dtype, device=group.device)
         self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
+
+    def pack(self) -> None:
+        """Once, after every slice is filled: nothing but the product can read the weight from then on."""
+        self.weight_YX = self.kernels.pack_weight(self.weight_YX)
+
+
+class _ColumnParallel(_Matrix):
+    """Matrices of the checkpoint side by side in one parameter, each cut along its output features."""
 
     def _piece(self, name: str, full: int, start: int, offset: int, length: int) -> Iterator[WeightSlice]:
         """Rows `start` on of the matrix `name` of `full` rows go to rows `offset` on of ours, `length` of them."""
@@ -60,20 +72,19 @@ class QKVParallelLinear(_ColumnParallel):
     """Query, key and value projections in one product. Ranks hold whole heads: each its part of the query heads and
     the KV heads these attend to. With more ranks than KV heads, neighbours hold the same KV head."""
 
-    def __init__(self, name: str, model: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
         self.name, self.model, self.rank = name, model, group.rank
         self.num_heads = model.num_attention_heads // group.size
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
         heads = self.num_heads + 2 * self.num_kv_heads
-        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, group, dtype)
+        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, group, kernels, dtype)
 
-    def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(queries [T, H, D], keys [T, K, D], values [T, K, D]): views of one tensor."""
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        qkv = functional.linear(x_TE, self.weight_YX, self.bias_Y).view(len(x_TE), sum(heads), self.model.head_dim)
-        q_THD, k_TKD, v_TKD = qkv.split(heads, dim=1)
-        return q_THD, k_TKD, v_TKD
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, H + 2K, D]: the queries, then the keys, then the values."""
+        return self.kernels.linear(x_TE, self.weight_YX, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
     def slices(self) -> Iterator[WeightSlice]:
         heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
@@ -93,44 +104,55 @@ class MergedColumnParallelLinear(_ColumnParallel):
     """Matrices of one shape in one product, each rank the same part of every one: the gate and up projections."""
 
     def __init__(
-        self, names: tuple[str, ...], size_in: int, size_out: int, group: TensorParallelGroup, dtype: torch.dtype
+        self,
+        names: tuple[str, ...],
+        size_in: int,
+        size_out: int,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names, self.full, self.rank = names, size_out, group.rank
         self.shard = size_out // group.size
-        super().__init__(len(names) * self.shard, size_in, False, group, dtype)
+        super().__init__(len(names) * self.shard, size_in, False, group, kernels, dtype)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
-        return functional.linear(x_TE, self.weight_YX)
+        return self.kernels.linear(x_TE, self.weight_YX, None)
 
     def slices(self) -> Iterator[WeightSlice]:
         for index, name in enumerate(self.names):
             yield from self._piece(name, self.full, self.rank * self.shard, index * self.shard, self.shard)
 
 
-class RowParallelLinear:
+class RowParallelLinear(_Matrix):
     """A matrix cut along its input features, which a column-parallel layer before it has left on this rank. The sum
     over the ranks completes the product; the bias, whole on every rank, is added once after it."""
 
     def __init__(
-        self, name: str, size_in: int, size_out: int, bias: bool, group: TensorParallelGroup, dtype: torch.dtype
+        self,
+        name: str,
+        size_in: int,
+        size_out: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
-        self.name, self.group, self.full = name, group, size_in
-        shard = size_in // group.size
-        self.weight_YX = torch.empty(size_out, shard, dtype=dtype, device=group.device)
-        self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
+        self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
+        super().__init__(size_out, self.shard, bias, group, kernels, dtype)
 
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         """[T, Y], the same on every rank."""
         if self.group.size == 1:
-            return functional.linear(x_TX, self.weight_YX, self.bias_Y)
-        out_TY = self.group.all_reduce(functional.linear(x_TX, self.weight_YX))
+            return self.kernels.linear(x_TX, self.weight_YX, self.bias_Y)
+        out_TY = self.group.all_reduce(self.kernels.linear(x_TX, self.weight_YX, None))
         return out_TY if self.bias_Y is None else out_TY.add_(self.bias_Y)
 
     def slices(self) -> Iterator[WeightSlice]:
-        size_out, shard = self.weight_YX.shape
-        yield WeightSlice(f"{self.name}.weight", (size_out, self.full), self.weight_YX, 1, self.group.rank * shard)
+        size_out = len(self.weight_YX)
+        yield WeightSlice(f"{self.name}.weight", (size_out, self.full), self.weight_YX, 1, self.group.rank * self.shard)
         if self.bias_Y is not None:
             yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
 
@@ -144,10 +166,10 @@ class _VocabParallel:
         self, name: str, vocab_size: int, hidden_size: int, group: TensorParallelGroup, dtype: torch.dtype
     ) -> None:
         self.name, self.group, self.vocab_size = name, group, vocab_size
-        shard = -(-vocab_size // group.size)
-        self.first_id = group.rank * shard
-        self.num_ids = max(0, min(shard, vocab_size - self.first_id))  # without the padding
-        self.weight_VE = torch.empty(shard, hidden_size, dtype=dtype, device=group.device)
+        self.shard = -(-vocab_size // group.size)
+        self.first_id = group.rank * self.shard
+        self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
+        self.weight_VE = torch.empty(self.shard, hidden_size, dtype=dtype, device=group.device)
         self.weight_VE[self.num_ids :].zero_()
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -174,19 +196,32 @@ class ParallelLMHead(_VocabParallel):
     the embedding's, and a head the checkpoint may still hold is not read."""
 
     def __init__(
-        self, name: str, embedding: VocabParallelEmbedding, tied: bool, group: TensorParallelGroup, dtype: torch.dtype
+        self,
+        name: str,
+        embedding: VocabParallelEmbedding,
+        tied: bool,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
-        self.tied = tied
+        self.tied, self.kernels = tied, kernels
         if tied:
             self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
-            self.first_id, self.num_ids = embedding.first_id, embedding.num_ids
+            self.first_id, self.num_ids, self.shard = embedding.first_id, embedding.num_ids, embedding.shard
             self.weight_VE = embedding.weight_VE
         else:
             super().__init__(name, embedding.vocab_size, embedding.weight_VE.shape[1], group, dtype)
 
     def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V]; columns of padding hold 0: the sampler leaves them out."""
-        return functional.linear(hidden_BE, self.weight_VE).to(torch.float32)
+        """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves them out."""
+        return self.kernels.linear(hidden_BE, self.weight_VE, None)
+
+    def pack(self) -> bool:
+        """Once, after every slice is filled. True if the packed weight is a copy: a tied embedding keeps its rows."""
+        packed_VE = self.kernels.pack_weight(self.weight_VE)
+        copied = packed_VE is not self.weight_VE
+        self.weight_VE = packed_VE
+        return copied
 
     def slices(self) -> Iterator[WeightSlice]:
         return iter(()) if self.tied else super().slices()

@@ -18,6 +18,7 @@ import torch
 from configs.engine import ResolvedConfig
 from kernels.backend import Kernels
 from kernels.metadata import AttentionMetadata
+from kernels.sampling import MAX_LISTED
 from scheduler.messages import StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
 from workers.batch_state import BatchState, StepInputs
@@ -57,7 +58,7 @@ class ModelRunner:
         self.device = group.device
         self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, group.device)
         self.state = BatchState(config, num_blocks, group.device)
-        self.sampler = make_sampler(config, model, group)
+        self.sampler = make_sampler(config, model, group, kernels)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -126,10 +127,12 @@ class ModelRunner:
         return PendingStep(num_rows=len(tokens), token_ids_R=tokens, logprobs=logprobs, copied=copied, seconds=seconds)
 
 
-def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup) -> Sampler:
+def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> Sampler:
     """The sampler of this rank's shard of the vocabulary."""
-    start, shard = model.head.first_id, len(model.head.weight_VE)
-    return Sampler(group, config.model.vocab_size, start, start + shard, config.engine.max_num_seqs, group.device)
+    start, shard = model.head.first_id, model.head.shard
+    return Sampler(
+        group, kernels.sampling, config.model.vocab_size, start, start + shard, config.engine.max_num_seqs, group.device
+    )
 
 
 @torch.inference_mode()
@@ -137,8 +140,8 @@ def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallel
     """Run the step that needs most memory: as many tokens and sampling rows as there can be, every stage of sampling
     in use. Its cache is one block, which nothing is written to. Every rank runs it at the same time."""
     device, engine = group.device, config.engine
-    num_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-    row_len = min(-(-engine.max_num_batched_tokens // num_rows), config.max_model_len)
+    num_rows = min(engine.max_num_seqs, config.max_num_batched_tokens)
+    row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     attn = AttentionMetadata(
@@ -151,8 +154,8 @@ def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallel
     )
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
-    sampler = make_sampler(config, model, group)
-    sampling = Sampling(seed=0, max_tokens=1, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+    sampler = make_sampler(config, model, group, kernels)
+    sampling = Sampling(seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
     for slot in range(num_rows):
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_rows])

@@ -1,12 +1,13 @@
 """The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on every rank.
 
 Owns the token counts of rows with penalties, on the device; they are allocated when the first such row is admitted.
-Logits are never gathered: ranks exchange maxima, integer weights and histograms (see `kernels/sampling.py`). Nothing
-here makes the host wait for the device on a GPU. All ranks call in the same order, from one thread.
+Logits are never gathered: ranks exchange maxima, integer weights, lists of the nearest tokens and histograms (see
+`kernels/sampling.py`); what reads the logits is the backend's. Nothing here makes the host wait for the device on a
+GPU. All ranks call in the same order, from one thread.
 Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p, pick. Logprobs are of
 the raw logits.
-Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, C the columns still
-looked at, X histogram bins, S slots, M alternatives.
+Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, X blocks of columns or
+histogram bins, S slots, M alternatives, N ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kernels import sampling as kernels
+from kernels import sampling
+from kernels.sampling import GapRows, SamplingKernels
 from scheduler.messages import TokenLogprobs
 from scheduler.params import Sampling
 from workers.sampling_state import DrawRows, Filters, Ints, LogprobRows, PenaltyRows, SamplingBatch, SamplingState
@@ -35,8 +37,6 @@ class Group(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
-# (gaps [R, C], their columns or None for all, weight of the whole rows [R] or None)
-Candidates = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # Beyond this the allocator takes fresh pages for every intermediate result: three times slower at 64 rows of 151,936.
 _COLUMNS_AT_ONCE = 1 << 20
 
@@ -84,6 +84,7 @@ class Sampler:
     def __init__(
         self,
         group: Group,
+        kernels: SamplingKernels,
         vocab_size: int,
         vocab_start: int,
         vocab_end: int,
@@ -91,6 +92,7 @@ class Sampler:
         device: torch.device | str,
     ) -> None:
         self._group = group
+        self._kernels = kernels
         self._vocab_size = vocab_size
         self._vocab_start = vocab_start
         self._num_columns = max(0, min(vocab_end, vocab_size) - vocab_start)
@@ -123,9 +125,9 @@ class Sampler:
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
         raw_BV = self._real_columns(logits_BV)
         adjusted_BV = self._adjust(raw_BV, batch)
-        max_B, token_ids_B = self._best(adjusted_BV)
+        max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
-            drawn_R = self._draw(adjusted_BV, max_B, rows)
+            drawn_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
             token_ids_B = drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
         token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)  # logits that are not numbers must not end the engine
         if batch.penalties is not None:
@@ -134,16 +136,18 @@ class Sampler:
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _real_columns(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Float32 logits without the padding; a shard of nothing but padding keeps one column that nothing chooses."""
+        """Logits in a dtype of the kernels, without the padding; a shard of nothing but padding keeps one column that
+        nothing chooses."""
         if self._num_columns == 0:
             return torch.full((len(logits_BV), 1), -torch.inf, device=logits_BV.device)
-        return logits_BV[:, : self._num_columns].to(torch.float32)
+        logits_BV = logits_BV[:, : self._num_columns]
+        return (logits_BV if logits_BV.dtype is torch.bfloat16 else logits_BV.to(torch.float32)).contiguous()
 
     def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Penalties, bias and mask, on a copy if there are any."""
+        """Penalties, bias and mask, on a float32 copy if there are any."""
         if self._num_columns == 0 or (batch.penalties is None and batch.bias is None and batch.masked is None):
             return logits_BV
-        logits_BV = logits_BV.clone()
+        logits_BV = logits_BV.to(torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
             for part in self._parts(len(rows.rows_R)):
                 logits_BV.index_copy_(0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part))
@@ -155,43 +159,58 @@ class Sampler:
             logits_BV[batch.masked.rows_N, batch.masked.columns_N] = -torch.inf
         return logits_BV
 
-    def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(largest logit, its token, the lowest of equals) over all ranks."""
-        values_B, columns_B = kernels.row_best(logits_BV)
-        return kernels.unpack(self._group.all_reduce_max(kernels.pack(values_B, columns_B + self._vocab_start)))
+    def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(largest logit, its token, the lowest of equals) over all ranks; largest of each block of this rank."""
+        max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
+        best_B = self._group.all_reduce_max(sampling.pack(max_B, columns_B + self._vocab_start))
+        return *sampling.unpack(best_B), block_max_BX
 
-    def _draw(self, logits_BV: torch.Tensor, max_B: torch.Tensor, rows: DrawRows) -> torch.Tensor:
-        if rows.rows_R is None:
-            rows_R = torch.arange(len(logits_BV), device=logits_BV.device)
-        else:
-            rows_R, max_B = rows.rows_R, max_B.index_select(0, rows.rows_R)
-        if rows.filters is not None:
-            return self._draw_filtered(logits_BV, rows_R, max_B, rows, rows.filters)
-        sums_RX = torch.cat(
-            [kernels.block_sums(kernels.token_weights(self._gaps(logits_BV, rows_R, max_B, rows, part)))
-             for part in self._parts(len(rows_R))]
-        )  # fmt: skip
-        index_R, here_R = self._index(sums_RX.sum(dim=1), rows)
-        # The weights of one block are computed again: the same exponentials of the same logits.
-        columns_RX, rest_R = kernels.find_block(sums_RX, index_R, logits_BV.shape[1])
-        gaps_RX = kernels.token_gaps(logits_BV[rows_R[:, None], columns_RX], max_B, rows.temperature_R)
-        column_R = kernels.find_in_block(kernels.token_weights(gaps_RX), columns_RX, rest_R)
-        return self._agree(column_R, here_R)
+    def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
+        limit_R, kept_NR = self._limits(gaps, rows.filters)
+        sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
+        if kept_NR is None:
+            kept_NR = self._group.all_gather(mine_R)
+        # The place in the cumulative weights of all ranks, which follow each other in token-id order; then in mine.
+        bits_R = sampling.uniform_bits(rows.seeds_R, rows.positions_R)
+        index_R = sampling.pick_index(bits_R, kept_NR.sum(dim=0)) - kept_NR[: self._group.rank].sum(dim=0)
+        column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
+        return self._group.all_reduce_max(torch.where(column_R >= 0, column_R + self._vocab_start, -1))
 
-    def _draw_filtered(
-        self, logits_BV: torch.Tensor, rows_R: torch.Tensor, max_R: torch.Tensor, rows: DrawRows, filters: Filters
-    ) -> torch.Tensor:
-        candidates = [
-            _candidates(self._gaps(logits_BV, rows_R, max_R, rows, part), filters, part)
-            for part in self._parts(len(rows_R))
-        ]
-        gaps_RC, columns_RC, mass_R = _concatenate(candidates)
-        weights_RC = self._keep(gaps_RC, mass_R, filters)
-        index_R, here_R = self._index(weights_RC.sum(dim=1), rows)
-        column_R = kernels.find_column(weights_RC, index_R)
-        if columns_RC is not None:
-            column_R = columns_RC.gather(1, column_R[:, None]).squeeze(1)
-        return self._agree(column_R, here_R)
+    def _limits(self, gaps: GapRows, filters: Filters | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(limit of all filters, the weight every rank keeps [N, R] where it is known already)."""
+        if filters is None:
+            return torch.full_like(gaps.max_R, torch.inf), None
+        if not filters.listed:
+            return self._descend(gaps, filters), None
+        list_RK = self._kernels.list_nearest(gaps, filters.top_k_R, filters.max_top_k)
+        lists_NRK = self._group.all_gather(list_RK)
+        return self._kernels.listed_limits(lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R)
+
+    def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
+        """Limits of rows of which any number of tokens may be kept. A row without a filter looks within -1, at none."""
+        everything_R, nothing_R = torch.full_like(gaps.max_R, torch.inf), torch.full_like(gaps.max_R, -1.0)
+        within_R, limit_R = everything_R, filters.max_gap_R
+        if filters.max_top_k > 0:
+            has_R = filters.top_k_R > 0
+            within_R = self._limit(gaps, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False)
+            within_R = torch.where(has_R, within_R, everything_R)
+        if filters.uses_top_p:
+            has_R = filters.top_p_R < sampling.TOP_P_ONE
+            bound_R = torch.where(has_R, torch.minimum(within_R, filters.bound_R), nothing_R)
+            _, kept_R = self._kernels.block_weights(gaps, torch.where(has_R, within_R, nothing_R))
+            target_R = sampling.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
+            top_p_limit_R = self._limit(gaps, bound_R, target_R, by_weight=True)
+            limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
+        return torch.minimum(limit_R, within_R)
+
+    def _limit(self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
+        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all ranks."""
+        prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
+        for radix_pass in range(len(sampling.RADIX_PASSES)):
+            histogram_RX = self._kernels.gap_histogram(gaps, within_R, prefix_R, radix_pass, by_weight)
+            digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
+            prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)
+        return sampling.limit_of(prefix_R)
 
     def _parts(self, num_rows: int) -> list[slice]:
         """The rows in parts small enough for the processor's cache; on a GPU all at once."""
@@ -200,66 +219,27 @@ class Sampler:
             step = max(1, _COLUMNS_AT_ONCE // max(1, self._num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def _gaps(
-        self, logits_BV: torch.Tensor, rows_R: torch.Tensor, max_R: torch.Tensor, rows: DrawRows, part: slice
-    ) -> torch.Tensor:
-        logits_RV = logits_BV[part] if rows.rows_R is None else logits_BV.index_select(0, rows_R[part])
-        return kernels.token_gaps(logits_RV, max_R[part], rows.temperature_R[part])
-
-    def _keep(self, gaps_RC: torch.Tensor, mass_R: torch.Tensor | None, filters: Filters) -> torch.Tensor:
-        """Weights, 0 for what top-k, top-p and min-p leave out. `mass_R`: of this rank's whole rows, if needed."""
-        weights_RC = kernels.token_weights(gaps_RC)
-        limit_R = torch.full_like(filters.bound_R, torch.inf) if filters.max_gap_R is None else filters.max_gap_R
-        if filters.top_k_R is not None:
-            top_k_limit_R = self._limit(gaps_RC, None, filters.top_k_R)
-            top_k_limit_R = torch.where(filters.top_k_R > 0, top_k_limit_R, torch.inf)
-            weights_RC = weights_RC * (gaps_RC <= top_k_limit_R[:, None])
-        if filters.top_p_R is not None:
-            kept_R = weights_RC.sum(dim=1)
-            if mass_R is not None:
-                kept_R = mass_R if filters.top_k_R is None else torch.where(filters.top_k_R > 0, kept_R, mass_R)
-            target_R = kernels.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
-            top_p_limit_R = self._limit(gaps_RC, weights_RC, target_R)
-            top_p_limit_R = torch.where(filters.top_p_R < kernels.TOP_P_ONE, top_p_limit_R, torch.inf)
-            limit_R = torch.minimum(limit_R, top_p_limit_R)
-        return weights_RC * (gaps_RC <= limit_R[:, None])
-
-    def _limit(self, gaps_RC: torch.Tensor, weights_RC: torch.Tensor | None, wanted_R: torch.Tensor) -> torch.Tensor:
-        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all ranks."""
-        prefix_R = torch.zeros(len(gaps_RC), dtype=torch.int32, device=gaps_RC.device)
-        for radix_pass in range(len(kernels.RADIX_PASSES)):
-            histogram_RX = self._group.all_reduce(kernels.gap_histogram(gaps_RC, prefix_R, radix_pass, weights_RC))
-            digit_R, wanted_R = kernels.next_digit(histogram_RX, wanted_R)
-            prefix_R = kernels.append_digit(prefix_R, digit_R, radix_pass)
-        return prefix_R.view(torch.float32)
-
-    def _index(self, mine_R: torch.Tensor, rows: DrawRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the drawn place in this rank's cumulative weights, whether it is there). Ranks follow each other in token-id
-        order; `mine_R` is the sum of this rank's weights."""
-        sums_NR = self._group.all_gather(mine_R)
-        bits_R = kernels.uniform_bits(rows.seeds_R, rows.positions_R)
-        index_R = kernels.pick_index(bits_R, sums_NR.sum(dim=0)) - sums_NR[: self._group.rank].sum(dim=0)
-        return index_R, (index_R >= 0) & (index_R < mine_R)
-
-    def _agree(self, column_R: torch.Tensor, here_R: torch.Tensor) -> torch.Tensor:
-        """The token of the one rank whose column counts."""
-        return self._group.all_reduce_max(torch.where(here_R, column_R + self._vocab_start, -1))
-
     def _logprobs(self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows) -> SampledLogprobs:
         """Natural-log probabilities under the raw logits. The sum of exponentials is the integer one of the draw."""
-        logits_LV, ids_L = logits_BV.index_select(0, rows.rows_L), token_ids_B.index_select(0, rows.rows_L)
+        logits_LV = logits_BV.index_select(0, rows.rows_L).to(torch.float32)
+        ids_L = token_ids_B.index_select(0, rows.rows_L)
         top_LM, top_ids_LM = self._top(logits_LV, max(1, *rows.num_top))
-        max_L, one_L = top_LM[:, 0], torch.ones_like(top_LM[:, 0])
-        mass_L = torch.cat(
-            [kernels.token_weights(kernels.token_gaps(logits_LV[part], max_L[part], one_L[part])).sum(dim=1)
-             for part in self._parts(len(ids_L))]
-        )  # fmt: skip
+        max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
+        _, _, block_max_LX = self._kernels.row_best(logits_LV)
+        gaps = GapRows(
+            logits_BV=logits_LV,
+            block_max_BX=block_max_LX,
+            rows_R=torch.arange(len(ids_L), device=ids_L.device),
+            max_R=max_L,
+            temperature_R=one_L,
+        )
+        _, mass_L = self._kernels.block_weights(gaps, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self._vocab_start
         here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
         chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
         bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(torch.int64)  # one rank's: the sum is its bits
         mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
-        log_total_L = max_L.to(torch.float64) + torch.log(mass_L.to(torch.float64) / kernels.WEIGHT_ONE)
+        log_total_L = max_L.to(torch.float64) + torch.log(mass_L.to(torch.float64) / sampling.WEIGHT_ONE)
         return SampledLogprobs(
             rows=rows.rows,
             num_top=rows.num_top,
@@ -274,39 +254,23 @@ class Sampler:
         ids_V = torch.arange(num_columns, device=logits_LV.device) + self._vocab_start
         num_local = min(num_top, num_columns)
         local_LM = torch.cat(
-            [kernels.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
+            [sampling.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
              for part in self._parts(len(logits_LV))]
         )  # fmt: skip
         local_LM = torch.nn.functional.pad(local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min)
         all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return kernels.unpack(all_LM.topk(num_top, dim=1).values)
+        return sampling.unpack(all_LM.topk(num_top, dim=1).values)
 
 
-def _candidates(gaps_RV: torch.Tensor, filters: Filters, part: slice) -> Candidates:
-    """What of some rows can still be kept: on the CPU without most columns, where leaving them out is cheap."""
-    mass_R = kernels.token_weights(gaps_RV).sum(dim=1) if filters.needs_mass else None
-    if gaps_RV.device.type != "cpu":
-        return gaps_RV, None, mass_R
-    bound_R = filters.bound_R[part]
-    if filters.top_k_R is not None:
-        top_k_R = filters.top_k_R[part]
-        top_k_bound_R = kernels.kth_gap_bound(gaps_RV, top_k_R, filters.max_top_k)
-        bound_R = torch.where(top_k_R > 0, top_k_bound_R, bound_R)
-    return *kernels.compact(gaps_RV, bound_R), mass_R
-
-
-def _concatenate(parts: list[Candidates]) -> Candidates:
-    """Parts as one, the narrower ones filled up with infinite gaps."""
-    if len(parts) == 1:
-        return parts[0]
-    width = max(gaps_RC.shape[1] for gaps_RC, _, _ in parts)
-    pad = torch.nn.functional.pad
-    gaps = [pad(gaps_RC, (0, width - gaps_RC.shape[1]), value=torch.inf) for gaps_RC, _, _ in parts]
-    columns = [
-        pad(columns_RC, (0, width - columns_RC.shape[1])) for _, columns_RC, _ in parts if columns_RC is not None
-    ]
-    masses = [mass_R for _, _, mass_R in parts if mass_R is not None]
-    return torch.cat(gaps), torch.cat(columns) if columns else None, torch.cat(masses) if masses else None
+def _gap_rows(logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.Tensor, rows: DrawRows) -> GapRows:
+    rows_R = rows.rows_R
+    return GapRows(
+        logits_BV=logits_BV,
+        block_max_BX=block_max_BX,
+        rows_R=torch.arange(len(logits_BV), device=logits_BV.device) if rows_R is None else rows_R,
+        max_R=max_B if rows_R is None else max_B.index_select(0, rows_R),
+        temperature_R=rows.temperature_R,
+    )
 
 
 class _TokenCounts:
@@ -342,7 +306,7 @@ class _TokenCounts:
     def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
         """Penalised logits of a part of the rows, [R, V]."""
         assert self._tables is not None
-        return kernels.penalize(
+        return sampling.penalize(
             logits_BV.index_select(0, rows.rows_R[part]),
             self._tables[0].index_select(0, rows.slots_R[part]),
             self._tables[1].index_select(0, rows.slots_R[part]),

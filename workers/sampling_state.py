@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.sampling import TOP_P_ONE
+from kernels.sampling import MAX_LISTED, TOP_P_ONE
 from scheduler.params import Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -25,21 +25,22 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Top-k, top-p and min-p of a group; a limit no row uses is None.
+    """Top-k, top-p and min-p of a group.
 
     top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
-    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all.
+    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does not.
     max_gap_R   : float32, -log(min_p), infinite where the row has none.
-    bound_R     : float32, a gap beyond which no token of a row without top-k can be kept.
-    needs_mass  : some row has top-p without top-k, so that the weight of its whole vocabulary counts.
+    bound_R     : float32, a gap beyond which top-p keeps no token.
+    listed      : every row has a top-k of at most `MAX_LISTED`.
     """
 
-    top_k_R: torch.Tensor | None
+    top_k_R: torch.Tensor
     max_top_k: int
-    top_p_R: torch.Tensor | None
-    max_gap_R: torch.Tensor | None
+    top_p_R: torch.Tensor
+    uses_top_p: bool
+    max_gap_R: torch.Tensor
     bound_R: torch.Tensor
-    needs_mass: bool
+    listed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """What one step samples. `draws` holds at most two groups, without and with filters; no group: all greedy."""
+    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group: all greedy."""
 
     num_rows: int
     draws: tuple[DrawRows, ...]
@@ -109,8 +110,11 @@ class SamplingState:
         self._vocab_end = min(vocab_end, vocab_size)
         self._device = device
         self._sampling: list[Sampling | None] = [None] * max_num_seqs
+        # Slots that use what most do not, so that a step without them does not look.
         self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
         self._stop_columns: dict[int, Ints] = {}
+        self._penalised: set[int] = set()
+        self._reporting: set[int] = set()
         self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
         self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
 
@@ -121,13 +125,18 @@ class SamplingState:
         top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
-        ints = (sampling.seed, top_k, top_p, sampling.min_tokens, num_prompt_tokens, sampling.logprobs)
+        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
+        ints = (sampling.seed, top_k, top_p, kind, sampling.min_tokens, num_prompt_tokens, sampling.logprobs)
         for name, value in zip(_INT_FIELDS, ints, strict=True):
             self._ints[name][slot] = value
-        floats = (sampling.temperature, max_gap, self._bound(top_p, max_gap), sampling.repetition_penalty,
-                  sampling.presence_penalty, sampling.frequency_penalty)  # fmt: skip
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        floats = (sampling.temperature, max_gap, self._bound(top_p), *penalties)
         for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
             self._floats[name][slot] = number
+        if penalties != (1, 0, 0):
+            self._penalised.add(slot)
+        if sampling.logprobs >= 0:
+            self._reporting.add(slot)
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
             columns, inside = self._columns(ids)
@@ -140,18 +149,19 @@ class SamplingState:
         self._sampling[slot] = None
         self._bias.pop(slot, None)
         self._stop_columns.pop(slot, None)
+        self._penalised.discard(slot)
+        self._reporting.discard(slot)
 
     def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
         """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute indices (in prompt and
         output) of the tokens to be sampled."""
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
-        drawn_B = self._floats["temperature"][slots_B] > 0
-        filtered_B = drawn_B & self._filtered(slots_B)
-        groups = ((drawn_B & ~filtered_B, False), (filtered_B, True))
+        kind_B = self._ints["kind"][slots_B]
+        kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY]
         return SamplingBatch(
             num_rows=len(slots_B),
-            draws=tuple(self._draw_rows(slots_B, positions_B, mask, keep) for mask, keep in groups if mask.any()),
+            draws=tuple(self._draw_rows(slots_B, positions_B, kind_B, kind) for kind in kinds),
             penalties=self._penalty_rows(slots_B),
             bias=self._bias_entries(slots_B),
             masked=self._masked_entries(slots_B, positions_B),
@@ -159,8 +169,8 @@ class SamplingState:
         )
 
     def check(self) -> None:
-        """Laws: a free slot holds no bias and no stop ids; every column lies in this shard; tables agree with the
-        parameters they were made from."""
+        """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this shard; tables agree
+        with the parameters they were made from."""
         width = self._vocab_end - self._vocab_start
         for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(self._stop_columns.items()):
             if self._sampling[slot] is None:
@@ -168,14 +178,16 @@ class SamplingState:
             if len(columns) and (columns.min() < 0 or columns.max() >= width):
                 raise AssertionError(f"slot {slot} holds columns {columns} outside a shard of {width}")
         for slot, sampling in enumerate(self._sampling):
+            if sampling is None and slot in self._penalised | self._reporting:
+                raise AssertionError(f"free slot {slot} counts as one with penalties or logprobs")
             if sampling is not None and self._ints["seed"][slot] != sampling.seed:
                 raise AssertionError(f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with {sampling.seed}")
 
-    def _bound(self, top_p: int, max_gap: float) -> float:
-        """Gap beyond which a row without top-k keeps nothing. Top-p: all tokens beyond it together weigh less than
-        1 - top_p of the best token alone. The slack covers the rounding of the exponentials."""
+    def _bound(self, top_p: int) -> float:
+        """Gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1 - top_p of the best
+        token alone. The slack covers the rounding of the exponentials."""
         if top_p >= TOP_P_ONE:
-            return max_gap
+            return math.inf
         return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
 
     def _columns(self, ids: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_]]:
@@ -184,36 +196,33 @@ class SamplingState:
         inside = (array >= self._vocab_start) & (array < self._vocab_end)
         return array[inside] - self._vocab_start, inside
 
-    def _filtered(self, slots_B: Ints) -> npt.NDArray[np.bool_]:
-        ints, floats = self._ints, self._floats
-        filtered: npt.NDArray[np.bool_] = (ints["top_k"][slots_B] > 0) | (ints["top_p"][slots_B] < TOP_P_ONE)
-        return filtered | np.isfinite(floats["max_gap"][slots_B])
-
-    def _draw_rows(self, slots_B: Ints, positions_B: Ints, mask_B: npt.NDArray[np.bool_], keep: bool) -> DrawRows:
-        rows = mask_B.nonzero()[0]
-        slots = slots_B[rows]
+    def _draw_rows(self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int) -> DrawRows:
+        rows = (kind_B == kind).nonzero()[0]
+        is_all = len(rows) == len(slots_B)
+        slots = slots_B if is_all else slots_B[rows]
         return DrawRows(
-            rows_R=None if len(rows) == len(slots_B) else self._upload(rows),
+            rows_R=None if is_all else self._upload(rows),
             seeds_R=self._upload(self._ints["seed"][slots]),
-            positions_R=self._upload(positions_B[rows]),
+            positions_R=self._upload(positions_B if is_all else positions_B[rows]),
             temperature_R=self._upload(self._floats["temperature"][slots]),
-            filters=self._filters(slots) if keep else None,
+            filters=None if kind == PLAIN else self._filters(slots, kind == LISTED),
         )
 
-    def _filters(self, slots: Ints) -> Filters:
+    def _filters(self, slots: Ints, listed: bool) -> Filters:
         top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
-        max_gap = self._floats["max_gap"][slots]
-        uses_p = top_p < TOP_P_ONE
         return Filters(
-            top_k_R=self._upload(top_k) if top_k.any() else None,
+            top_k_R=self._upload(top_k),
             max_top_k=int(top_k.max()),
-            top_p_R=self._upload(top_p) if uses_p.any() else None,
-            max_gap_R=self._upload(max_gap) if np.isfinite(max_gap).any() else None,
+            top_p_R=self._upload(top_p),
+            uses_top_p=int(top_p.min()) < TOP_P_ONE,
+            max_gap_R=self._upload(self._floats["max_gap"][slots]),
             bound_R=self._upload(self._floats["bound"][slots]),
-            needs_mass=bool((uses_p & (top_k == 0)).any()),
+            listed=listed,
         )
 
     def _penalty_rows(self, slots_B: Ints) -> PenaltyRows | None:
+        if not self._penalised:
+            return None
         repetition, presence, frequency = (self._floats[n][slots_B] for n in ("repetition", "presence", "frequency"))
         rows = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[0]
         if not len(rows):
@@ -253,6 +262,8 @@ class SamplingState:
         )
 
     def _logprob_rows(self, slots_B: Ints) -> LogprobRows | None:
+        if not self._reporting:
+            return None
         num_top = self._ints["logprobs"][slots_B]
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
@@ -262,10 +273,19 @@ class SamplingState:
 
     def _upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
-_INT_FIELDS = ("seed", "top_k", "top_p", "min_tokens", "num_prompt_tokens", "logprobs")
+def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
+    """What a row is drawn like."""
+    if temperature == 0:
+        return GREEDY
+    if 0 < top_k <= MAX_LISTED:
+        return LISTED
+    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_gap == math.inf else DESCENDED
+
+
+# Kinds of rows: the best token; any token; filters whose limits a list of the nearest tokens tells; any other filters.
+GREEDY, PLAIN, LISTED, DESCENDED = range(4)
+_INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
 _FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")

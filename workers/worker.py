@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from configs.engine import ResolvedConfig
-from kernels.backend import Kernels, select_backend
-from scheduler.errors import ConfigError, EaglerayError, StepTimeoutError, WorkerError
+from kernels.backend import Kernels
+from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
+from workers.configuration import find_kernels
 from workers.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
 from workers.kv_cache import KVCacheLedger, gpu_budget, plan_kv_cache, torch_dtype
 from workers.loader import LoadingBar, load_weights
@@ -74,16 +75,22 @@ class Worker:
         """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the same time, on the
         thread that will launch. Raises `ConfigError` or `WorkerError`."""
         engine = self.config.engine
+        kernels = find_kernels(engine, self.config.device)
         if num_threads is not None:
-            torch.set_num_threads(num_threads)
+            kernels.set_num_threads(num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with self._phase("rendezvous"):
             group = TensorParallelGroup.create(
                 self.rank, engine.tensor_parallel_size, address, self._device, engine.start_timeout_s
             )
+        with self._phase("compile"):  # the first rank, for the others find what it has compiled
+            for turn in (group.rank == 0, group.rank != 0):
+                if turn:
+                    kernels.compile(torch_dtype(self.config.dtype))
+                group.barrier()
         with self._phase("load"):
-            kernels, model = self._load(group)
+            model = self._load(group, kernels)
         with self._phase("kv_cache"):
             ledger = plan_kv_cache(
                 self.config, kernels, self.rank,
@@ -179,7 +186,7 @@ class Worker:
 
     def memory_report(self) -> dict[str, int]:
         """Bytes by what they are for."""
-        report = {"weights": self._model.weight_bytes() if self._model is not None else 0}
+        report = {"weights": self._model.weight_bytes if self._model is not None else 0}
         if self._runner is not None:
             report["kv_cache"] = self._runner.cache.tensor.nbytes
         if self._device.type == "cuda":
@@ -205,16 +212,13 @@ class Worker:
         if self._runner is None:
             raise WorkerError(f"{where} came before allocate_cache")
 
-    def _load(self, group: TensorParallelGroup) -> tuple[Kernels, Qwen3]:
+    def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
         config = self.config
-        try:
-            kernels = select_backend(config.device, config.engine.attention_backend)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
         bar = LoadingBar() if self.rank == 0 else None
         load_weights(model.slices(), Path(config.model_dir), config.model, bar)
-        return kernels, model
+        model.pack()
+        return model
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

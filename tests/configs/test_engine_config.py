@@ -17,7 +17,7 @@ LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
-OPTIONAL = ("block_size", "num_kv_blocks", "max_model_len", "seed")
+OPTIONAL = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -37,7 +37,10 @@ RAW: dict[str, Any] = {
 
 def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfig:
     model = ModelConfig.from_dict(RAW | (raw or {}))
-    return resolve(EngineConfig(**options), model, Path("/models/some"), "cpu")
+    dtypes = ("float32", "bfloat16")
+    return resolve(
+        EngineConfig(**options), model, Path("/models/some"), "cpu", block_size=16, dtypes=dtypes, fast_dtypes=dtypes
+    )
 
 
 # One field
@@ -147,6 +150,24 @@ def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     config = resolved()
     assert (config.max_model_len, config.dtype, config.block_size) == (1024, "bfloat16", 16)
     assert (config.device, config.model_dir) == ("cpu", "/models/some")
+    assert config.max_num_batched_tokens == 256
+    assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, "every running sequence needs a token a step"
+
+
+def test_a_dtype_the_kernels_lack_is_refused_with_the_possible_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'float16' is not possible on device 'cpu'.*possible are float32, bfloat16"):
+        resolved(dtype="float16")
+
+
+def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None:
+    model = ModelConfig.from_dict(RAW)
+    assert model.dtype == "bfloat16"
+    for asked, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        config = resolve(
+            EngineConfig(dtype=asked), model, Path("/models/some"), "cpu", block_size=16,
+            dtypes=("float32", "bfloat16"), fast_dtypes=("float32",),
+        )  # fmt: skip
+        assert config.dtype == want
 
 
 def test_what_was_given_stands() -> None:

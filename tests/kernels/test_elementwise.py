@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from kernels.backend import CPU, REFERENCE, Kernels
+from kernels.backend import REFERENCE, Kernels, select_backend
+from kernels.rope import qk_norm_rope_reference
 
-torch.set_num_threads(1)
-
+CPU = select_backend("cpu", "cpu")
+CPU.set_num_threads(2)
 BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
-SHAPES = pytest.mark.parametrize("shape", [(1, 16), (7, 64), (3, 5, 128), (300, 96), (0, 64)])
+SHAPES = pytest.mark.parametrize("shape", [(1, 16), (7, 64), (15, 127), (300, 96), (0, 64)])
 EPS = 1e-6
 
 
@@ -43,16 +44,13 @@ def test_rms_norm_adds_eps_where_the_input_is_tiny(kernels: Kernels) -> None:
 
 
 @BACKENDS
-def test_rms_norm_in_bfloat16_rounds_before_the_weight(kernels: Kernels) -> None:
-    """As transformers does: normalised in float32, rounded, then multiplied. One step of bfloat16 may differ (the sum
-    of squares is taken in another order), so nearly all values are equal and none is further than that."""
+def test_rms_norm_in_bfloat16_is_near_the_formula(kernels: Kernels) -> None:
+    """The reference rounds twice, before and after the weight as transformers does; the CPU's rounds once."""
     x, weight = normal(64, 128, dtype=torch.bfloat16), normal(128, seed=1, dtype=torch.bfloat16)
-    ones = torch.ones(128)
-    want = weight * exact_rms_norm(x, ones).float().bfloat16()
+    want = exact_rms_norm(x, weight)
     out = kernels.rms_norm(x, weight, EPS)
     assert out.dtype == torch.bfloat16
-    assert (out == want).float().mean() > 0.999
-    torch.testing.assert_close(out, want, atol=0, rtol=2**-7)
+    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=2**-7 if kernels is REFERENCE else 2**-8)
 
 
 def test_rms_norm_reference_is_that_of_transformers_bit_by_bit() -> None:
@@ -92,33 +90,34 @@ def exact_rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+def norm_rope(
+    kernels: Kernels, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
+    table: torch.Tensor, positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(queries, keys as they stand in the cache)."""
+    num_tokens, kv_heads, head_dim = k.shape
+    k_shape, v_shape = kernels.kv_cache_shapes(1, num_tokens, kv_heads, head_dim)
+    k_cache, v_cache = torch.zeros(k_shape, dtype=k.dtype), torch.zeros(v_shape, dtype=k.dtype)
+    out = kernels.qk_norm_rope_store(
+        torch.cat((q, k, k), dim=1), q_weight, k_weight, EPS, table, positions, k_cache, v_cache,
+        torch.arange(num_tokens),
+    )  # fmt: skip
+    return out, k_cache[0] if kernels is REFERENCE else k_cache[0].permute(2, 0, 1)
+
+
 @BACKENDS
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 16), (8, 1, 64), (6, 2, 128)])
 def test_qk_norm_rope_equals_norm_then_complex_rotation(
     kernels: Kernels, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    positions = torch.tensor([0, 1, 5, 299, 17, 17])
+    positions = torch.tensor([0, 1, 5, 299, 17, 17], dtype=torch.int32)
     q, k = normal(6, heads, head_dim), normal(6, kv_heads, head_dim, seed=1)
     q_weight, k_weight = normal(head_dim, seed=2), normal(head_dim, seed=3)
-    before = q.clone(), k.clone()
-    out_q, out_k = kernels.qk_norm_rope(q, k, q_weight, k_weight, EPS, make_cos_sin(300, head_dim), positions)
+    out_q, out_k = norm_rope(kernels, q, k, q_weight, k_weight, make_cos_sin(300, head_dim), positions)
     for out, x, weight in ((out_q, q, q_weight), (out_k, k, k_weight)):
         want = exact_rope(exact_rms_norm(x, weight), positions)
         # The float32 angles of the table are off by 299 * 2**-24 at most.
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
-    assert torch.equal(q, before[0])
-    assert torch.equal(k, before[1])
-
-
-@BACKENDS
-def test_qk_norm_rope_takes_slices_of_one_projection(kernels: Kernels) -> None:
-    qkv = normal(5, 4 * 64)
-    q, k = qkv[:, :128].view(5, 2, 64), qkv[:, 128:192].view(5, 1, 64)
-    args = (normal(64, seed=1), normal(64, seed=2), EPS, make_cos_sin(9, 64), torch.arange(5))
-    sliced = kernels.qk_norm_rope(q, k, *args)
-    whole = kernels.qk_norm_rope(q.contiguous(), k.contiguous(), *args)
-    assert torch.equal(sliced[0], whole[0])
-    assert torch.equal(sliced[1], whole[1])
 
 
 def test_qk_norm_rope_reference_is_near_transformers() -> None:
@@ -128,19 +127,18 @@ def test_qk_norm_rope_reference_is_near_transformers() -> None:
     table, positions = make_cos_sin(50, 32), torch.arange(40, 47)
     cos, sin = (part.repeat(1, 2)[positions][None] for part in table.chunk(2, dim=1))
     want = apply_rotary_pos_emb(norm(q).transpose(0, 1)[None], norm(k).transpose(0, 1)[None], cos, sin)
-    ours = REFERENCE.qk_norm_rope(q, k, norm.weight.data, norm.weight.data, EPS, table, positions)
+    ours = qk_norm_rope_reference(q, k, norm.weight.data, norm.weight.data, EPS, table, positions)
     for out, theirs in zip(ours, want, strict=True):
         torch.testing.assert_close(out, theirs[0].transpose(0, 1).detach(), atol=1e-6, rtol=0)
 
 
-def test_qk_norm_rope_cpu_is_within_one_step_of_the_reference_in_bfloat16() -> None:
+def test_qk_norm_rope_cpu_is_near_the_reference_in_bfloat16() -> None:
     q, k = normal(40, 8, 128, dtype=torch.bfloat16), normal(40, 2, 128, seed=1, dtype=torch.bfloat16)
     weight = normal(128, seed=2, dtype=torch.bfloat16)
-    args = (q, k, weight, weight, EPS, make_cos_sin(300, 128), torch.arange(260, 300))
-    for ours, reference in zip(CPU.qk_norm_rope(*args), REFERENCE.qk_norm_rope(*args), strict=True):
+    args = (q, k, weight, weight, make_cos_sin(300, 128), torch.arange(260, 300, dtype=torch.int32))
+    for ours, reference in zip(norm_rope(CPU, *args), norm_rope(REFERENCE, *args), strict=True):
         assert ours.dtype == torch.bfloat16
-        assert (ours == reference).float().mean() > 0.99
-        torch.testing.assert_close(ours, reference, atol=2**-5, rtol=2**-7)
+        torch.testing.assert_close(ours, reference, atol=2**-5, rtol=2**-6)
 
 
 @BACKENDS
@@ -154,6 +152,8 @@ def test_silu_and_mul_equals_the_formula(kernels: Kernels, shape: tuple[int, int
     assert torch.equal(gate_up, before)
 
 
-def test_silu_and_mul_cpu_equals_the_reference_in_bfloat16() -> None:
+def test_silu_and_mul_cpu_is_near_the_formula_in_bfloat16() -> None:
     gate_up = normal(17, 200, dtype=torch.bfloat16)
-    assert torch.equal(CPU.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    want = gate / (1 + torch.exp(-gate)) * up
+    torch.testing.assert_close(CPU.silu_and_mul(gate_up).double(), want, atol=1e-6, rtol=2**-8)

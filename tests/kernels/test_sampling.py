@@ -62,7 +62,7 @@ def test_consecutive_positions_and_seeds_are_not_correlated() -> None:
 @pytest.mark.parametrize("num_columns", [1, 2, 127, 128, 129, 1000])
 def test_row_best_is_the_lowest_column_of_the_largest(num_columns: int) -> None:
     logits = normal(50, num_columns).mul(2).round()
-    values, columns = kernels.row_best(logits)
+    values, columns, _ = kernels.row_best(logits)
     for row in range(50):
         best = max(logits[row].tolist())
         assert (float(values[row]), int(columns[row])) == (best, logits[row].tolist().index(best))
@@ -108,12 +108,27 @@ def test_gap_of_a_tiny_temperature_is_zero_for_the_best_and_never_a_nan() -> Non
     assert gaps.tolist() == [[0.0, torch.inf, torch.inf, torch.inf]]
 
 
-def limit_by_descent(gaps: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+def rows_of(gaps: torch.Tensor) -> kernels.GapRows:
+    """Rows with these gaps."""
+    num_rows = len(gaps)
+    _, _, block_max = kernels.row_best(-gaps)
+    return kernels.GapRows(
+        logits_BV=-gaps,
+        block_max_BX=block_max,
+        rows_R=torch.arange(num_rows),
+        max_R=torch.zeros(num_rows),
+        temperature_R=torch.ones(num_rows),
+    )
+
+
+def limit_by_descent(gaps: torch.Tensor, wanted: torch.Tensor, by_weight: bool) -> torch.Tensor:
     prefix = torch.zeros(len(gaps), dtype=torch.int32)
+    within = torch.full((len(gaps),), torch.inf)
     for radix_pass in range(len(kernels.RADIX_PASSES)):
-        digit, wanted = kernels.next_digit(kernels.gap_histogram(gaps, prefix, radix_pass, weights), wanted)
+        histogram = kernels.gap_histogram(rows_of(gaps), within, prefix, radix_pass, by_weight)
+        digit, wanted = kernels.next_digit(histogram, wanted)
         prefix = kernels.append_digit(prefix, digit, radix_pass)
-    return prefix.view(torch.float32)
+    return kernels.limit_of(prefix)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -124,7 +139,7 @@ def test_descent_finds_the_kth_smallest_gap_exactly(rounded: bool) -> None:
     gaps[:, 7] = 0.0
     top_k = torch.tensor([1, 2, 3, 10, 2980, 2981, 3000, *range(50, 63)])
     want = torch.stack([row.sort().values[k - 1] for row, k in zip(gaps, top_k.tolist(), strict=True)])
-    assert torch.equal(limit_by_descent(gaps, None, top_k), want)
+    assert torch.equal(limit_by_descent(gaps, top_k, by_weight=False), want)
 
 
 def test_descent_finds_the_weighted_quantile_exactly() -> None:
@@ -133,7 +148,11 @@ def test_descent_finds_the_weighted_quantile_exactly() -> None:
     weights = kernels.token_weights(gaps)
     targets = [generator.randint(1, int(row.sum())) for row in weights]
     for gap_row, weight_row, target, found in zip(
-        gaps.tolist(), weights.tolist(), targets, limit_by_descent(gaps, weights, torch.tensor(targets)), strict=True
+        gaps.tolist(),
+        weights.tolist(),
+        targets,
+        limit_by_descent(gaps, torch.tensor(targets), by_weight=True),
+        strict=True,
     ):
         within = {gap: sum(w for g, w in zip(gap_row, weight_row, strict=True) if g <= gap) for gap in set(gap_row)}
         assert float(found) == min(gap for gap, mass in within.items() if mass >= target)
@@ -149,33 +168,3 @@ def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
     parts = [generator.randint(0, 2**30) for _ in totals]
     target = kernels.top_p_target(torch.tensor(totals), torch.tensor(parts)).tolist()
     assert target == [max(1, -(-t * p // 2**30)) for t, p in zip(totals, parts, strict=True)]
-
-
-@pytest.mark.parametrize("num_columns", [1, 5, 128, 129, 1000])
-def test_find_column_walks_the_cumulative_weights(num_columns: int) -> None:
-    generator = torch.Generator().manual_seed(num_columns)
-    weights = torch.randint(0, 4, (60, num_columns), generator=generator) * (1 << 38)
-    weights[:, 0] += 1
-    totals = weights.sum(1)
-    index = (torch.rand(60, generator=generator).double() * totals).long()
-    index[0], index[1] = 0, totals[1] - 1
-    for row in range(2, 30):  # exactly at a step of the running sum, the steps between blocks among them
-        steps = weights[row].cumsum(0)
-        index[row] = min(int(steps[(64 * row - 1) % num_columns]), int(totals[row]) - 1)
-    want = [int((row.cumsum(0) > i).nonzero()[0]) for row, i in zip(weights, index, strict=True)]
-    assert kernels.find_column(weights, index).tolist() == want
-
-
-@pytest.mark.parametrize("top_k", [1, 5, 50, 400])
-def test_bound_of_top_k_leaves_out_no_token_that_is_kept(top_k: int) -> None:
-    gaps = normal(10, 2000).abs()
-    bound = kernels.kth_gap_bound(gaps, torch.full((10,), top_k), top_k)
-    assert (bound >= gaps.sort(dim=1).values[:, top_k - 1]).all()
-
-
-def test_compact_keeps_order_and_fills_shorter_rows_with_infinity() -> None:
-    gaps = torch.tensor([[5.0, 1, 9, 0, 9, 9, 9, 9, 9, 9, 9, 9], [9.0, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 0]])
-    short, columns = kernels.compact(gaps, torch.tensor([5.0, 1.0]))
-    assert short.tolist() == [[5.0, 1.0, 0.0], [0.0, torch.inf, torch.inf]]
-    assert columns[0].tolist() == [0, 1, 3]
-    assert int(columns[1, 0]) == 11

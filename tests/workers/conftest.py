@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from configs.engine import EngineConfig, ResolvedConfig, resolve
+from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from tests.workers.pool import WorkerPool
+from workers.configuration import resolve_config
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def config_of(model_dir: Path, **options: Any) -> ResolvedConfig:
         "max_num_batched_tokens": 64, "max_model_len": 64, "step_timeout_s": 20.0, "start_timeout_s": 30.0,
     }  # fmt: skip
     engine = EngineConfig.from_dict(defaults | options)
-    return resolve(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
+    return resolve_config(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ class RankProcess:
         runner.state.apply(plan)
         inputs = runner.state.prepare(plan)
         hidden_TE = runner.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers)
-        logits_RTV = group.all_gather(runner.model.logits(hidden_TE))
+        logits_RTV = group.all_gather(runner.model.logits(hidden_TE).to(torch.float32))
         vocab_size = self.worker.config.model.vocab_size
         logits_TV = logits_RTV.transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
         return array("f", logits_TV.numpy().tobytes()), vocab_size

@@ -1,4 +1,6 @@
-"""The tensor-parallel group. Ranks are threads here: nothing in a group is global, so they can be."""
+"""The tensor-parallel group. Ranks are threads here: nothing in a group is global, so they can be.
+
+What only shared memory can do wrong is in test_shared_memory.py."""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 
 
-def on_ranks(size: int, run: Callable[[TensorParallelGroup], Any], timeout_s: float = 10.0) -> list[Any]:
+TRANSPORTS = ["shared memory", "gloo"]
+
+
+def on_ranks(
+    size: int, run: Callable[[TensorParallelGroup], Any], timeout_s: float = 10.0, transport: str = "shared memory"
+) -> list[Any]:
     """What `run` gives on each rank of a new group."""
     rendezvous = open_rendezvous("127.0.0.1", timeout_s)
 
     def rank_main(rank: int) -> Any:
-        group = TensorParallelGroup.create(rank, size, rendezvous.address, CPU, timeout_s)
+        shared_memory = transport == "shared memory"
+        group = TensorParallelGroup.create(rank, size, rendezvous.address, CPU, timeout_s, shared_memory)
+        assert group.transport == (transport if size > 1 else "none")
         try:
             return run(group)
         finally:
@@ -34,7 +43,8 @@ def on_ranks(size: int, run: Callable[[TensorParallelGroup], Any], timeout_s: fl
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_summed_maximised_and_gathered(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_dtype_is_summed_maximised_and_gathered(transport: str, dtype: torch.dtype, size: int) -> None:
     def run(group: TensorParallelGroup) -> tuple[Any, Any, Any]:
         mine = torch.arange(6).view(2, 3).to(dtype) + group.rank
         total = mine.clone()
@@ -42,23 +52,25 @@ def test_every_dtype_is_summed_maximised_and_gathered(dtype: torch.dtype, size: 
         return total.tolist(), group.all_reduce_max(mine.clone()).tolist(), group.all_gather(mine).tolist()
 
     base = torch.arange(6).view(2, 3)
-    for total, largest, gathered in on_ranks(size, run):
+    for total, largest, gathered in on_ranks(size, run, transport=transport):
         assert total == (size * base + sum(range(size))).tolist()
         assert largest == (base + size - 1).tolist()
         assert gathered == [(base + rank).tolist() for rank in range(size)]
 
 
-def test_bfloat16_sums_have_the_same_bits_on_every_rank() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_sums_have_the_same_bits_on_every_rank(transport: str) -> None:
     def run(group: TensorParallelGroup) -> torch.Tensor:
         generator = torch.Generator().manual_seed(group.rank)
         return group.all_reduce(torch.randn(1000, generator=generator).to(torch.bfloat16))
 
-    first, *others = on_ranks(4, run)
+    first, *others = on_ranks(4, run, transport=transport)
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_gather_takes_tensors_that_are_not_contiguous() -> None:
-    gathered = on_ranks(2, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gather_takes_tensors_that_are_not_contiguous(transport: str) -> None:
+    gathered = on_ranks(2, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()), transport=transport)
     assert gathered[0][1].tolist() == torch.arange(6).view(2, 3).t().tolist()
 
 
@@ -76,7 +88,8 @@ def test_default_process_group_is_left_alone() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_peer_that_leaves_fails_the_others_at_once() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_leaves_fails_the_others_at_once(transport: str) -> None:
     def run(group: TensorParallelGroup) -> float:
         if group.rank == 1:
             group.close()
@@ -86,10 +99,12 @@ def test_a_peer_that_leaves_fails_the_others_at_once() -> None:
             group.all_reduce(torch.zeros(4))
         return time.monotonic() - started
 
-    assert on_ranks(2, run)[0] < 5.0
+    assert on_ranks(2, run, transport=transport)[0] < 5.0
 
 
-def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout() -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(transport: str, operation: str) -> None:
     def run(group: TensorParallelGroup) -> float:
         group.set_timeout(0.5)
         if group.rank == 1:
@@ -97,10 +112,10 @@ def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout() -> None:
             return 0.0
         started = time.monotonic()
         with pytest.raises(WorkerError, match="gone or stuck"):
-            group.all_reduce(torch.zeros(4))
+            group.barrier() if operation == "barrier" else group.all_reduce(torch.zeros(4))
         return time.monotonic() - started
 
-    assert 0.3 < on_ranks(2, run)[0] < 1.4
+    assert 0.3 < on_ranks(2, run, transport=transport)[0] < 1.4
 
 
 def test_a_group_that_never_completes_is_an_error_in_time() -> None:
@@ -122,14 +137,17 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
         open_rendezvous("192.0.2.1", 1.0)
 
 
-def test_closed_group_refuses_work() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closed_group_refuses_work(transport: str) -> None:
     def run(group: TensorParallelGroup) -> None:
         group.barrier()
         group.close()
         with pytest.raises(WorkerError, match="has left"):
             group.all_reduce(torch.zeros(1))
+        with pytest.raises(WorkerError, match="has left"):
+            group.barrier()
 
-    on_ranks(2, run)
+    on_ranks(2, run, transport=transport)
 
 
 def test_group_of_one_needs_no_rendezvous() -> None:

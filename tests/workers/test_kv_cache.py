@@ -82,7 +82,7 @@ def test_gpu_blocks_are_the_share_less_what_is_held(make: Any) -> None:
 
 def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
     cache = KVCache(make(), KERNELS, 7, 2, torch.device("cpu"))
-    assert cache.tensor.shape == (2, 2, *KERNELS.kv_cache_shape(7, 4, 2, 16))
+    assert [tuple(view.shape) for view in cache.layers[0]] == list(KERNELS.kv_cache_shapes(7, 4, 2, 16))
     assert cache.tensor.is_contiguous() and not cache.tensor.any()
     assert cache.tensor.nbytes == 7 * BLOCK_BYTES
     cache.layers[1][0].fill_(3)

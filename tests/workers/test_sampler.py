@@ -6,6 +6,7 @@ import dataclasses
 import math
 import multiprocessing
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,28 @@ import pytest
 import torch
 
 from kernels import sampling as kernels
+from kernels.backend import select_backend
 from scheduler.messages import TokenLogprobs
 from scheduler.params import Sampling
 from tests.kernels import sampling_reference as reference
 from workers.group import TensorParallelGroup, open_rendezvous
-from workers.sampler import Group, Sampler, _candidates, to_logprobs
+from workers.sampler import Group, Sampler, _gap_rows, to_logprobs
 
-torch.set_num_threads(1)
+BACKENDS = ("reference", "cpu")
+KERNELS = select_backend("cpu").sampling
+select_backend("cpu").set_num_threads(1)
 
 ALONE = TensorParallelGroup.alone(torch.device("cpu"))
 CLEAR = 1e-5  # a margin above this is a decision that float32 rounding cannot change
 Floats = reference.Floats
+
+
+@pytest.fixture(autouse=True, params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on every backend."""
+    name: str = request.param
+    monkeypatch.setattr(sys.modules[__name__], "KERNELS", select_backend("cpu", name).sampling)
+    return name
 
 
 def make(**options: Any) -> Sampling:
@@ -33,7 +45,7 @@ def make(**options: Any) -> Sampling:
 def make_sampler(vocab_size: int, num_slots: int = 8, group: Group = ALONE, shard: int | None = None) -> Sampler:
     """`shard`: columns of each rank, padding included."""
     shard = vocab_size if shard is None else shard
-    return Sampler(group, vocab_size, group.rank * shard, (group.rank + 1) * shard, num_slots, "cpu")
+    return Sampler(group, KERNELS, vocab_size, group.rank * shard, (group.rank + 1) * shard, num_slots, "cpu")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -140,6 +152,7 @@ def test_seeds_draw_independently_at_one_position() -> None:
     assert_drawn_from(np.bincount(tokens, minlength=40).astype(float), logits.double().softmax(0).numpy())
 
 
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 @pytest.mark.parametrize(("options", "least"), [({"top_p": 0.95}, 10_000), ({"top_k": 12_000}, 12_000), ({}, 151_000)])
 def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int) -> None:
     """A vocabulary of 151,936 of which thousands are likely. Tokens are counted in 40 classes of equal probability."""
@@ -184,10 +197,10 @@ def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
     (rows,) = sampler.batch([0], [1]).draws
     if rows.filters is None:
         return set(range(len(logits_V)))
-    gaps = kernels.token_gaps(logits_V[None], logits_V.max()[None], rows.temperature_R)
-    gaps, columns, mass = _candidates(gaps, rows.filters, slice(0, 1))
-    assert columns is not None
-    return set(columns[0, sampler._keep(gaps, mass, rows.filters)[0] > 0].tolist())
+    best_1, _, block_max_1X = KERNELS.row_best(logits_V[None])
+    limit_1, _ = sampler._limits(_gap_rows(logits_V[None], block_max_1X, best_1, rows), rows.filters)
+    gaps_1V = kernels.token_gaps(logits_V[None], best_1, rows.temperature_R)
+    return set((kernels.token_weights(gaps_1V, limit_1)[0] > 0).nonzero()[:, 0].tolist())
 
 
 def test_temperature_so_small_that_logits_overflow_is_greedy() -> None:
@@ -365,9 +378,11 @@ def run_case(seed: int, group: Group) -> list[tuple[list[int], tuple[TokenLogpro
 NUM_CASES = 18
 
 
-def run_rank(rank: int, addresses: dict[int, tuple[str, int]], answers: Any) -> None:
+def run_rank(rank: int, backend: str, addresses: dict[int, tuple[str, int]], answers: Any) -> None:
     """Every case in a group of each size this process has a rank in."""
-    torch.set_num_threads(1)
+    global KERNELS
+    select_backend("cpu", backend).set_num_threads(1)
+    KERNELS = select_backend("cpu", backend).sampling
     for size, address in addresses.items():
         if rank < size:
             group = TensorParallelGroup.create(rank, size, address, torch.device("cpu"), 60.0)
@@ -375,13 +390,15 @@ def run_rank(rank: int, addresses: dict[int, tuple[str, int]], answers: Any) -> 
             group.close()
 
 
-def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit() -> None:
+def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(backend: str) -> None:
     """Real processes over gloo."""
     meetings = {size: open_rendezvous("127.0.0.1", 60.0) for size in (2, 4)}
     addresses = {size: meeting.address for size, meeting in meetings.items()}
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=run_rank, args=(rank, addresses, answers), daemon=True) for rank in range(4)]
+    ranks = [
+        context.Process(target=run_rank, args=(rank, backend, addresses, answers), daemon=True) for rank in range(4)
+    ]
     for process in ranks:
         process.start()
     want = [run_case(seed, ALONE) for seed in range(NUM_CASES)]

@@ -198,7 +198,7 @@ def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint:
     with executor_of(pool, config) as executor:
         assert [report.rank for report in executor.reports] == [0, 1]
         for report in executor.reports:
-            assert report.seconds.keys() == {"rendezvous", "load", "kv_cache", "wait_for_peers"}
+            assert report.seconds.keys() == {"rendezvous", "compile", "load", "kv_cache", "wait_for_peers"}
             assert report.backend == "cpu"
             assert report.num_kv_blocks == report.ledger.num_blocks == min(8 * 16, 2**19 // report.ledger.block_bytes)
         memory = executor.pool.call(0, "memory_report")
@@ -221,9 +221,10 @@ def test_backend_that_cannot_run_here_is_a_config_error(
     def refuse(device: str, name: str) -> None:
         raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}")
 
-    monkeypatch.setattr("workers.worker.select_backend", refuse)
+    worker = Worker(config_of(small_checkpoint), 0)
+    monkeypatch.setattr("workers.configuration.select_backend", refuse)
     with pytest.raises(ConfigError, match="kernel backend 'auto' cannot run on device 'cpu'"):
-        Worker(config_of(small_checkpoint), 0).start(None)
+        worker.start(None)
 
 
 def test_threads_are_set_where_start_is_called(small_checkpoint: Path) -> None:

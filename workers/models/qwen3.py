@@ -39,11 +39,13 @@ class Attention:
         self.kernels = kernels
         self.eps = model.rms_norm_eps
         self.scale = model.head_dim**-0.5
-        self.qkv = QKVParallelLinear(name, model, group, dtype)
+        self.qkv = QKVParallelLinear(name, model, group, kernels, dtype)
         self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, group, dtype)
         self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, group, dtype)
         width = model.num_attention_heads * model.head_dim
-        self.out = RowParallelLinear(f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, dtype)
+        self.out = RowParallelLinear(
+            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, kernels, dtype
+        )
 
     def __call__(
         self,
@@ -53,13 +55,12 @@ class Attention:
         attn: AttentionMetadata,
         cache: LayerCache,
     ) -> torch.Tensor:
-        q_THD, k_TKD, v_TKD = self.qkv(x_TE)
-        q_THD, k_TKD = self.kernels.qk_norm_rope(
-            q_THD, k_TKD, self.q_norm.weight, self.k_norm.weight, self.eps, cos_sin_LD, positions_T
-        )
         k_cache, v_cache = cache
         # Stored before anything attends: rows of one step may read blocks that another row of it fills.
-        self.kernels.store_kv(k_TKD, v_TKD, k_cache, v_cache, attn.slot_mapping_T)
+        q_THD = self.kernels.qk_norm_rope_store(
+            self.qkv(x_TE), self.q_norm.weight, self.k_norm.weight, self.eps, cos_sin_LD, positions_T,
+            k_cache, v_cache, attn.slot_mapping_T,
+        )  # fmt: skip
         out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
         return self.out(out_THD.flatten(1))
 
@@ -76,9 +77,11 @@ class MLP:
     ) -> None:
         self.kernels = kernels
         names = (f"{name}.gate_proj", f"{name}.up_proj")
-        self.gate_up = MergedColumnParallelLinear(names, model.hidden_size, model.intermediate_size, group, dtype)
+        self.gate_up = MergedColumnParallelLinear(
+            names, model.hidden_size, model.intermediate_size, group, kernels, dtype
+        )
         self.down = RowParallelLinear(
-            f"{name}.down_proj", model.intermediate_size, model.hidden_size, False, group, dtype
+            f"{name}.down_proj", model.intermediate_size, model.hidden_size, False, group, kernels, dtype
         )
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -106,7 +109,7 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled."""
+    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled; then `pack`."""
 
     def __init__(
         self, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype, max_model_len: int
@@ -119,8 +122,9 @@ class Qwen3:
             for index in range(model.num_hidden_layers)
         ]
         self.norm = Replicated("model.norm", model.hidden_size, group, dtype)
-        self.head = ParallelLMHead("lm_head", self.embedding, model.tie_word_embeddings, group, dtype)
+        self.head = ParallelLMHead("lm_head", self.embedding, model.tie_word_embeddings, group, kernels, dtype)
         self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
+        self.weight_bytes = 0  # memory of the weights of this rank, the padding of the vocabulary left out
 
     @property
     def num_kv_heads(self) -> int:
@@ -147,7 +151,7 @@ class Qwen3:
         return x_TE
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V], this rank's part of the vocabulary."""
+        """[B, V], this rank's part of the vocabulary."""
         return self.head(hidden_BE)
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -158,6 +162,11 @@ class Qwen3:
         yield from self.norm.slices()
         yield from self.head.slices()
 
-    def weight_bytes(self) -> int:
-        """Memory of this rank's weights, the padding of the vocabulary left out."""
-        return sum(piece.target.nbytes for piece in self.slices())
+    def pack(self) -> None:
+        """Bring every matrix, now filled, into the layout its product is fastest in, one after the other."""
+        self.weight_bytes = sum(piece.target.nbytes for piece in self.slices())
+        for layer in self.layers:
+            for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+                matrix.pack()
+        if self.head.pack() and self.head.tied:
+            self.weight_bytes += self.embedding.weight_VE.nbytes  # as rows to look up, and packed to multiply by

@@ -1,0 +1,87 @@
+"""What the benchmarks share: the machine, models of random weights, alternating runs, and where results go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tests.checkpoints import write_fast_checkpoint
+
+T = TypeVar("T")
+RESULTS = Path(__file__).parent / "results"
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    "rope_theta": 1000000.0, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_0_6B = _QWEN3 | {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+QWEN3_60M = _QWEN3 | {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, versions."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@contextmanager
+def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M) -> Iterator[str]:
+    """The directory or hub id given, or else a temporary checkpoint of this shape with random weights."""
+    if model is not None:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        write_fast_checkpoint(Path(directory), raw_config, torch.bfloat16)
+        yield directory
+
+
+def alternate(runs: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Call each of `runs` in turn, `repeats` times over, so that a slow minute of the machine falls on all alike."""
+    values: dict[str, list[T]] = {name: [] for name in runs}
+    for i in range(repeats):
+        for name, run in runs.items():
+            values[name].append(run())
+            print(f"{i + 1}/{repeats} {name}: {values[name][-1]}", file=sys.stderr, flush=True)
+    return values
+
+
+def median(values: list[float]) -> float:
+    """To five significant digits."""
+    return float(f"{statistics.median(values):.5g}")
+
+
+def write_result(name: str, limit: str, measured: Mapping[str, Any]) -> None:
+    """Write benchmarks/results/NAME.json and print it. `limit` says what the numbers are to be judged against."""
+    record = {"benchmark": name, "command": _command(name), "machine": machine(), "limit": limit, **measured}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+def _command(name: str) -> str:
+    """As it was typed, with absolute paths shortened to their last part."""
+    words = [re.sub(r"(?<!\S)/\S*/", "", word) for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *words])

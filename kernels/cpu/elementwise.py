@@ -1,0 +1,146 @@
+"""Norms, rotary embedding with KV store, and the MLP's gate on a CPU: one pass over each token, float32 inside.
+
+Same results as the references up to one rounding: what they round to the dtype of the input between two operations
+stays float32 here. Threads take tokens.
+Legend: T tokens of the step, E features, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks,
+P block size, L positions of the rotary table, F features of the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import torch
+
+from kernels.cpu.jit import Array, as_array, exp_nonpositive, fast_jit, fast_parallel_jit, narrow, widen
+
+
+def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm_reference`, over the last dimension."""
+    out = torch.empty_like(x)
+    flat = (-1, x.shape[-1])
+    _rms_norm(as_array(x.view(flat)), as_array(weight_E), np.float32(eps), as_array(out.view(flat)))
+    return out
+
+
+def add_rms_norm(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `add_rms_norm_reference`."""
+    out_TE, total_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
+    _add_rms_norm(
+        as_array(x_TE), as_array(residual_TE), as_array(weight_E), np.float32(eps), as_array(out_TE), as_array(total_TE)
+    )
+    return out_TE, total_TE
+
+
+def qk_norm_rope_store(
+    qkv_TXD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    eps: float,
+    cos_sin_LD: torch.Tensor,
+    positions_T: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """As `qk_norm_rope_store_reference`, into head-major caches: keys [N, K, D, P], values [N, K, P, D]."""
+    num_tokens, num_rows, dim = qkv_TXD.shape
+    q_THD = torch.empty(num_tokens, num_rows - 2 * k_cache.shape[1], dim, dtype=qkv_TXD.dtype)
+    _qk_norm_rope_store(
+        as_array(qkv_TXD), as_array(q_weight_D), as_array(k_weight_D), np.float32(eps), cos_sin_LD.numpy(),
+        positions_T.numpy(), as_array(k_cache), as_array(v_cache), slot_mapping_T.numpy(), as_array(q_THD),
+    )  # fmt: skip
+    return q_THD
+
+
+def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """As `silu_and_mul_reference`."""
+    num_tokens, width = gate_up_T2F.shape
+    out_TF = torch.empty(num_tokens, width // 2, dtype=gate_up_T2F.dtype)
+    _silu_and_mul(as_array(gate_up_T2F), as_array(out_TF))
+    return out_TF
+
+
+@fast_jit
+def _norm_row(x_E: Array, weight_E: Array, eps: np.float32, out_E: Array) -> None:
+    total = np.float32(0)
+    for e in range(len(x_E)):
+        value = widen(x_E[e])
+        total += value * value
+    scale = np.float32(1) / math.sqrt(total / np.float32(len(x_E)) + eps)
+    for e in range(len(x_E)):
+        out_E[e] = narrow(widen(x_E[e]) * scale * widen(weight_E[e]), out_E[e])
+
+
+@fast_parallel_jit
+def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> None:
+    for t in numba.prange(len(x_TE)):
+        _norm_row(x_TE[t], weight_E, eps, out_TE[t])
+
+
+@fast_parallel_jit
+def _add_rms_norm(
+    x_TE: Array, residual_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array, total_TE: Array
+) -> None:
+    for t in numba.prange(len(x_TE)):
+        for e in range(x_TE.shape[1]):
+            total_TE[t, e] = narrow(widen(x_TE[t, e]) + widen(residual_TE[t, e]), total_TE[t, e])
+        _norm_row(total_TE[t], weight_E, eps, out_TE[t])
+
+
+@fast_jit
+def _norm_rope_head(x_D: Array, weight_D: Array, eps: np.float32, cos_sin_D: Array, out_D: Array) -> None:
+    """One head of one token to float32: norm over the head, then the rotation that pairs feature d with d + D/2."""
+    dim = len(x_D)
+    half = dim // 2
+    total = np.float32(0)
+    for d in range(dim):
+        value = widen(x_D[d])
+        total += value * value
+    scale = np.float32(1) / math.sqrt(total / np.float32(dim) + eps)
+    for d in range(half):
+        low = widen(x_D[d]) * scale * widen(weight_D[d])
+        high = widen(x_D[half + d]) * scale * widen(weight_D[half + d])
+        cos, sin = cos_sin_D[d], cos_sin_D[half + d]
+        out_D[d] = low * cos - high * sin
+        out_D[half + d] = high * cos + low * sin
+
+
+@fast_parallel_jit
+def _qk_norm_rope_store(
+    qkv_TXD: Array, q_weight_D: Array, k_weight_D: Array, eps: np.float32, cos_sin_LD: Array, positions_T: Array,
+    k_NKDP: Array, v_NKPD: Array, slots_T: Array, q_THD: Array,
+) -> None:  # fmt: skip
+    num_heads, dim = q_THD.shape[1:]
+    kv_heads, size = v_NKPD.shape[1:3]
+    for t in numba.prange(len(qkv_TXD)):
+        turned_D = np.empty(dim, np.float32)
+        cos_sin_D = cos_sin_LD[positions_T[t]]
+        for h in range(num_heads):
+            _norm_rope_head(qkv_TXD[t, h], q_weight_D, eps, cos_sin_D, turned_D)
+            for d in range(dim):
+                q_THD[t, h, d] = narrow(turned_D[d], q_THD[t, h, d])
+        slot = slots_T[t]
+        if slot < 0:
+            continue
+        block, place = slot // size, slot % size
+        for k in range(kv_heads):
+            _norm_rope_head(qkv_TXD[t, num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
+            for d in range(dim):
+                k_NKDP[block, k, d, place] = narrow(turned_D[d], k_NKDP[block, k, d, place])
+                v_NKPD[block, k, place, d] = qkv_TXD[t, num_heads + kv_heads + k, d]
+
+
+@fast_parallel_jit
+def _silu_and_mul(gate_up_T2F: Array, out_TF: Array) -> None:
+    width = out_TF.shape[1]
+    for t in numba.prange(len(out_TF)):
+        for f in range(width):
+            gate = widen(gate_up_T2F[t, f])
+            small = exp_nonpositive(-abs(gate))
+            sigmoid = (np.float32(1) if gate >= np.float32(0) else small) / (np.float32(1) + small)
+            out_TF[t, f] = narrow(gate * sigmoid * widen(gate_up_T2F[t, width + f]), out_TF[t, f])

@@ -1,0 +1,141 @@
+"""What every CPU kernel is written with: numba compilers, bfloat16 as bits, an exponential that vectorises.
+
+Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to float32 on load and
+rounded once on store. Compiled code is cached beside the source (numba's `cache=True`), so it is compiled once a
+machine. Threads: the `prange` loops run on the OpenMP threads torch has already; with a second pool, each would spin
+while the other works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+Array = npt.NDArray[Any]
+
+# Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep their meaning.
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+# Plain loops whose results must not depend on where a loop is cut into vectors: without reassociation or contraction.
+exact_jit = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy")
+exact_parallel_jit = functools.partial(exact_jit, parallel=True)
+fast_jit = functools.partial(exact_jit, fastmath=FAST)
+fast_parallel_jit = functools.partial(exact_jit, parallel=True, fastmath=FAST)
+
+
+def share_torch_threads() -> None:
+    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use one pool of threads.
+
+    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba keeps threads of its own.
+    """
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        numba.config.THREADING_LAYER = "omp"
+        return
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads of the kernels that the calling thread runs from now on."""
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """A view of a CPU tensor for a kernel; bfloat16 as uint16."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+@intrinsic
+def float_of_bits(typing_context: Any, bits: Any) -> Any:
+    """uint32 bits as the float32 they are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def bits_of_float(typing_context: Any, value: Any) -> Any:
+    """float32 as the uint32 of its bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32, rounded once, whatever the compiler may contract."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+def widen(value: Any) -> Any:
+    """An element of a kernel's array as float32."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(widen, inline="always")  # its signatures must look alike, so none has types
+def _widen(value):  # type: ignore[no-untyped-def]
+    if value == types.uint16:
+        return lambda value: float_of_bits(np.uint32(value) << np.uint32(16))
+    return lambda value: value
+
+
+def narrow(value: Any, like: Any) -> Any:
+    """float32 as an element of an array that holds `like`; bfloat16 rounds to nearest, ties to even."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(narrow, inline="always")
+def _narrow(value, like):  # type: ignore[no-untyped-def]
+    if like == types.uint16:
+
+        def to_bfloat16(value, like):  # type: ignore[no-untyped-def]
+            bits = bits_of_float(value)
+            return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+        return to_bfloat16
+    return lambda value, like: value
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_LOWEST = np.float32(-87.0)
+
+
+@numba.njit(inline="always")
+def exp_nonpositive(x: np.float32) -> np.float32:
+    """exp(x) for x <= 0, float32, within 2 units in the last place; 0 below -87 (and for -inf).
+
+    Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf` (Moshier 1989). No
+    branch and no call, so that loops over it vectorise; each fused operation is named, so that every loop rounds alike.
+    """
+    clamped = max(x, _LOWEST)
+    n = np.floor(multiply_add(clamped, _LOG2_E, np.float32(0.5)))
+    r = multiply_add(n, -_LN2_LOW, multiply_add(n, -_LN2_HIGH, clamped))
+    p = np.float32(1.9875691500e-4)
+    p = multiply_add(p, r, np.float32(1.3981999507e-3))
+    p = multiply_add(p, r, np.float32(8.3334519073e-3))
+    p = multiply_add(p, r, np.float32(4.1665795894e-2))
+    p = multiply_add(p, r, np.float32(1.6666665459e-1))
+    p = multiply_add(p, r, np.float32(5.0000001201e-1))
+    p = multiply_add(p * r, r, r) + np.float32(1.0)
+    scale = float_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    return np.float32(0.0) if x < _LOWEST else p * scale

@@ -1,0 +1,425 @@
+"""Sampling on a CPU: the kernels of `kernels/sampling.py`, each one walk over the logits it needs.
+
+bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read: after `row_best`,
+most kernels look at few blocks. Tasks are runs of blocks, so that one row uses every thread. Compiled without
+reassociation or contraction: a gap or a weight has the same bits in a vector loop, in its tail and alone; sums are of
+integers.
+Legend: as `kernels/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+
+from kernels.cpu.jit import (
+    Array,
+    as_array,
+    bits_of_float,
+    exact_jit,
+    exact_parallel_jit,
+    exp_nonpositive,
+    float_of_bits,
+    widen,
+)
+from kernels.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE, GapRows, SamplingKernels
+
+_TASK = 64  # blocks
+_WEIGHTLESS = np.float32(28.0)  # exp(-28) * 2**40 < 1
+_INFINITY = np.float32(np.inf)
+_ONE = np.float32(WEIGHT_ONE)
+_LOW_31 = (1 << 31) - 1
+_LOW_32 = (1 << 32) - 1
+
+
+def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.row_best`."""
+    num_rows, num_columns = logits_BV.shape
+    block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK), dtype=torch.float32)
+    max_B, column_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    _row_best(as_array(logits_BV), block_max_BX.numpy(), max_B.numpy(), column_B.numpy())
+    return max_B, column_B, block_max_BX
+
+
+def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.block_weights`."""
+    sums_RX = torch.empty(len(gaps.rows_R), gaps.block_max_BX.shape[1], dtype=torch.int64)
+    total_R = torch.empty(len(gaps.rows_R), dtype=torch.int64)
+    _block_weights(*_arrays(gaps), limit_R.numpy(), sums_RX.numpy(), total_R.numpy())
+    return sums_RX, total_R
+
+
+def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """See `kernels.sampling.pick_column`."""
+    column_R = torch.empty_like(index_R)
+    logits_BV, _, *rows = _arrays(gaps)
+    _pick_column(logits_BV, *rows, limit_R.numpy(), sums_RX.numpy(), index_R.numpy(), column_R.numpy())
+    return column_R
+
+
+def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """See `kernels.sampling.list_nearest`."""
+    list_RK = torch.empty(len(gaps.rows_R), max_top_k, dtype=torch.int64)
+    _list_nearest(*_arrays(gaps), top_k_R.numpy(), list_RK.numpy())
+    return list_RK
+
+
+def listed_limits(
+    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.listed_limits`."""
+    limit_R, kept_NR = torch.empty_like(max_gap_R), torch.empty(list_NRK.shape[:2], dtype=torch.int64)
+    arrays = (tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR))
+    _listed_limits(*arrays)
+    return limit_R, kept_NR
+
+
+def gap_histogram(
+    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+) -> torch.Tensor:
+    """See `kernels.sampling.gap_histogram`."""
+    shift, num_bits = RADIX_PASSES[radix_pass]
+    num_rows = len(gaps.rows_R)
+    # A histogram a task: few rows are cut into one for each thread.
+    num_parts = -(-numba.get_num_threads() // max(1, num_rows))
+    histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
+    _gap_histogram(
+        *_arrays(gaps), within_R.numpy(), prefix_R.numpy(), shift, num_bits, by_weight, histogram_RSX.numpy()
+    )
+    return histogram_RSX.sum(dim=1)
+
+
+CPU = SamplingKernels(
+    row_best=row_best,
+    block_weights=block_weights,
+    pick_column=pick_column,
+    list_nearest=list_nearest,
+    listed_limits=listed_limits,
+    gap_histogram=gap_histogram,
+)
+
+
+def compile_for(dtype: torch.dtype) -> None:
+    """Run every kernel once over one logit of this dtype and over one of float32: adjusted logits are that."""
+    for each in {dtype, torch.float32}:
+        logits_BV = torch.zeros(1, 1, dtype=each)
+        max_B, column_B, block_max_BX = row_best(logits_BV)
+        gaps = GapRows(
+            logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=column_B, max_R=max_B, temperature_R=max_B + 1
+        )
+        one_R = column_B + 1
+        limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
+        gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
+        pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
+
+
+def _arrays(gaps: GapRows) -> tuple[Array, ...]:
+    """(logits_BV, block_max_BX, rows_R, max_R, temperature_R)."""
+    rest = (gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R)
+    return as_array(gaps.logits_BV), *(tensor.numpy() for tensor in rest)
+
+
+# The best token. Integers in the order of the floats, because a maximum of floats without rules for NaN does not
+# vectorise; for bfloat16 they are half as wide.
+
+
+def _order_key(value: Any) -> Any:
+    """A logit as an integer that orders as logits do; one that is not a number comes below all others."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_order_key)  # its signatures must look alike, so none has types
+def _order_key_of(value):  # type: ignore[no-untyped-def]
+    if value == types.uint16:
+
+        def of_bfloat16(value):  # type: ignore[no-untyped-def]
+            bits = np.int16(value)
+            key = np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & np.int16(0x7FFF)))
+            return key if key <= np.int16(0x7F80) else np.int16(-0x8000)
+
+        return of_bfloat16
+
+    def of_float32(value):  # type: ignore[no-untyped-def]
+        bits = np.int32(bits_of_float(value))
+        key = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        return key if key <= np.int32(0x7F800000) else np.int32(-0x80000000)
+
+    return of_float32
+
+
+def _key_value(key: Any) -> Any:
+    """The float32 of an order key; -infinity of what is not a number."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_key_value)
+def _value_of_key(key):  # type: ignore[no-untyped-def]
+    if key == types.int16:
+
+        def of_bfloat16(key):  # type: ignore[no-untyped-def]
+            bits = np.int16(key ^ np.int16(np.int16(key >> np.int16(15)) & np.int16(0x7FFF)))
+            value = float_of_bits(np.uint32(np.uint16(bits)) << np.uint32(16))
+            return value if value >= -_INFINITY else -_INFINITY
+
+        return of_bfloat16
+
+    def of_float32(key):  # type: ignore[no-untyped-def]
+        value = float_of_bits(np.uint32(key ^ np.int32(np.int32(key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+        return value if value >= -_INFINITY else -_INFINITY
+
+    return of_float32
+
+
+@exact_jit
+def _largest(logits: Array) -> Any:
+    """The largest logit of a block, float32."""
+    largest = _order_key(logits[0])
+    for i in range(len(logits)):
+        key = _order_key(logits[i])
+        largest = key if key > largest else largest
+    return _key_value(largest)
+
+
+@exact_parallel_jit
+def _row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Array) -> None:
+    num_rows, num_blocks = block_max_BX.shape
+    num_tasks = (num_blocks + _TASK - 1) // _TASK
+    for task in numba.prange(num_rows * num_tasks):
+        row, first = task // num_tasks, task % num_tasks * _TASK
+        for block in range(first, min(first + _TASK, num_blocks)):
+            block_max_BX[row, block] = _largest(logits_BV[row, block * BLOCK : (block + 1) * BLOCK])
+    for row in range(num_rows):
+        best = 0
+        for block in range(num_blocks):
+            if block_max_BX[row, block] > block_max_BX[row, best]:
+                best = block
+        max_B[row] = block_max_BX[row, best]
+        column_B[row] = best * BLOCK
+        for column in range(best * BLOCK, min((best + 1) * BLOCK, logits_BV.shape[1])):
+            if widen(logits_BV[row, column]) == max_B[row]:
+                column_B[row] = column
+                break
+
+
+# Weights
+
+
+@numba.njit(inline="always")
+def _gap(logit: Any, largest: Any, temperature: Any) -> Any:
+    return (largest - logit) / temperature
+
+
+@numba.njit(inline="always")
+def _weight(gap: Any, limit: Any) -> Any:
+    """The one function from gap to weight; a gap that is not a number lies within no limit."""
+    weight = np.int64(exp_nonpositive(-gap) * _ONE)
+    return weight if gap <= limit else np.int64(0)
+
+
+@exact_jit
+def _sum_of_weights(logits: Array, largest: Any, temperature: Any, limit: Any) -> Any:
+    total = np.int64(0)
+    for i in range(len(logits)):
+        total += _weight(_gap(widen(logits[i]), largest, temperature), limit)
+    return total
+
+
+@exact_parallel_jit
+def _block_weights(
+    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, limit_R: Array,
+    sums_RX: Array, total_R: Array,
+) -> None:  # fmt: skip
+    num_rows, num_blocks = sums_RX.shape
+    num_tasks = (num_blocks + _TASK - 1) // _TASK
+    for task in numba.prange(num_rows * num_tasks):
+        r, first = task // num_tasks, task % num_tasks * _TASK
+        row, largest, temperature = rows_R[r], max_R[r], temperature_R[r]
+        limit = min(limit_R[r], _WEIGHTLESS)
+        for block in range(first, min(first + _TASK, num_blocks)):
+            sums_RX[r, block] = 0
+            if _gap(block_max_BX[row, block], largest, temperature) <= limit:
+                logits = logits_BV[row, block * BLOCK : (block + 1) * BLOCK]
+                sums_RX[r, block] = _sum_of_weights(logits, largest, temperature, limit)
+    for r in range(num_rows):
+        total_R[r] = sums_RX[r].sum()
+
+
+@exact_jit
+def _pick_column(
+    logits_BV: Array, rows_R: Array, max_R: Array, temperature_R: Array, limit_R: Array, sums_RX: Array,
+    index_R: Array, column_R: Array,
+) -> None:  # fmt: skip
+    for r in range(len(rows_R)):
+        column_R[r] = -1
+        rest = index_R[r]
+        block = 0
+        while rest >= 0 and block < sums_RX.shape[1] and rest >= sums_RX[r, block]:
+            rest -= sums_RX[r, block]
+            block += 1
+        if rest < 0 or block == sums_RX.shape[1]:
+            continue
+        for column in range(block * BLOCK, min((block + 1) * BLOCK, logits_BV.shape[1])):
+            gap = _gap(widen(logits_BV[rows_R[r], column]), max_R[r], temperature_R[r])
+            rest -= _weight(gap, limit_R[r])
+            if rest < 0:
+                column_R[r] = column
+                break
+
+
+# The nearest tokens
+
+
+@exact_jit
+def _keep_nearest(heap: Array, gaps: Array) -> None:
+    """Let smaller gaps take the places of the largest ones in `heap`, whose root is the largest of all."""
+    for i in range(len(gaps)):
+        gap = gaps[i]
+        if gap < heap[0]:
+            place, child = 0, 1
+            while child < len(heap):
+                if child + 1 < len(heap) and heap[child + 1] > heap[child]:
+                    child += 1
+                if heap[child] <= gap:
+                    break
+                heap[place] = heap[child]
+                place, child = child, 2 * child + 1
+            heap[place] = gap
+
+
+@exact_jit
+def _gaps_of(logits: Array, largest: Any, temperature: Any, out: Array) -> None:
+    for i in range(len(logits)):
+        out[i] = _gap(widen(logits[i]), largest, temperature)
+
+
+@exact_jit
+def _gaps_within(logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any) -> Array:
+    """Gaps of every token of the blocks that reach into the bound."""
+    out = np.empty(BLOCK * (block_gaps <= bound).sum(), np.float32)
+    size = 0
+    for block in range(len(block_gaps)):
+        if block_gaps[block] <= bound:
+            part = logits[block * BLOCK : (block + 1) * BLOCK]
+            _gaps_of(part, largest, temperature, out[size : size + len(part)])
+            size += len(part)
+    return out[:size]
+
+
+@exact_parallel_jit
+def _list_nearest(
+    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, top_k_R: Array,
+    list_RK: Array,
+) -> None:  # fmt: skip
+    for r in numba.prange(len(rows_R)):
+        row, top_k = rows_R[r], top_k_R[r]
+        block_gaps = np.empty(block_max_BX.shape[1], np.float32)
+        _gaps_of(block_max_BX[row], max_R[r], temperature_R[r], block_gaps)
+        nearest = np.full(top_k, _INFINITY, np.float32)
+        _keep_nearest(nearest, block_gaps)  # k blocks have a token within nearest[0]
+        gaps = _gaps_within(logits_BV[row], block_gaps, nearest[0], max_R[r], temperature_R[r])
+        nearest[:] = _INFINITY
+        _keep_nearest(nearest, gaps)
+        nearest.sort()
+        last = nearest[top_k - 1]
+        for k in range(list_RK.shape[1]):
+            gap = nearest[k] if k < top_k else _INFINITY
+            list_RK[r, k] = (np.int64(bits_of_float(gap)) << 32) + (1 if gap < _INFINITY else 0)
+        if last < _INFINITY:
+            list_RK[r, top_k - 1] += (gaps == last).sum() - (nearest == last).sum()
+
+
+@exact_jit
+def _gap_of_entry(entry: Any) -> Any:
+    return float_of_bits(np.uint32(entry >> 32))
+
+
+@exact_jit
+def _top_p_target(mass: Any, top_p: Any) -> Any:
+    """As `kernels.sampling.top_p_target`."""
+    high, low = mass >> 31, mass & _LOW_31
+    return max(1, high * top_p * 2 + ((low * top_p + (TOP_P_ONE - 1)) >> 30))
+
+
+@exact_jit
+def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
+    """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
+    last, count, mass = 0, np.int64(0), np.int64(0)
+    while last < len(entries) and count < top_k:
+        count += entries[last] & _LOW_32
+        last += 1
+    limit = _gap_of_entry(entries[last - 1]) if count >= top_k else _INFINITY
+    while last < len(entries) and _gap_of_entry(entries[last]) <= limit:
+        last += 1
+    for i in range(last):
+        mass += _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+    if top_p < TOP_P_ONE:
+        missing = _top_p_target(mass, top_p)
+        for i in range(last):
+            missing -= _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+            if missing <= 0:
+                return _gap_of_entry(entries[i])
+    return limit
+
+
+@exact_jit
+def _listed_limits(
+    list_NRK: Array, top_k_R: Array, top_p_R: Array, max_gap_R: Array, limit_R: Array, kept_NR: Array
+) -> None:
+    num_ranks, num_rows, _ = list_NRK.shape
+    for r in range(num_rows):
+        entries = list_NRK[:, r].copy().reshape(-1)
+        if num_ranks > 1:
+            entries.sort()
+        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), max_gap_R[r])
+        for n in range(num_ranks):
+            kept_NR[n, r] = 0
+            for entry in list_NRK[n, r]:
+                kept_NR[n, r] += _weight(_gap_of_entry(entry), limit_R[r]) * (entry & _LOW_32)
+
+
+# Histograms
+
+
+@exact_jit
+def _compact(gaps: Array, within: Any, prefix: int, prefix_shift: int) -> int:
+    """Move the gaps that count to the front, without branches; how many they are."""
+    size = 0
+    for i in range(len(gaps)):
+        gap = gaps[i]
+        gaps[size] = gap
+        size += (gap <= within) & (np.int64(bits_of_float(gap)) >> prefix_shift == prefix)
+    return size
+
+
+@exact_jit
+def _weights_of(gaps: Array, limit: Any, out: Array) -> None:
+    for i in range(len(gaps)):
+        out[i] = _weight(gaps[i], limit)
+
+
+@exact_parallel_jit
+def _gap_histogram(
+    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, within_R: Array,
+    prefix_R: Array, shift: int, num_bits: int, by_weight: bool, histogram_RSX: Array,
+) -> None:  # fmt: skip
+    num_rows, num_parts, num_bins = histogram_RSX.shape
+    num_blocks = block_max_BX.shape[1]
+    for task in numba.prange(num_rows * num_parts):
+        r, part = task // num_parts, task % num_parts
+        row, largest, temperature, within = rows_R[r], max_R[r], temperature_R[r], within_R[r]
+        gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)
+        for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
+            nearest = _gap(block_max_BX[row, block], largest, temperature)
+            if nearest <= within and np.int64(bits_of_float(nearest)) >> (shift + num_bits) <= prefix_R[r]:
+                logits = logits_BV[row, block * BLOCK : (block + 1) * BLOCK]
+                _gaps_of(logits, largest, temperature, gaps)
+                size = _compact(gaps[: len(logits)], within, prefix_R[r], shift + num_bits)
+                if by_weight:
+                    _weights_of(gaps[:size], within, amounts)
+                for i in range(size):
+                    histogram_RSX[r, part, (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)] += amounts[i]
