@@ -122,7 +122,10 @@ class _PlainRanks:
     def __init__(self, config: ResolvedConfig, num_threads: int) -> None:
         self.size = config.engine.tensor_parallel_size
         self.pool = WorkerPool(self.size)
-        for rank in range(self.size):
+        cores = sorted(os.sched_getaffinity(0))
+        for rank, process in enumerate(self.pool._processes):
+            if len(cores) >= self.size:  # each on cores of its own, as the ranks of a node are
+                os.sched_setaffinity(process.pid or 0, cores[rank * num_threads : (rank + 1) * num_threads])
             self.pool.call(rank, "create", config, rank)
         address = self.pool.call(0, "open_rendezvous")
         reports = self.pool.call_all(self.size, "start", address, num_threads)

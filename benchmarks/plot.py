@@ -99,6 +99,7 @@ def dispatch(ax: Axes, result: Result) -> None:
     drawn = ax.barh(names, times, color=[WAYS[name.split(", ")[-1]] for name in names])
     ax.bar_label(drawn, fmt="%.2f", fontsize=6)
     finish(ax, f"A decode step, {result['model']}; ranks that sleep 3 ms", "ms", "")
+    ax.set_ylim(-0.6, len(bars) - 0.4)
     ax.tick_params(axis="y", labelsize=6)
 
 

@@ -78,7 +78,7 @@ def random_sampling(rng: random.Random, vocab_size: int) -> Sampling:
     return make(
         seed=rng.getrandbits(63),
         temperature=rng.choice([0, 0.3, 1.0, 1.7]),
-        top_k=rng.choice([0, 0, 1, 5, 40, vocab_size, vocab_size + 1]),
+        top_k=rng.choice([0, 0, 1, 5, 40, 300, vocab_size, vocab_size + 1]),
         top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
         min_p=rng.choice([0, 0, 0.02, 0.3]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.8]),

@@ -345,6 +345,29 @@ def test_peer_that_leaves_after_an_operation_fails_nobody_in_it() -> None:
         assert in_threads(4, leave_after_one) == [4] * 4
 
 
+def test_peer_that_dies_after_its_part_came_fails_nobody() -> None:
+    """Rank 0 is told that rank 1 is dead when rank 1 has just ended the operation that rank 0 waits in."""
+    found_dead, ended = threading.Event(), threading.Event()
+
+    def run(reducer: SharedMemoryReducer) -> list[int]:
+        def dead_peer() -> int | None:
+            if found_dead.is_set():
+                return None
+            found_dead.set()
+            assert ended.wait(5.0)
+            return 1
+
+        if reducer.rank == 0:
+            reducer._dead_peer = dead_peer  # type: ignore[method-assign]
+        else:
+            assert found_dead.wait(5.0)
+        totals = [int(reducer.all_reduce(torch.tensor(1)))]
+        ended.set()
+        return [*totals, int(reducer.all_reduce(torch.tensor(10)))]
+
+    assert in_threads(2, run) == [[2, 20], [2, 20]]
+
+
 def disagree(group: TensorParallelGroup, lengths: list[int]) -> str:
     with pytest.raises(WorkerError) as error:
         group.all_reduce(torch.zeros(lengths[group.rank]))
