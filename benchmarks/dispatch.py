@@ -6,6 +6,7 @@ For each size of the group and of the batch, the median time between two decode 
     no_ray           the same ranks as plain processes, 1 rank: scheduler and model in one process, step by step;
                      more: between steps a rank has finished, with every later plan in its pipe already
 
+At tp 1 once with all cores for the rank, as engines run, and once with one core, which leaves some to driver and Ray;
 and `sleeping`: the real driver and rank actors with ranks that only wait for a made-up device of 3 ms a step; what a
 step takes beyond 3 ms is what a GPU would wait. The limit: `no_ray`, and 0 beyond the 3 ms.
 """
@@ -17,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.common import alternate, median, model_or_random, write_result
-from benchmarks.dispatch_actors import DEVICE_STEP_S, SleepingDriver, TimedDriver
+from benchmarks.dispatch_actors import DEVICE_STEP_S, OneCoreDriver, SleepingDriver, TimedDriver
 from benchmarks.dispatch_ways import Measure, with_ray, without_ray
 from configs.engine import DEFAULT_MODEL_DIR
 
@@ -34,19 +35,22 @@ def main() -> None:
     measured: dict[str, Any] = {"model": "60m shape" if args.model is None else args.model.rsplit("/", 1)[-1]}
     with model_or_random(args.model) as model:
         for tp in args.tp:
-            measured[f"tp{tp}"] = _computing(model, tp, args)
+            measured[f"tp{tp}"] = _computing(model, tp, args, TimedDriver)
+        measured["tp1_one_core"] = _computing(model, 1, args, OneCoreDriver)
     for tp in args.tp:
         measured[f"sleeping_tp{tp}"] = _sleeping(tp, args)
     write_result("dispatch", "ms_no_ray: the same ranks without Ray; beyond_3ms: 0", measured)
 
 
-def _computing(model: str, tp: int, args: argparse.Namespace) -> list[dict[str, float]]:
+def _computing(model: str, tp: int, args: argparse.Namespace, driver: type[TimedDriver]) -> list[dict[str, float]]:
     options = {"model": model, "tensor_parallel_size": tp, "device": "cpu", "max_num_seqs": max(args.batch_sizes),
                "max_model_len": 1024, "enable_prefix_caching": False}  # fmt: skip
     with ExitStack() as stack:
-        ways: dict[str, Measure] = {"no_ray": stack.enter_context(without_ray(options, args.steps))}
+        ways: dict[str, Measure] = {
+            "no_ray": stack.enter_context(without_ray(options, args.steps, one_core=driver is OneCoreDriver))
+        }
         for ahead in (1, 0):
-            ways[f"ahead{ahead}"] = stack.enter_context(with_ray(TimedDriver, ahead, args.steps, options))
+            ways[f"ahead{ahead}"] = stack.enter_context(with_ray(driver, ahead, args.steps, options))
         rows = []
         for size in args.batch_sizes:
             ms = _medians(ways, size, args.repeats)

@@ -3,6 +3,7 @@ ranks that wait for a made-up device instead of computing."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import zlib
@@ -14,7 +15,7 @@ from cluster.worker_group import RankActor
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan, StepResult, ints
 from scheduler.scheduler import StepOutput
-from workers.worker import Worker
+from workers.worker import Worker, WorkerReport
 
 DEVICE_STEP_S = 0.003
 
@@ -33,6 +34,21 @@ class TimedDriver(Driver):
         """Seconds, since the last call."""
         moments, self._moments = self._moments, []
         return moments or []
+
+
+class OneCoreRankActor(RankActor):
+    """Computes on one core and leaves the others to driver and Ray."""
+
+    def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
+        return super().start(address, place, len(os.sched_getaffinity(0)))
+
+
+class OneCoreDriver(TimedDriver):
+    """A timed driver whose ranks take one core each."""
+
+    async def start(self) -> EngineReport:
+        cluster.worker_group.RankActor = OneCoreRankActor  # type: ignore[misc]  # in this actor's process alone
+        return await super().start()
 
 
 class SleepingWorker(Worker):

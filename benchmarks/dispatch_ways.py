@@ -57,12 +57,12 @@ def with_ray(driver: type[Driver], ahead: int, steps: int, options: dict[str, An
 
 
 @contextmanager
-def without_ray(options: dict[str, Any], steps: int) -> Iterator[Measure]:
+def without_ray(options: dict[str, Any], steps: int, *, one_core: bool) -> Iterator[Measure]:
     """The same ranks in plain processes, with as many threads as an actor's rank takes."""
     engine = EngineConfig(**options)
     path = find_model(engine.model)
     config = resolve_config(engine, ModelConfig.from_dir(path), path, "cpu")
-    num_threads = max(1, len(os.sched_getaffinity(0)) // engine.tensor_parallel_size)
+    num_threads = 1 if one_core else max(1, len(os.sched_getaffinity(0)) // engine.tensor_parallel_size)
     if engine.tensor_parallel_size == 1:
         with ProcessPoolExecutor(1, get_context("spawn"), _start_rank, (config, num_threads)) as pool:
             yield lambda size: _step_ms(pool.submit(_run_in_process, size, steps).result())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from cluster.worker_group import WorkerGroup
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
-from scheduler.messages import Deltas, Request
+from scheduler.messages import Request
 from scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput, check_request
 
 SILENCE_CHECK_S = 1.0
@@ -128,8 +129,9 @@ class Driver:
             frontend.request_ids.difference_update(request_ids)
         self._post_finish(request_ids, reason)
 
-    async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
-        """Everything new for a frontend, as soon as there is something, or empty after `wait_s`.
+    async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
+        """Everything new for a frontend, as soon as there is something, or empty after `wait_s`: `Deltas`, pickled,
+        because Ray passes bytes on as they are.
 
         Raises `EngineError` for one that was silent for so long that it has been forgotten.
         """
@@ -141,7 +143,7 @@ class Driver:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(frontend.news.wait(), min(wait_s, limit / 2))
         frontend.last_seen_s = time.monotonic()
-        return frontend.mailbox.collect(acknowledged)
+        return pickle.dumps(frontend.mailbox.collect(acknowledged), protocol=5)
 
     async def stats(self) -> dict[str, float]:
         """Counters of the scheduler, and what is running, waiting and free at the moment."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import pickle
 import threading
 import uuid
 from array import array
@@ -304,7 +305,7 @@ class Frontend:
             try:
                 self._check_reachable()
                 reply = self._driver.poll.remote(self._id, self._acknowledged, POLL_WAIT_S)
-                deltas: Deltas = call(reply, "poll the driver", POLL_WAIT_S + CALL_TIMEOUT_S)
+                deltas: Deltas = pickle.loads(call(reply, "poll the driver", POLL_WAIT_S + CALL_TIMEOUT_S))
                 self._acknowledged = deltas.up_to
                 self._take(deltas)
                 num_lost = 0

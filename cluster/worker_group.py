@@ -1,8 +1,8 @@
 """The ranks of one engine as Ray actors, and the executor that sends them plans.
 
-`RankActor` is a thin shell around `workers.Worker`: steps run in order in the default concurrency group, results are
-waited for in a second one. A plan is pickled once; a large one (long prompts) is put once in the object store and
-passed as a ref. Every rank's result is waited for, so the death of any of them is seen, and their digests must agree.
+`RankActor` is a thin shell around `workers.Worker`: one call a step brings the plan and takes the result. A plan is
+pickled once; a large one (long prompts) is put once in the object store and passed as a ref. Every rank's result is
+waited for, so the death of any of them is seen, and their digests must agree.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import sys
+import threading
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +30,25 @@ from scheduler.messages import StepPlan, StepResult
 from workers.worker import Worker, WorkerReport
 
 INLINE_PLAN_BYTES = 64 * 1024
+SWITCH_INTERVAL_S = 0.0002  # the thread that computes gets the interpreter back from Ray's threads within this
 
 
 class RankActor:
-    """One rank in a process of its own. `concurrency_groups`: the steps, their results, and control."""
+    """One rank in a process of its own.
+
+    A thread of its own computes, in order; Ray's threads hand it plans and wait for results. So the next step starts
+    the moment the last one ends, whatever Ray still has to do for that one's answer. Concurrency groups: control, and
+    `steps`, with a thread for each step that may be under way.
+    """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
         logging.basicConfig(level=config.engine.log_level.upper())
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._limit_s = config.engine.step_timeout_s
         self._worker = Worker(config, rank)
+        self._computing = ThreadPoolExecutor(1, "rank")
+        self._turn = threading.Condition()
+        self._next_step = 0
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Rank 0: listen on a port the system picks."""
@@ -42,18 +56,28 @@ class RankActor:
 
     def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
         """Meet the other ranks and load. The ranks of a node share its cores; this one is number `place` of them."""
-        return self._worker.start(address, take_cores(place, ranks_on_node))
+
+        def start() -> WorkerReport:
+            return self._worker.start(address, take_cores(place, ranks_on_node))
+
+        return self._computing.submit(start).result()
 
     def allocate_cache(self, num_blocks: int) -> None:
-        self._worker.allocate_cache(num_blocks)
+        self._computing.submit(self._worker.allocate_cache, num_blocks).result()
 
-    def launch(self, plan: bytes) -> None:
-        """Start a step. A failure is kept and raised by `result`."""
-        self._worker.launch(pickle.loads(plan))
+    @ray.method(concurrency_group="steps")
+    def step(self, data: bytes) -> bytes:
+        """Run a step in its turn, which the threads of a concurrency group may not keep. Raises what it raised.
 
-    @ray.method(concurrency_group="result")
-    def result(self, step_id: int, epoch: int) -> StepResult:
-        return self._worker.result(step_id, epoch)
+        A `StepPlan` and a `StepResult`, pickled: Ray passes bytes on as they are, and pickles slower.
+        """
+        plan: StepPlan = pickle.loads(data)
+        with self._turn:
+            self._turn.wait_for(lambda: self._next_step == plan.step_id, self._limit_s)
+            self._computing.submit(self._worker.launch, plan)  # out of turn, it comes to an error that says so
+            self._next_step = plan.step_id + 1
+            self._turn.notify_all()
+        return pickle.dumps(self._worker.result(plan.step_id, plan.epoch), protocol=5)
 
 
 def take_cores(place: int, num_places: int) -> int:
@@ -112,15 +136,13 @@ class WorkerGroup:
         data: Any = pickle.dumps(plan, protocol=5)
         if len(data) > INLINE_PLAN_BYTES:
             data = ray.put(data)
-        for actor in self._ranks:
-            actor.launch.remote(data)
-        self._pending[plan.step_id] = [actor.result.remote(plan.step_id, plan.epoch) for actor in self._ranks]
+        self._pending[plan.step_id] = [actor.step.remote(data) for actor in self._ranks]
 
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank. Raises `WorkerError` or `StepTimeoutError`, naming rank and step."""
         limit = self._config.engine.step_timeout_s
         refs = self._pending.pop(step_id)
-        results: list[StepResult] = self._all(refs, f"step {step_id}", limit)
+        results: list[StepResult] = [pickle.loads(data) for data in self._all(refs, f"step {step_id}", limit)]
         digests = [result.digest for result in results]
         if len(set(digests)) > 1:
             raise WorkerError(f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}")
@@ -136,7 +158,8 @@ class WorkerGroup:
     def _create(self, rank: int) -> Any:
         num_gpus = 1 if self._config.device == "cuda" else 0
         remote: Any = ray.remote  # its types do not know concurrency_groups
-        actor = remote(concurrency_groups={"result": 1})(RankActor).options(
+        steps = self._config.engine.num_steps_ahead + 1
+        actor = remote(concurrency_groups={"steps": steps})(RankActor).options(
             num_cpus=1,
             num_gpus=num_gpus,
             max_restarts=0,

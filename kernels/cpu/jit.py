@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 Array = npt.NDArray[Any]
+
+# What is compiled into a cached function from another file is not looked at when that file changes: a cache a version.
+_SOURCES = (*Path(__file__).parent.glob("*.py"), Path(__file__).parent.parent / "sampling.py")
+_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_SOURCES))).hexdigest()[:12]
+_CACHE = Path(__file__).parent / "__pycache__" / _VERSION
+if not numba.config.CACHE_DIR and os.access(_CACHE.parent.parent, os.W_OK):
+    numba.config.CACHE_DIR = str(_CACHE)
 
 # Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp"}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from array import array
 from pathlib import Path
@@ -17,7 +18,7 @@ from cluster import driver as driver_module
 from cluster.driver import Driver
 from cluster.worker_group import GroupReport
 from scheduler.errors import EngineDeadError, EngineError, WorkerError
-from scheduler.messages import Request, StepPlan, StepResult
+from scheduler.messages import Deltas, Request, StepPlan, StepResult
 from scheduler.params import Sampling
 from tests.cluster.conftest import SHAPE
 from tests.workers.conftest import config_of
@@ -72,7 +73,7 @@ async def errors_of(driver: Driver, count: int) -> dict[str, str]:
     errors: dict[str, str] = {}
     acknowledged = 0
     for _ in range(20):
-        deltas = await driver.poll("frontend", acknowledged, 0.2)
+        deltas = pickle.loads(await driver.poll("frontend", acknowledged, 0.2))
         acknowledged = deltas.up_to
         errors |= deltas.errors
         if len(errors) >= count:
@@ -133,7 +134,7 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
         tokens = array("i", [1, 2, 3, 8, 9])
         done = Request(request_id="done", token_ids=tokens, num_prompt_tokens=3, sampling=sampling)
         await driver.submit("frontend", [done])
-        deltas = await driver.poll("frontend", 0, 0.5)
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
         await driver.shutdown()
         return deltas.finish_reasons
 

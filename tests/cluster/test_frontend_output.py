@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from cluster.frontend import Chunk, Frontend, Generation, _Output
 from cluster.mailbox import Mailbox, News
 from cluster.text import TextStream, Tokenizer
 from scheduler.errors import EngineDeadError, EngineError, RequestError
-from scheduler.messages import Deltas, Request, TokenLogprobs
+from scheduler.messages import Request, TokenLogprobs
 from scheduler.params import SamplingParams
 from tests.cluster.byte_tokenizer import END_ID, ids, write_tokenizer
 
@@ -273,7 +274,7 @@ class FakeDriver:
             raise self.refusal
         self.requests += requests
 
-    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
+    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
         with self.changed:
             self.changed.wait_for(lambda: self.mailbox.has_news, timeout=0.02)
             if self.poll_failure is not None:
@@ -284,7 +285,7 @@ class FakeDriver:
             self.acknowledged.append((acknowledged, self.last_sent))
             reply = self.mailbox.collect(acknowledged)
             self.last_sent = reply.up_to
-            return reply
+            return pickle.dumps(reply)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
@@ -59,13 +60,13 @@ def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
 ) -> None:
     results = [StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank])) for rank in range(2)]
     with pytest.raises(WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"):
-        group_with(small_model, [ray.put(result) for result in results]).result(7)
+        group_with(small_model, [ray.put(pickle.dumps(result)) for result in results]).result(7)
 
 
 def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
     users_ray: None, small_model: SmallModel
 ) -> None:
-    done = ray.put(StepResult(step_id=7, epoch=0, token_ids=ints()))
+    done = ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints())))
     never = ray.remote(num_cpus=0)(lambda: time.sleep(20)).remote()
     with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 0.5 s on rank \[1\]"):
         group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
