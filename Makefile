@@ -23,7 +23,7 @@ simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
 
 bench: $(VENV)/.ready
-	for name in load_memory scheduler_scaling dispatch prefix_cache latency plot; do \
+	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency plot; do \
 	    $(BIN)/python -m benchmarks.$$name || exit 1; \
 	done
 
@@ -38,4 +38,5 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -rf $(VENV) build *.egg-info

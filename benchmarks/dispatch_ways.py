@@ -96,13 +96,18 @@ def _scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
     )  # fmt: skip
 
 
+def start_in_process(config: ResolvedConfig, num_threads: int) -> Engine:
+    """Scheduler and model in this process, step by step."""
+    executor = InProcessExecutor(config, num_threads)
+    return Engine(_scheduler(config, executor.num_kv_blocks), executor, num_steps_ahead=0)
+
+
 _engine_here: Engine | None = None  # of the process that is the only rank
 
 
 def _start_rank(config: ResolvedConfig, num_threads: int) -> None:
     global _engine_here
-    executor = InProcessExecutor(config, num_threads)
-    _engine_here = Engine(_scheduler(config, executor.num_kv_blocks), executor, num_steps_ahead=0)
+    _engine_here = start_in_process(config, num_threads)
 
 
 def _run_in_process(size: int, steps: int) -> list[float]:

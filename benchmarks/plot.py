@@ -27,8 +27,9 @@ def main() -> None:
 
 def plot(folder: Path) -> Path:
     """Write `benchmarks.svg` beside the results and return its path. Raises `SystemExit` if there are none."""
-    panels = [(draw, read(folder / f"{name}.json")) for name, draw in PANELS]
-    panels = [(draw, result) for draw, result in panels if result]
+    panels = [
+        (draw, json.loads(path.read_text())) for name, draw in PANELS for path in sorted(folder.glob(f"{name}.json"))
+    ]
     if not panels:
         raise SystemExit(f"{folder} holds no results; run `make bench` first")
     columns = min(3, len(panels))
@@ -42,12 +43,6 @@ def plot(folder: Path) -> Path:
     figure.savefig(folder / "benchmarks.svg", metadata={"Date": None})
     plt.close(figure)
     return folder / "benchmarks.svg"
-
-
-def read(path: Path) -> Result:
-    """A result, or nothing."""
-    result: Result = json.loads(path.read_text()) if path.exists() else {}
-    return result
 
 
 def throughput(ax: Axes, result: Result) -> None:
@@ -141,7 +136,7 @@ def finish(ax: Axes, title: str, x: str, y: str) -> None:
 
 
 PANELS: list[tuple[str, Callable[[Axes, Result], None]]] = [
-    ("throughput", throughput), ("latency", rates), ("latency", chunks), ("dispatch", dispatch),
+    ("throughput_*", throughput), ("latency", rates), ("latency", chunks), ("dispatch", dispatch),
     ("prefix_cache", prefix), ("scheduler_scaling", scheduler_scaling),
 ]  # fmt: skip
 

@@ -41,7 +41,8 @@ def main() -> None:
     for tp in args.tp:
         runs = {name: functools.partial(run, command) for name, command in commands(args, tp).items()}
         measured[f"tp{tp}"] = summary(alternate(runs, args.repeats))
-    write_result("throughput", "roofline_tokens_per_s: the least time the machine needs for this workload", measured)
+    limit = "roofline_tokens_per_s: the least time the machine needs for this workload"
+    write_result(f"throughput_{measured['model']}", limit, measured, module="throughput")
 
 
 def commands(args: argparse.Namespace, tp: int) -> dict[str, list[str]]:

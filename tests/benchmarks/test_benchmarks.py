@@ -11,7 +11,7 @@ import pytest
 from benchmarks import common, plot, scheduler_scaling, throughput
 
 RESULTS: dict[str, dict[str, Any]] = {
-    "throughput": {
+    "throughput_m": {
         "model": "m",
         "tp1": throughput.summary(
             {
@@ -62,7 +62,7 @@ def test_a_result_says_how_it_was_made_and_holds_no_absolute_path(
 
 
 def test_throughput_compares_medians_with_the_peer_and_the_roofline() -> None:
-    row = RESULTS["throughput"]["tp1"]
+    row = RESULTS["throughput_m"]["tp1"]
     assert row["tokens_per_s"] == {"eagleray": 100.0, "peer": 50.0}
     assert row["ratio"] == {"peer": 2.0}
     assert row["share_of_roofline"] == {"eagleray": 0.5, "peer": 0.25}
