@@ -33,7 +33,7 @@ from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
-from workers.configuration import resolve_config
+from workers.configuration import foresee_config
 
 NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
 MAX_TOKEN_ID = 10000
@@ -66,7 +66,7 @@ def run_bench(job: BenchJob) -> None:
     engine starts, but for prompts of a file that do not fit it."""
     _check(job)
     model_dir = find_model(job.config.model, job.config.revision)
-    config = resolve_config(job.config, ModelConfig.from_dir(model_dir), model_dir, "cpu")
+    config = foresee_config(job.config, ModelConfig.from_dir(model_dir), model_dir)
     requests = _requests(job, config)
     machine = _probe(config)
     with LLM(**{name: getattr(job.config, name) for name in EngineConfig.__dataclass_fields__}) as llm:

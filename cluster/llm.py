@@ -41,7 +41,7 @@ from scheduler.errors import ConfigError, EaglerayError, RequestError
 from scheduler.params import SEED_LIMIT, SamplingParams
 from scheduler.scheduler import check_request
 from workers.checkpoint import check_checkpoint
-from workers.configuration import resolve_config
+from workers.configuration import foresee_config, resolve_config
 
 SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -98,7 +98,7 @@ class LLM:
         self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._exit = contextlib.ExitStack()
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._exit)  # also at exit
-        self._resolve(model_dir, "cpu" if self.config.device == "auto" else self.config.device)  # before Ray starts
+        foresee_config(self.config, self._model, model_dir)  # what is wrong already, before Ray starts
         tokenizer_dir = find_model(self.config.tokenizer, what="tokenizer") if self.config.tokenizer else model_dir
         try:
             self._start(model_dir, tokenizer_dir)
@@ -244,15 +244,12 @@ class LLM:
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
-    def _resolve(self, model_dir: Path, device: str) -> ResolvedConfig:
-        return resolve_config(self.config, self._model, model_dir, device)
-
     def _start(self, model_dir: Path, tokenizer_dir: Path) -> None:
         began = time.perf_counter()
         size = self.config.tensor_parallel_size
         lease = SESSION.connect(self.config.ray_address, size)
         self._exit.callback(SESSION.release, lease)
-        config = self._resolve(model_dir, pick_device(self.config.device, size))
+        config = resolve_config(self.config, self._model, model_dir, pick_device(self.config.device, size))
         connected = time.perf_counter()
         placement = place(size, config.device)
         self._exit.callback(_while_held, lease, remove_placement_group, placement)

@@ -19,6 +19,20 @@ def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, de
     )  # fmt: skip
 
 
+def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
+    """What the engine will run as far as that is known before the cluster is: with device "auto", a configuration that
+    only one device can run is no mistake yet. Raises `ConfigError` for one that none can."""
+    if engine.device != "auto":
+        return resolve_config(engine, model, model_dir, engine.device)
+    try:
+        return resolve_config(engine, model, model_dir, "cpu")
+    except ConfigError as error:
+        try:
+            return resolve_config(engine, model, model_dir, "cuda")
+        except ConfigError:
+            raise error from None
+
+
 def find_kernels(engine: EngineConfig, device: str) -> Kernels:
     """The backend that the options ask for. Raises `ConfigError` if it does not run on `device`."""
     try:
