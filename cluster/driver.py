@@ -71,6 +71,7 @@ class Driver:
         self._limits: SchedulerLimits | None = None
         self._frontends: dict[str, _Frontend] = {}
         self._owner: dict[str, str] = {}  # request id to frontend id; engine thread
+        self._final_only: set[str] = set()  # request ids; engine thread
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -114,9 +115,11 @@ class Driver:
         def add(engine: Engine) -> None:
             for request in requests:
                 self._owner[request.request_id] = frontend_id
+                if request.final_only:
+                    self._final_only.add(request.request_id)
                 seq = engine.add(request)
                 if seq.finish_reason is not None:  # sent again with tokens that end it already
-                    del self._owner[request.request_id]
+                    self._disown(request.request_id)
                     end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
                     self._loop.call_soon_threadsafe(self._deliver, {frontend_id: {request.request_id: end}})
 
@@ -221,7 +224,7 @@ class Driver:
         def finish(engine: Engine) -> None:
             for request_id in request_ids:
                 engine.finish(request_id, reason)
-                self._owner.pop(request_id, None)
+                self._disown(request_id)
 
         self._post(finish)
 
@@ -240,8 +243,8 @@ class Driver:
                 while self._inbox:
                     self._inbox.popleft()(engine)
                 output = engine.step()
-                if output is not None:
-                    self._loop.call_soon_threadsafe(self._deliver, self._news(output))
+                if output is not None and (news := self._news(output)):
+                    self._loop.call_soon_threadsafe(self._deliver, news)
         except Exception as error:
             if not self._stopping:
                 self._die(error)
@@ -259,6 +262,8 @@ class Driver:
         """The tokens and endings of a step by frontend and request."""
         news: dict[str, dict[str, News]] = {}
         for i, (seq, token) in enumerate(zip(output.sequences, output.token_ids, strict=True)):
+            if seq.request_id in self._final_only:
+                continue
             logprobs = [output.logprobs[i]] if output.logprobs is not None and output.logprobs[i] else None
             news.setdefault(self._owner[seq.request_id], {})[seq.request_id] = News(
                 first_index=seq.num_output_tokens - 1,
@@ -268,8 +273,19 @@ class Driver:
                 finish_reason=seq.finish_reason,
             )
         for seq in output.finished:
-            del self._owner[seq.request_id]
+            if seq.request_id in self._final_only:
+                news.setdefault(self._owner[seq.request_id], {})[seq.request_id] = News(
+                    first_index=0,
+                    token_ids=seq.token_ids[seq.num_prompt_tokens :],
+                    num_cached_tokens=seq.num_cached_tokens or 0,
+                    finish_reason=seq.finish_reason,
+                )
+            self._disown(seq.request_id)
         return news
+
+    def _disown(self, request_id: str) -> None:
+        self._owner.pop(request_id, None)
+        self._final_only.discard(request_id)
 
     def _die(self, error: Exception) -> None:
         """End every request with the error; the ranks may hang in a collective, so they are killed."""

@@ -68,7 +68,7 @@ class _Output:
         index: int,
         num_prompt_tokens: int,
         stream: TextStream | None,
-        sink: Callable[[Chunk], None],
+        sink: Callable[[Chunk], None] | None,
     ) -> None:
         self.request_id = request_id
         self._num_prompt_tokens = num_prompt_tokens
@@ -97,7 +97,7 @@ class _Output:
         if logprobs is not None:
             done.logprobs = (done.logprobs or []) + logprobs
         done.finish_reason = reason
-        if tokens or reason:
+        if self._sink is not None and (tokens or reason):
             self._sink(
                 Chunk(
                     index=done.index,
@@ -117,23 +117,20 @@ class _Output:
         done.finish_reason = "abort"
         text = self._new_text(final=True)
         done.text += text
-        self._sink(
-            Chunk(
-                index=done.index,
-                text=text,
-                token_ids=[],
-                finish_reason="abort",
-                num_prompt_tokens=self._num_prompt_tokens,
+        if self._sink is not None:
+            self._sink(
+                Chunk(
+                    index=done.index,
+                    text=text,
+                    token_ids=[],
+                    finish_reason="abort",
+                    num_prompt_tokens=self._num_prompt_tokens,
+                )
             )
-        )
 
     def _push(self, tokens: list[int]) -> int | None:
         """Feed the text; the number of tokens up to the one that completed a stop string."""
-        if self._stream is not None:
-            for i, token in enumerate(tokens):
-                if self._stream.push(token):
-                    return i + 1
-        return None
+        return self._stream.push(tokens) if self._stream is not None else None
 
     def _new_text(self, *, final: bool) -> str:
         if self._stream is None:
@@ -211,9 +208,13 @@ class Frontend:
         seed: int,
         eos_token_ids: tuple[int, ...],
         cache_salt: str,
-        sink: Callable[[Chunk], None],
+        sink: Callable[[Chunk], None] | None,
     ) -> list[Request]:
-        """The engine requests of a generation, one an output; nothing is sent yet."""
+        """The engine requests of a generation, one an output; nothing is sent yet.
+
+        Without a sink nobody reads before the end, and the driver sends nothing before it where that is possible.
+        """
+        final_only = sink is None and not params.stop_strings() and params.logprobs is None
         requests = []
         num_prompt_tokens = len(generation.prompt_token_ids)
         for index in range(params.n or 1):
@@ -228,6 +229,7 @@ class Frontend:
                     num_prompt_tokens=num_prompt_tokens,
                     sampling=sampling,
                     cache_salt=cache_salt,
+                    final_only=final_only,
                 )
             )
         return requests

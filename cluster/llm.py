@@ -122,7 +122,7 @@ class LLM:
         params = one_each(sampling_params, len(many))
         num_outputs = sum((p and p.n) or self._defaults.n or 1 for p in params)
         with ProgressBar(num_outputs, enabled=progress) as bar:
-            generations = self._submit(many, params, [bar.sink() for _ in many])
+            generations = self._submit(many, params, [bar.sink() if progress else None for _ in many])
             try:
                 for generation in generations:
                     generation.done.result()
@@ -147,7 +147,7 @@ class LLM:
         """`generate` for an event loop; cancelling it aborts the requests."""
         many = as_list(prompts)
         params = one_each(sampling_params, len(many))
-        generations = await self._submit_async(many, params, [_discard] * len(many))
+        generations = await self._submit_async(many, params, [None] * len(many))
         try:
             await asyncio.gather(*(asyncio.wrap_future(generation.done) for generation in generations))
         finally:
@@ -228,7 +228,7 @@ class LLM:
         """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is sent."""
         generation = self._generation(prompt)
         params = dataclasses.replace(sampling_params or SamplingParams(), seed=0)  # draws nothing
-        for request in self._requests(generation, params, prompt, _discard):
+        for request in self._requests(generation, params, prompt, None):
             check_request(request, self._report.limits)
         return generation.prompt_token_ids
 
@@ -280,7 +280,7 @@ class LLM:
         self,
         prompts: Seq[Prompt],
         params: Seq[SamplingParams | None],
-        sinks: Seq[Callable[[Chunk], None]],
+        sinks: Seq[Callable[[Chunk], None] | None],
         request_id: str | None = None,
     ) -> list[Generation]:
         held = self._generations.get(request_id) if request_id is not None else None
@@ -310,7 +310,11 @@ class LLM:
             self._frontend.abort(submitted.result())
 
     def _requests(
-        self, generation: Generation, wanted: SamplingParams | None, prompt: Prompt, sink: Callable[[Chunk], None]
+        self,
+        generation: Generation,
+        wanted: SamplingParams | None,
+        prompt: Prompt,
+        sink: Callable[[Chunk], None] | None,
     ) -> list[Any]:
         params = (wanted or SamplingParams()).over(self._defaults)
         if params.stop_strings() and self._tokenizer is None:
@@ -355,6 +359,7 @@ def _start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
             num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
+            enable_task_events=False,
             runtime_env=actor_environment(),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
         )
@@ -387,7 +392,3 @@ def _request_output(generation: Generation) -> RequestOutput:
         outputs=generation.completions,
         num_cached_tokens=generation.num_cached_tokens,
     )
-
-
-def _discard(_: Chunk) -> None:
-    """A sink for callers who wait for the whole output."""

@@ -83,9 +83,16 @@ class TextStream:
         self.text = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> bool:
-        """Take the next token; True if a stop string is complete with it."""
-        self._ids.append(token_id)
+    def push(self, token_ids: Seq[int]) -> int | None:
+        """Take the next tokens. If a stop string is complete with one of them, how many there are up to that one."""
+        if not self._stop:
+            self._push(token_ids)
+            return None
+        return next((i + 1 for i in range(len(token_ids)) if self._push(token_ids[i : i + 1])), None)
+
+    def _push(self, token_ids: Seq[int]) -> bool:
+        """Decode tokens together; True if a stop string is complete with them."""
+        self._ids += token_ids
         known = self._tokenizer.decode(self._ids[self._start : self._read])
         whole = self._tokenizer.decode(self._ids[self._start :])
         if whole.endswith(UNFINISHED):

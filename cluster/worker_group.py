@@ -164,6 +164,7 @@ class WorkerGroup:
             num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
+            enable_task_events=False,
             runtime_env=actor_environment(num_gpus=num_gpus),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
         )

@@ -24,13 +24,17 @@ def ints(values: Iterable[int] = ()) -> array[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent again."""
+    """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent again.
+
+    With `final_only` the frontend hears of it when it has ended, and of all its tokens then.
+    """
 
     request_id: str
     token_ids: array[int]
     num_prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
+    final_only: bool = False
     arrival_s: float = 0.0
 
 

@@ -9,6 +9,7 @@ import asyncio
 import pickle
 import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cluster import driver as driver_module
 from cluster.driver import Driver
 from cluster.worker_group import GroupReport
 from scheduler.errors import EngineDeadError, EngineError, WorkerError
-from scheduler.messages import Deltas, Request, StepPlan, StepResult
+from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from tests.cluster.conftest import SHAPE
 from tests.workers.conftest import config_of
@@ -45,6 +46,14 @@ class FakeGroup:
 
     def close(self) -> None:
         self.fail.set()
+
+
+class CountingGroup(FakeGroup):
+    """Every row of step k samples token k."""
+
+    def result(self, step_id: int) -> StepResult:
+        rows = sum(self.plans[step_id].samples)
+        return StepResult(step_id=step_id, epoch=self.plans[step_id].epoch, token_ids=ints([step_id]) * rows)
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +148,35 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
         return deltas.finish_reasons
 
     assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == {"done": "length"}
+
+
+def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = CountingGroup()
+    driver._group = group
+    heard: list[dict[str, Any]] = []
+    deliver = driver._deliver
+
+    def overhear(news: dict[str, Any]) -> None:
+        heard.append(news["frontend"])
+        deliver(news)
+
+    monkeypatch.setattr(driver, "_deliver", overhear)
+
+    async def main() -> Deltas:
+        await driver.start()
+        streamed = request("streamed")
+        await driver.submit("frontend", [streamed, replace(request("whole"), final_only=True)])
+        while not any("whole" in news for news in heard):
+            await asyncio.sleep(0.01)
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert sum("streamed" in news for news in heard) == 5
+    assert [news["whole"].token_ids for news in heard if "whole" in news] == [[0, 1, 2, 3, 4]]
+    assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
+    assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
+    assert not driver._final_only and not driver._owner

@@ -302,7 +302,7 @@ def frontend(driver: FakeDriver, tokenizer: Tokenizer) -> Iterator[Frontend]:
 
 
 def ask(
-    frontend: Frontend, params: SamplingParams | None = None, sink: Callable[[Chunk], None] = lambda _: None
+    frontend: Frontend, params: SamplingParams | None = None, sink: Callable[[Chunk], None] | None = lambda _: None
 ) -> Generation:
     """Submit one prompt of three tokens."""
     generation = Generation(None, [1, 2, 3])
@@ -320,6 +320,29 @@ def test_a_request_carries_complete_sampling_and_the_prompt(frontend: Frontend, 
     assert (request.sampling.max_tokens, request.sampling.seed) == (5, 7)
     assert request.sampling.stop_token_ids == {9, END_ID}
     assert [request.request_id] == generation.request_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "final_only"),
+    [
+        (SamplingParams(max_tokens=5), True),
+        (SamplingParams(stop=["END"]), False),  # the frontend has to look for it
+        (SamplingParams(logprobs=0), False),
+    ],
+)
+def test_without_a_sink_the_driver_may_wait_for_the_end(
+    frontend: Frontend, driver: FakeDriver, params: SamplingParams, final_only: bool
+) -> None:
+    ask(frontend, params, sink=None)
+    ask(frontend, params)
+    assert [request.final_only for request in driver.requests] == [final_only, False]
+
+
+def test_an_output_without_a_sink_is_whole(frontend: Frontend, driver: FakeDriver) -> None:
+    generation = ask(frontend, sink=None)
+    driver.put(generation.request_ids[0], 0, *ids("Hello", " wor"), finish_reason="length", num_cached_tokens=1)
+    generation.done.result(WAIT_S)
+    assert generation.completions[0].text == "Hello wor" and generation.num_cached_tokens == 1
 
 
 def test_n_outputs_are_n_requests_with_seeds_of_their_own(frontend: Frontend, driver: FakeDriver) -> None:

@@ -32,7 +32,7 @@ def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
     """What has been decided after each token, and after the end."""
     seen = []
     for token_id in token_ids:
-        stopped = stream.push(token_id)
+        stopped = stream.push([token_id])
         seen.append(stream.text)
         if stopped:
             return seen
@@ -100,6 +100,22 @@ def test_any_tokens_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, t
 
 
 @settings(deadline=None)
+@given(bunches=st.lists(ANY_IDS, max_size=5))
+def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, bunches: list[list[int]]) -> None:
+    stream = TextStream(tokenizer)
+    for bunch in bunches:
+        assert stream.push(bunch) is None
+    stream.finish()
+    assert stream.text == tokenizer.decode([token for bunch in bunches for token in bunch])
+
+
+def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert stream.push(ids("a", "E", "N", "D", "b")) == 4
+    assert stream.text == "a"
+
+
+@settings(deadline=None)
 @given(token_ids=ANY_IDS, stop=st.lists(FEW_LETTERS, max_size=3))
 def test_text_is_never_taken_back(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> None:
     seen = texts(TextStream(tokenizer, stop), token_ids)
@@ -117,7 +133,7 @@ def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
 
 def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert [stream.push(token_id) for token_id in ids("a", "E", "N", "D")] == [False, False, False, True]
+    assert [stream.push([token_id]) for token_id in ids("a", "E", "N", "D")] == [None, None, None, 1]
     assert stream.text == "a"
 
 
@@ -178,7 +194,7 @@ def test_a_stop_string_among_the_first_tokens_leaves_no_text(tokenizer: Tokenize
 
 def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert stream.push(ids("one END two")[0])
+    assert stream.push(ids("one END two")) == 1
     stream.finish()
     assert stream.text == "one "
 
@@ -207,7 +223,7 @@ def test_stop_strings_end_and_hold_text_as_searching_the_whole_would(
     stopped_at: int | None = None
     seen: list[str] = []
     for count, token_id in enumerate(token_ids, 1):
-        stopped = stream.push(token_id)
+        stopped = stream.push([token_id])
         seen.append(stream.text)
         if stopped:
             stopped_at = count
@@ -280,5 +296,5 @@ def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
 
 def test_stop_strings_do_not_end_the_first_min_tokens(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["b"], min_tokens=3)
-    assert [stream.push(token) for token in ids("a", "b", "a", "a", "b")] == [False] * 4 + [True]
+    assert [stream.push([token]) for token in ids("a", "b", "a", "a", "b")] == [None] * 4 + [1]
     assert stream.text == "abaa"
