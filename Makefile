@@ -1,11 +1,11 @@
-# Every target installs what it needs into VENV first. On a machine whose Python is called otherwise: make PYTHON=...
+# Every target but gpu-check installs what it needs into VENV first. Is Python called otherwise? make PYTHON=...
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test check simulate bench bench-throughput clean
+.PHONY: run test check simulate bench bench-throughput gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
@@ -31,6 +31,10 @@ bench: $(VENV)/.ready
 bench-throughput: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" $(if $(PEER),--peer-command "$(PEER)")
 	$(BIN)/python -m benchmarks.plot
+
+# On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

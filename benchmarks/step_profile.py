@@ -18,12 +18,12 @@ from typing import Any
 import kernels.cpu.backend as cpu
 from benchmarks.common import QWEN3_0_6B, model_or_random, write_result
 from benchmarks.dispatch_ways import start_in_process
-from cluster.roofline import probe_cpu
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from workers.configuration import resolve_config
+from workers.roofline import probe_cpu
 
 KERNELS = ("paged_attention", "qk_norm_rope_store", "rms_norm", "add_rms_norm", "silu_and_mul")
 

@@ -5,7 +5,7 @@
 
 Each run is a process of its own, engines in turn, and the ratio is that of medians. A peer's command prints a line of
 JSON with `output_tokens_per_s`, start-up not counted. The limit: `roofline`, the tokens a second of an engine that
-takes no longer than the machine must (see cluster/roofline.py).
+takes no longer than the machine must (see workers/roofline.py).
 """
 
 from __future__ import annotations

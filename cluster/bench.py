@@ -6,7 +6,7 @@
     ttft_s, inter_token_s               p50 and p99, see `cluster.timing`
     preemptions, num_steps              of the driver, without the warm-up
     start_s                             seconds of each phase of the start, "all" of them together
-    roofline                            the least the workload can take on this machine, see `cluster.roofline`
+    roofline                            the least the workload can take on this machine, see `workers.roofline`
 
 The machine is the one this runs on: with ranks elsewhere the roofline says nothing of them.
 """
@@ -27,13 +27,13 @@ from cluster.batch import BatchRequest, read_requests, tokenize_batch
 from cluster.checkpoint import find_model
 from cluster.llm import LLM
 from cluster.placement import pick_device
-from cluster.roofline import Machine, probe_cpu, report, works_of
 from cluster.timing import TimedRun, due_times, run_timed
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 from workers.configuration import foresee_config
+from workers.roofline import Machine, probe_cpu, report, works_of
 
 NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
 MAX_TOKEN_ID = 10000

@@ -9,7 +9,9 @@ import platform
 import shutil
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "ray", "xxhash", "numpy", "flash-attn")
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "ray", "xxhash", "numpy", "flash-attn", "fa3-fwd",
+)  # fmt: skip
 CHECKOUT = Path(__file__).resolve().parent.parent
 MIN_SHM_BYTES = 2**30
 
@@ -39,7 +41,8 @@ def _devices() -> tuple[list[str], list[str]]:
     backends = []
     for name in names:
         kernels = select_backend(name)
-        backends.append(f"on {name} the kernels would be {kernels.name!r}, block size {kernels.default_block_size}")
+        block_size = kernels.default_block_size
+        backends.append(f"on {name} the kernels would be {kernels.description}, block size {block_size}")
     return found, backends
 
 

@@ -18,7 +18,7 @@ from scheduler.errors import ConfigError
 
 DEFAULT_MODEL_DIR = Path(__file__).parent / "default_model"
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "cpu", "reference")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence waits for the step.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -105,6 +105,7 @@ class ResolvedConfig:
     model_dir: str
     device: str
     dtype: str
+    attention_backend: str
     block_size: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -121,14 +122,16 @@ def resolve(
     model_dir: Path,
     device: str,
     *,
+    attention_backend: str,
     block_size: int,
     dtypes: tuple[str, ...],
     fast_dtypes: tuple[str, ...],
 ) -> ResolvedConfig:
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
-    `device` is "cpu" or "cuda". `block_size` is the backend's best, `dtypes` are those it computes in and `fast_dtypes`
-    those that a checkpoint's own dtype must be one of to be taken; float32 takes its place.
+    `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its best, `dtypes` are
+    those it computes in and `fast_dtypes` those that a checkpoint's own dtype must be one of to be taken; float32 takes
+    its place.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)
@@ -139,19 +142,21 @@ def resolve(
             f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint serves"
             + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
         )
-    if engine.dtype != "auto" and engine.dtype not in dtypes:
+    own_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
+    dtype = own_dtype if engine.dtype == "auto" else engine.dtype
+    if dtype not in dtypes:
         raise ConfigError(
-            f"dtype {engine.dtype!r} is not possible on device {device!r} with these kernels; possible are "
+            f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are "
             f"{', '.join(dtypes)}. Choose one of them, or another attention_backend"
         )
-    own_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
     tokens = engine.max_num_batched_tokens or max(DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs)
     return ResolvedConfig(
         engine=engine,
         model=model,
         model_dir=str(model_dir),
         device=device,
-        dtype=own_dtype if engine.dtype == "auto" else engine.dtype,
+        dtype=dtype,
+        attention_backend=attention_backend,
         block_size=engine.block_size or block_size,
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,

@@ -1,11 +1,12 @@
 """Which kernels run on which device: the one place that chooses.
 
 A backend is a frozen set of functions with the same signatures on every device, and the cache layout they agree on.
-Backends today: `reference` (plain PyTorch, any device) and `cpu` (numba and oneDNN).
+`cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest) and `reference` (plain PyTorch).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ Shape = tuple[int, ...]
 class Kernels:
     """One backend. Arguments are positional; shapes are told in the file of each kernel.
 
+    description: for the log. check(head_dim, block_size): raises `ValueError` for one it cannot do.
     dtypes: names of those it computes in; fast_dtypes: of those the processor has instructions for.
     kv_cache_shapes(num_blocks, block_size, kv_heads, head_dim): shapes of one layer's keys and of its values, equal in
     their number of elements.
@@ -43,7 +45,9 @@ class Kernels:
     """
 
     name: str
+    description: str
     default_block_size: int
+    check: Callable[[int, int], None]
     dtypes: tuple[str, ...]
     fast_dtypes: tuple[str, ...]
     kv_cache_shapes: Callable[[int, int, int, int], tuple[Shape, Shape]]
@@ -59,34 +63,60 @@ class Kernels:
     sampling: SamplingKernels
 
 
-def select_backend(device: str, name: str = "auto") -> Kernels:
+def select_backend(
+    device: str, name: str = "auto", *, dtype: str | None = None, head_dim: int = 128, block_size: int | None = None
+) -> Kernels:
     """The backend called `name`, or the best one for `device` ("cpu" or "cuda", with or without an index).
 
-    Raises `ValueError` naming what is possible when the name is unknown or does not run on the device.
+    "auto" passes over one that is not installed, or cannot do the dtype, head dim or block size. None: the backend's.
+    Raises `ValueError` telling what is possible when the name is unknown, or what is named cannot run.
     """
     kind = device.partition(":")[0]
     if kind not in _POSSIBLE:
         raise ValueError(f"there are no kernels for device {device!r}; possible are {', '.join(_POSSIBLE)}")
     possible = _POSSIBLE[kind]
     if name == "auto":
-        name = next(iter(possible))
+        return _best(_AUTO[kind], possible, dtype, head_dim, block_size)
     if name not in possible:
         names = ", ".join(("auto", *possible))
         raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}")
-    return possible[name]()
+    kernels = possible[name]()
+    kernels.check(head_dim, block_size or kernels.default_block_size)
+    return kernels
 
 
-def _token_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
+def _best(
+    names: tuple[str, ...],
+    possible: dict[str, Callable[[], Kernels]],
+    dtype: str | None,
+    head_dim: int,
+    block_size: int | None,
+) -> Kernels:
+    for name in names[:-1]:
+        try:
+            kernels = possible[name]()
+            kernels.check(head_dim, block_size or kernels.default_block_size)
+        except ValueError:
+            continue  # it was not asked for by name
+        if dtype is None or dtype in kernels.dtypes:
+            return kernels
+    return possible[names[-1]]()
+
+
+def token_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
+    """Keys and values [N, P, K, D]."""
     shape = (num_blocks, block_size, kv_heads, head_dim)
     return shape, shape
 
 
 REFERENCE = Kernels(
     name="reference",
+    description="reference (plain PyTorch)",
     default_block_size=16,
+    check=lambda head_dim, block_size: None,
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
-    kv_cache_shapes=_token_major_shapes,
+    kv_cache_shapes=token_major_shapes,
     set_num_threads=torch.set_num_threads,
     compile=lambda dtype: None,
     pack_weight=lambda weight: weight,
@@ -106,8 +136,30 @@ def _cpu() -> Kernels:
     return CPU
 
 
-# By device, best first: "auto" takes the first.
+def _triton() -> Kernels:
+    from kernels.gpu.backend import TRITON  # imports triton, which only Linux has
+
+    return TRITON
+
+
+def _triton_in_the_interpreter() -> Kernels:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "kernel backend 'triton' runs on a CPU in Triton's interpreter alone, to be looked at and tested: set "
+            "TRITON_INTERPRET=1, or take 'cpu'"
+        )
+    return _triton()
+
+
+def _flash_attn() -> Kernels:
+    from kernels.gpu.backend import flash_attn_backend
+
+    return flash_attn_backend()
+
+
 _POSSIBLE: dict[str, dict[str, Callable[[], Kernels]]] = {
-    "cpu": {"cpu": _cpu, "reference": lambda: REFERENCE},
-    "cuda": {"reference": lambda: REFERENCE},
+    "cpu": {"cpu": _cpu, "triton": _triton_in_the_interpreter, "reference": lambda: REFERENCE},
+    "cuda": {"flash_attn": _flash_attn, "triton": _triton, "reference": lambda: REFERENCE},
 }
+# Best first; the last one can always be taken.
+_AUTO = {"cpu": ("cpu",), "cuda": ("flash_attn", "triton")}

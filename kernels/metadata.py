@@ -15,6 +15,7 @@ class AttentionMetadata:
     """Rows lie one after the other in the T tokens of the step; each attends causally to its own sequence.
 
     query_start_B1 : int32 [B+1], first token of each row, then T.
+    seq_start_B1   : int32 [B+1], 0, then the running sum of `seq_lens_B`.
     seq_lens_B     : int32 [B], tokens of the sequence up to the end of this step's chunk (what the last query sees).
     block_table_BW : int32 [B, W], block ids of each sequence; entries past its length are arbitrary valid ids.
     slot_mapping_T : int64 [T], block_id * block_size + offset where the token's KV is written; -1 writes nothing.
@@ -22,6 +23,7 @@ class AttentionMetadata:
     """
 
     query_start_B1: torch.Tensor
+    seq_start_B1: torch.Tensor
     seq_lens_B: torch.Tensor
     block_table_BW: torch.Tensor
     slot_mapping_T: torch.Tensor

@@ -355,7 +355,7 @@ def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
     assert run.exit_code == (2 if wrong else 0), run.stderr
     assert f"torch {torch.__version__}" in run.stdout
     assert "\nray 2." in run.stdout
-    assert "on cpu the kernels would be 'cpu', block size 64" in run.stdout
+    assert "on cpu the kernels would be cpu (numba and oneDNN), block size 64" in run.stdout
 
 
 def test_doctor_names_what_clashes_and_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,40 +21,59 @@ from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
 from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan
+from workers.device import Device, Ints
 
-Ints = npt.NDArray[np.int32]
-_ALIGN = 4  # pieces of one upload start at multiples of 16 bytes, which GPU kernels are specialised on
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """What one step computes, on the host: int32 arrays.
+
+    slots_T, positions_T, num_cached_T : of each token: its slot, its position, the slot's tokens in shared blocks.
+    query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`. slots_B : of each row.
+    logits_indices_R : last token of each sampling row. sampling_slots_R, sampling_positions_R : slot, and absolute
+    position of the token to be sampled.
+    """
+
+    slots_T: Ints
+    positions_T: Ints
+    num_cached_T: Ints
+    query_start_B1: Ints
+    seq_start_B1: Ints
+    seq_lens_B: Ints
+    slots_B: Ints
+    logits_indices_R: Ints
+    sampling_slots_R: Ints
+    sampling_positions_R: Ints
+    max_query_len: int
+    max_seq_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What one step computes. Host arrays are for building the sampling batch; tensors lie on the device.
+    """The same on the device, for a step that is launched kernel by kernel.
 
-    token_ids_T, positions_T : int32. logits_indices_R : int32, last token of each sampling row.
-    sampling_slots_R, sampling_positions_R : host int32, slot and absolute position of the token to be sampled.
-    sampled_places_R : int64 on the device, where in the flat token table that token goes.
+    token_ids_T, positions_T : int32. logits_indices_R : int32.
+    sampled_places_R : int64, where in the flat token table the tokens to be sampled go.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     attn: AttentionMetadata
     logits_indices_R: torch.Tensor
-    sampling_slots_R: Ints
-    sampling_positions_R: Ints
     sampled_places_R: torch.Tensor
 
 
 class BatchState:
     """`max_num_seqs` slots of up to `max_model_len` tokens, and one more that a step run ahead may add."""
 
-    def __init__(self, config: ResolvedConfig, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, num_blocks: int, device: Device) -> None:
         slots = config.engine.max_num_seqs
         self.block_size = config.block_size
         self.num_blocks = num_blocks
         self.max_tokens = config.max_model_len + 1
         self.device = device
-        self.tokens_SL = torch.zeros(slots, self.max_tokens, dtype=torch.int32, device=device)
-        self.block_table_SW = torch.zeros(slots, config.blocks_per_sequence, dtype=torch.int32, device=device)
+        self.tokens_SL = torch.zeros(slots, self.max_tokens, dtype=torch.int32, device=device.torch)
+        self.block_table_SW = torch.zeros(slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
         self.num_tokens_S = np.zeros(slots, np.int32)  # known or in flight
         self.num_prompt_S = np.zeros(slots, np.int32)
@@ -70,48 +89,75 @@ class BatchState:
         if len(plan.appended_slots):
             self._append(_ints(plan.appended_slots), _ints(plan.appended_block_ids))
 
-    def prepare(self, plan: StepPlan) -> StepInputs:
-        """The inputs of a step of at least one row; its tokens count as computed from here on."""
+    def take(self, plan: StepPlan) -> StepRows:
+        """What a step of at least one row computes; its tokens count as computed from here on."""
         slots_B, new_B = _ints(plan.slots), _ints(plan.num_new_tokens)
         samples_B = np.frombuffer(plan.samples, np.uint8).astype(np.bool_)
         self._check_rows(slots_B, new_B, samples_B)
         start_B = self.num_computed_S[slots_B]
         seq_lens_B = start_B + new_B
-        query_start_B1 = np.zeros(len(slots_B) + 1, np.int32)
-        np.cumsum(new_B, out=query_start_B1[1:])
-        positions_T = np.arange(query_start_B1[-1], dtype=np.int32) + np.repeat(start_B - query_start_B1[:-1], new_B)
-        sampling_R = slots_B[samples_B]
-        on_device = self._upload(
-            np.repeat(slots_B, new_B), positions_T, np.repeat(self.num_cached_S[slots_B], new_B), query_start_B1,
-            seq_lens_B, slots_B, query_start_B1[1:][samples_B] - 1, sampling_R, seq_lens_B[samples_B],
-        )  # fmt: skip
-        tokens_slots_T, tokens_positions_T, cached_T, starts_B1, lens_B, rows_slots_B, last_R, slots_R, ends_R = (
-            on_device
-        )
-        max_seq_len = int(seq_lens_B.max())
-        attn = AttentionMetadata(
-            query_start_B1=starts_B1,
-            seq_lens_B=lens_B,
-            block_table_BW=self.block_table_SW[:, : -(-max_seq_len // self.block_size)].index_select(0, rows_slots_B),
-            slot_mapping_T=self._slot_mapping(tokens_slots_T, tokens_positions_T, cached_T),
+        query_start_B1 = _running_sum(new_B)
+        rows = StepRows(
+            slots_T=np.repeat(slots_B, new_B),
+            positions_T=np.arange(query_start_B1[-1], dtype=np.int32) + np.repeat(start_B - query_start_B1[:-1], new_B),
+            num_cached_T=np.repeat(self.num_cached_S[slots_B], new_B),
+            query_start_B1=query_start_B1,
+            seq_start_B1=_running_sum(seq_lens_B),
+            seq_lens_B=seq_lens_B,
+            slots_B=slots_B,
+            logits_indices_R=query_start_B1[1:][samples_B] - 1,
+            sampling_slots_R=slots_B[samples_B],
+            sampling_positions_R=seq_lens_B[samples_B],
             max_query_len=int(new_B.max()),
-            max_seq_len=max_seq_len,
+            max_seq_len=int(seq_lens_B.max()),
         )
         self.num_computed_S[slots_B] = seq_lens_B
-        self.num_tokens_S[sampling_R] += 1
+        self.num_tokens_S[rows.sampling_slots_R] += 1
+        return rows
+
+    def upload(self, rows: StepRows) -> StepInputs:
+        """The inputs of a step on the device."""
+        (
+            tokens_slots_T, positions_T, cached_T, query_start_B1, seq_start_B1, seq_lens_B, slots_B, last_R, slots_R,
+            ends_R,
+        ) = self.device.upload(
+            rows.slots_T, rows.positions_T, rows.num_cached_T, rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B,
+            rows.slots_B, rows.logits_indices_R, rows.sampling_slots_R, rows.sampling_positions_R,
+        )  # fmt: skip
+        token_ids_T, slot_mapping_T = self.look_up(tokens_slots_T, positions_T, cached_T)
+        num_columns = -(-rows.max_seq_len // self.block_size)
         return StepInputs(
-            token_ids_T=self.tokens_SL[tokens_slots_T, tokens_positions_T],
-            positions_T=tokens_positions_T,
-            attn=attn,
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            attn=AttentionMetadata(
+                query_start_B1=query_start_B1,
+                seq_start_B1=seq_start_B1,
+                seq_lens_B=seq_lens_B,
+                block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
+                slot_mapping_T=slot_mapping_T,
+                max_query_len=rows.max_query_len,
+                max_seq_len=rows.max_seq_len,
+            ),
             logits_indices_R=last_R,
-            sampling_slots_R=sampling_R,
-            sampling_positions_R=seq_lens_B[samples_B],
-            sampled_places_R=slots_R.to(torch.int64) * self.max_tokens + ends_R,
+            sampled_places_R=self.token_places(slots_R, ends_R),
         )
 
-    def write_sampled(self, inputs: StepInputs, token_ids_R: torch.Tensor) -> None:
-        """Put the tokens of a step where the next one reads them; the host does not see them."""
-        self.tokens_SL.view(-1).index_copy_(0, inputs.sampled_places_R, token_ids_R.to(torch.int32))
+    def look_up(
+        self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids int32 [T], where each token's KV goes int64 [T]; -1 for positions in shared blocks, which are
+        never written). All on the device."""
+        blocks_T = self.block_table_SW[slots_T, positions_T // self.block_size].to(torch.int64)
+        places_T = blocks_T * self.block_size + positions_T % self.block_size
+        return self.tokens_SL[slots_T, positions_T], torch.where(positions_T < cached_T, -1, places_T)
+
+    def token_places(self, slots_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+        """Places in the flat token table, int64 [R]."""
+        return slots_R.to(torch.int64) * self.max_tokens + positions_R
+
+    def write_sampled(self, places_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
+        """Put the tokens of a step where the next one reads them (`token_places`); the host does not see them."""
+        self.tokens_SL.view(-1).index_copy_(0, places_R, token_ids_R.to(torch.int32))
 
     def clear(self) -> None:
         """Free every slot, for a new epoch."""
@@ -172,14 +218,8 @@ class BatchState:
         self._scatter(self.block_table_SW, slots_N, columns_N, block_ids_N)
 
     def _scatter(self, table: torch.Tensor, rows_N: Ints, columns_N: Ints, values_N: Ints) -> None:
-        rows, columns, values = self._upload(rows_N, columns_N, values_N)
+        rows, columns, values = self.device.upload(rows_N, columns_N, values_N)
         table[rows, columns] = values
-
-    def _slot_mapping(self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor) -> torch.Tensor:
-        """Where each token's KV goes; -1 for positions in shared blocks, which are never written."""
-        blocks_T = self.block_table_SW[slots_T, positions_T // self.block_size].to(torch.int64)
-        places_T = blocks_T * self.block_size + positions_T % self.block_size
-        return torch.where(positions_T < cached_T, -1, places_T)
 
     def _check_rows(self, slots_B: Ints, new_B: Ints, samples_B: npt.NDArray[np.bool_]) -> None:
         _demand(len(slots_B) == len(new_B) == len(samples_B), "slots, num_new_tokens and samples have one entry a row")
@@ -197,23 +237,15 @@ class BatchState:
         _demand((slots_N >= 0) & (slots_N < len(self.used_S)), f"{kind} slots exist", slots_N)
         _demand(len(np.unique(slots_N)) == len(slots_N), f"{kind} slots come once each", slots_N)
 
-    def _upload(self, *arrays: Ints) -> list[torch.Tensor]:
-        """The arrays on the device, in one copy the host does not wait for."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(np.ascontiguousarray(array, np.int32)) for array in arrays]
-        lengths = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
-        # Fresh pinned memory from torch's cache, which reuses it only when the copy has run.
-        staging = torch.empty(sum(lengths), dtype=torch.int32, pin_memory=True)
-        offsets = np.cumsum([0, *lengths])
-        for offset, array in zip(offsets, arrays, strict=False):
-            staging.numpy()[offset : offset + len(array)] = array
-        flat = staging.to(self.device, non_blocking=True)
-        return [flat[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=False)]
-
 
 def _ints(values: Iterable[int]) -> Ints:
     """A flat `array` of a message as numpy, without a copy."""
     return np.asarray(values, np.int32)
+
+
+def _running_sum(values_B: Ints) -> Ints:
+    """0, then the sum up to each."""
+    return np.concatenate((np.zeros(1, np.int32), np.cumsum(values_B, dtype=np.int32)))
 
 
 def _ranges(lengths_A: Ints) -> Ints:

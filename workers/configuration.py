@@ -11,11 +11,20 @@ from scheduler.errors import ConfigError
 
 
 def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str) -> ResolvedConfig:
-    """See `configs.engine.resolve`; what the kernels of `device` ("cpu" or "cuda") leave open is theirs to say."""
-    kernels = find_kernels(engine, device)
+    """See `configs.engine.resolve`; what the kernels of `device` ("cpu" or "cuda") leave open is theirs to say.
+
+    "auto" looks at what is installed here; the ranks take what was chosen. Raises `ConfigError`.
+    """
+    dtype = model.dtype if engine.dtype == "auto" else engine.dtype
+    try:
+        kernels = select_backend(
+            device, engine.attention_backend, dtype=dtype, head_dim=model.head_dim, block_size=engine.block_size
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return resolve(
-        engine, model, model_dir, device, block_size=kernels.default_block_size, dtypes=kernels.dtypes,
-        fast_dtypes=kernels.fast_dtypes,
+        engine, model, model_dir, device, attention_backend=kernels.name, block_size=kernels.default_block_size,
+        dtypes=kernels.dtypes, fast_dtypes=kernels.fast_dtypes,
     )  # fmt: skip
 
 
@@ -33,9 +42,11 @@ def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) ->
             raise error from None
 
 
-def find_kernels(engine: EngineConfig, device: str) -> Kernels:
-    """The backend that the options ask for. Raises `ConfigError` if it does not run on `device`."""
+def find_kernels(config: ResolvedConfig) -> Kernels:
+    """The backend that was chosen. Raises `ConfigError` if this machine has not what it needs."""
     try:
-        return select_backend(device, engine.attention_backend)
+        return select_backend(
+            config.device, config.attention_backend, head_dim=config.model.head_dim, block_size=config.block_size
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -16,6 +16,7 @@ import torch
 from configs.engine import ResolvedConfig
 from kernels.backend import Kernels
 from scheduler.errors import ConfigError
+from workers.device import Device
 from workers.models.qwen3 import LayerCache
 
 # What CUDA and NCCL hold of a device beside torch's allocator; no call says it for one process alone.
@@ -84,24 +85,28 @@ def plan_kv_cache(
     )
 
 
-def gpu_budget(config: ResolvedConfig, device: torch.device, run_step: Callable[[], None]) -> list[tuple[str, int]]:
-    """Parts of a GPU's budget: its share of the total, what this process holds, and the peak of the largest step.
+def gpu_budget(
+    config: ResolvedConfig, device: Device, run_step: Callable[[], None], make_runner: Callable[[], object]
+) -> list[tuple[str, int]]:
+    """Parts of a GPU's budget: its share of the total, what this process holds, the peak of the largest step
+    (`run_step`), and what a runner over a throw-away cache of one block holds, its graphs above all (`make_runner`).
 
     Only this process's own use is counted. Others on the device matter as far as memory must be free: what is not is
     taken off as well.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
-    run_step()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - held
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(total * config.engine.gpu_memory_utilization)
-    own = torch.cuda.memory_reserved(device) + _CUDA_CONTEXT_BYTES
-    parts = [("share of the device", share), ("weights and state", own), ("largest step", peak)]
-    not_free = share - own - free
+    peak = device.peak_during(run_step)
+    before = device.memory()
+    runner = make_runner()
+    after = device.memory()
+    # What graphs hold of the driver shows in the free memory alone, which others may change meanwhile: take the larger.
+    held_by_runner = max(after.reserved - before.reserved, before.free - after.free)
+    del runner
+    memory = device.memory()
+    share = int(memory.total * config.engine.gpu_memory_utilization)
+    own = memory.reserved + _CUDA_CONTEXT_BYTES
+    parts = [("share of the device", share), ("weights", own), ("largest step", peak)]
+    parts.append(("batch state and graphs", held_by_runner))
+    not_free = share - own - memory.free
     if not_free > 0:
         parts.append(("used by others", not_free))
     return parts

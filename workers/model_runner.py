@@ -2,7 +2,7 @@
 
 Owns the KV cache, the batch state and the sampler of an epoch-spanning engine; the model is handed in. `run` only
 launches work: on a GPU nothing in it waits for the device, and `PendingStep.finish` does. Logits are computed for the
-last token of sampling rows alone. Never talks to the driver.
+last token of sampling rows alone. A decode step is one graph where there are graphs. Never talks to the driver.
 Legend: T tokens of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from kernels.metadata import AttentionMetadata
 from kernels.sampling import MAX_LISTED
 from scheduler.messages import StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
-from workers.batch_state import BatchState, StepInputs
+from workers.batch_state import BatchState, StepRows
+from workers.decode_graphs import DecodeGraphs
+from workers.device import Device, Event
 from workers.group import TensorParallelGroup
 from workers.kv_cache import KVCache
 from workers.models.qwen3 import Qwen3
@@ -30,20 +32,20 @@ from workers.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A launched step. Its tensors are on the host, or will be once `copied` has happened."""
+    """A launched step. Its tensors are on the host from `copied` on."""
 
-    num_rows: int
-    token_ids_R: torch.Tensor | None
-    logprobs: SampledLogprobs | None
-    copied: torch.cuda.Event | None
-    seconds: dict[str, float]
+    device: Device
+    num_rows: int = 0
+    token_ids_R: torch.Tensor | None = None
+    logprobs: SampledLogprobs | None = None
+    copied: Event | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    def finish(self) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
-        """(token ids, logprobs where asked). Waits for the device."""
+    def finish(self, limit_s: float, what: str) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
+        """(token ids, logprobs where asked). Waits for the device. Raises `StepTimeoutError` after `limit_s`."""
         if self.token_ids_R is None:
             return ints(), None
-        if self.copied is not None:
-            self.copied.synchronize()
+        self.device.wait(self.copied, limit_s, what)
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
         return token_ids, to_logprobs(self.logprobs, self.num_rows)
 
@@ -52,13 +54,24 @@ class ModelRunner:
     """Runs plans over a KV cache of `num_blocks` blocks."""
 
     def __init__(
-        self, config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels, num_blocks: int
+        self,
+        config: ResolvedConfig,
+        model: Qwen3,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        device: Device,
+        num_blocks: int,
     ) -> None:
+        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the same time."""
         self.model = model
-        self.device = group.device
-        self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, group.device)
-        self.state = BatchState(config, num_blocks, group.device)
+        self.device = device
+        self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
+        self.state = BatchState(config, num_blocks, device)
         self.sampler = make_sampler(config, model, group, kernels)
+        self.graphs: DecodeGraphs | None = None
+        if device.has_graphs and not config.engine.enforce_eager:
+            self.graphs = DecodeGraphs(config, model, self.cache, self.state, device)
+            self.graphs.capture()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -66,16 +79,17 @@ class ModelRunner:
         started = time.perf_counter()
         self._apply(plan)
         if not len(plan.slots):
-            return PendingStep(num_rows=0, token_ids_R=None, logprobs=None, copied=None, seconds={})
-        inputs = self.state.prepare(plan)
+            return PendingStep(device=self.device)
+        rows = self.state.take(plan)
         prepared = time.perf_counter()
-        hidden_TE = self.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers)
+        hidden_RE, places_R = self._forward(rows)
         forwarded = time.perf_counter()
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
-        if not len(inputs.sampling_slots_R):
-            return PendingStep(num_rows=0, token_ids_R=None, logprobs=None, copied=None, seconds=seconds)
-        sampled = self._sample(hidden_TE, inputs)
-        self.state.write_sampled(inputs, sampled.token_ids_B)
+        if not len(rows.sampling_slots_R):
+            return PendingStep(device=self.device, seconds=seconds)
+        batch = self.sampler.batch(rows.sampling_slots_R.astype(np.int64), rows.sampling_positions_R.astype(np.int64))
+        sampled = self.sampler.sample(self.model.logits(hidden_RE), batch)
+        self.state.write_sampled(places_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
         return self._to_host(sampled, seconds)
 
@@ -104,27 +118,25 @@ class ModelRunner:
             self.sampler.admit(slot, sampling, token_ids[start : start + num_tokens], num_prompt)
             start += num_tokens
 
-    def _sample(self, hidden_TE: torch.Tensor, inputs: StepInputs) -> SampledTokens:
-        batch = self.sampler.batch(
-            inputs.sampling_slots_R.astype(np.int64), inputs.sampling_positions_R.astype(np.int64)
-        )
-        logits_RV = self.model.logits(hidden_TE.index_select(0, inputs.logits_indices_R))
-        return self.sampler.sample(logits_RV, batch)
+    def _forward(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden states of the last token of each sampling row, where in the token table its next token goes)."""
+        if self.graphs is not None and self.graphs.fit(rows):
+            return self.graphs.run(rows)
+        inputs = self.state.upload(rows)
+        hidden_TE = self.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers)
+        return hidden_TE.index_select(0, inputs.logits_indices_R), inputs.sampled_places_R
 
     def _to_host(self, sampled: SampledTokens, seconds: dict[str, float]) -> PendingStep:
-        tokens, logprobs, copied = sampled.token_ids_B, sampled.logprobs, None
-        if self.device.type == "cuda":
-            tokens = _copy_to_host(tokens)
-            if logprobs is not None:
-                logprobs = replace(
-                    logprobs,
-                    logprob_L=_copy_to_host(logprobs.logprob_L),
-                    top_ids_LM=_copy_to_host(logprobs.top_ids_LM),
-                    top_logprobs_LM=_copy_to_host(logprobs.top_logprobs_LM),
-                )
-            copied = torch.cuda.Event()
-            copied.record()
-        return PendingStep(num_rows=len(tokens), token_ids_R=tokens, logprobs=logprobs, copied=copied, seconds=seconds)
+        logprobs = sampled.logprobs
+        wanted = [] if logprobs is None else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
+        (tokens, *parts), copied = self.device.to_host(sampled.token_ids_B, *wanted)
+        if logprobs is not None:
+            logprob_L, top_ids_LM, top_logprobs_LM = parts
+            logprobs = replace(logprobs, logprob_L=logprob_L, top_ids_LM=top_ids_LM, top_logprobs_LM=top_logprobs_LM)
+        return PendingStep(
+            device=self.device, num_rows=len(tokens), token_ids_R=tokens, logprobs=logprobs, copied=copied,
+            seconds=seconds,
+        )  # fmt: skip
 
 
 def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> Sampler:
@@ -144,8 +156,10 @@ def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallel
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
+    starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
     attn = AttentionMetadata(
-        query_start_B1=torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device),
+        query_start_B1=starts_B1,
+        seq_start_B1=starts_B1,
         seq_lens_B=torch.full((num_rows,), row_len, dtype=torch.int32, device=device),
         block_table_BW=torch.zeros(num_rows, -(-row_len // config.block_size), dtype=torch.int32, device=device),
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
@@ -160,8 +174,3 @@ def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallel
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_rows])
     sampler.sample(logits_BV, sampler.batch(range(num_rows), [1] * num_rows))
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which is there once the device has come so far."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -25,6 +25,7 @@ from kernels.backend import Kernels
 from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
 from workers.configuration import find_kernels
+from workers.device import Device, open_device
 from workers.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
 from workers.kv_cache import KVCacheLedger, gpu_budget, plan_kv_cache, torch_dtype
 from workers.loader import LoadingBar, load_weights
@@ -52,7 +53,7 @@ class Worker:
         self.config = config
         self.rank = rank
         self.epoch = 0
-        self._device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+        self._device: Device | None = None  # opened on the thread that will launch
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
         self._kernels: Kernels | None = None
@@ -75,14 +76,13 @@ class Worker:
         """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the same time, on the
         thread that will launch. Raises `ConfigError` or `WorkerError`."""
         engine = self.config.engine
-        kernels = find_kernels(engine, self.config.device)
+        kernels = find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        device = open_device(self.config.device)
         with self._phase("rendezvous"):
             group = TensorParallelGroup.create(
-                self.rank, engine.tensor_parallel_size, address, self._device, engine.start_timeout_s
+                self.rank, engine.tensor_parallel_size, address, device.torch, engine.start_timeout_s
             )
         with self._phase("compile"):  # the first rank, for the others find what it has compiled
             for turn in (group.rank == 0, group.rank != 0):
@@ -95,16 +95,18 @@ class Worker:
             ledger = plan_kv_cache(
                 self.config, kernels, self.rank,
                 lambda: gpu_budget(
-                    self.config, self._device, lambda: run_largest_step(self.config, model, group, kernels)
+                    self.config, device,
+                    lambda: run_largest_step(self.config, model, group, kernels),
+                    lambda: ModelRunner(self.config, model, group, kernels, device, num_blocks=1),
                 ),
             )  # fmt: skip
         with self._phase("wait_for_peers"):
             group.barrier()
         group.set_timeout(engine.step_timeout_s)
-        self._group, self._kernels, self._model = group, kernels, model
+        self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(
             rank=self.rank,
-            backend=kernels.name,
+            backend=kernels.description,
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
@@ -112,11 +114,11 @@ class Worker:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make room for `num_blocks`, the least that any rank reported, and for the batch."""
-        group, kernels, model = self._group, self._kernels, self._model
-        if group is None or kernels is None or model is None:
+        device, group, kernels, model = self._device, self._group, self._kernels, self._model
+        if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         self._runner = None  # the memory of an earlier one goes first
-        self._runner = ModelRunner(self.config, model, group, kernels, num_blocks)
+        self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class Worker:
         if isinstance(outcome, Exception):
             raise WorkerError(f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}") from outcome
         started = time.perf_counter()
-        token_ids, logprobs = outcome.finish()
+        token_ids, logprobs = outcome.finish(limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}")
         return StepResult(
             step_id=step_id,
             epoch=epoch,
@@ -189,8 +191,8 @@ class Worker:
         report = {"weights": self._model.weight_bytes if self._model is not None else 0}
         if self._runner is not None:
             report["kv_cache"] = self._runner.cache.tensor.nbytes
-        if self._device.type == "cuda":
-            report["device_reserved"] = torch.cuda.memory_reserved(self._device)
+        if self.config.device == "cuda":
+            report["device_reserved"] = torch.cuda.memory_reserved()
         return report
 
     def close(self) -> None:

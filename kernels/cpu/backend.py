@@ -29,7 +29,8 @@ def _compile(dtype: torch.dtype) -> None:
     k_cache, v_cache = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
     x, weight = torch.zeros(1, dim, dtype=dtype), torch.zeros(dim, dtype=dtype)
     attn = AttentionMetadata(
-        query_start_B1=torch.tensor([0, 1], dtype=torch.int32), seq_lens_B=torch.ones(1, dtype=torch.int32),
+        query_start_B1=torch.tensor([0, 1], dtype=torch.int32), seq_start_B1=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens_B=torch.ones(1, dtype=torch.int32),
         block_table_BW=torch.zeros(1, 1, dtype=torch.int32), slot_mapping_T=torch.zeros(1, dtype=torch.int64),
         max_query_len=1, max_seq_len=1,
     )  # fmt: skip
@@ -48,7 +49,9 @@ jit.share_torch_threads()
 
 CPU = Kernels(
     name="cpu",
+    description="cpu (numba and oneDNN)",
     default_block_size=BLOCK_SIZE,
+    check=lambda head_dim, block_size: None,
     dtypes=("float32", "bfloat16"),
     fast_dtypes=("float32", "bfloat16") if linear.has_bfloat16() else ("float32",),
     kv_cache_shapes=_head_major_shapes,

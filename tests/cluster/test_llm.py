@@ -38,6 +38,18 @@ def test_four_ranks_with_a_tight_cache_equal_transformers(users_ray: None, small
     assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
 
 
+def test_triton_kernels_on_two_ranks_equal_transformers(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter: the same kernels, layers and plans as on GPUs, with everything on."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = OPTIONS | {"attention_backend": "triton", "max_num_seqs": 6, "max_num_batched_tokens": 40}
+    with LLM(small_model.path, tensor_parallel_size=2, dtype="float32", **options) as engine:
+        assert "kernels: triton" in engine.report.lines
+        check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
+        assert engine.stats()["num_cached_tokens"] > 0
+
+
 def test_waiting_for_each_result_gives_the_same_tokens_as_running_ahead(
     llm: LLM, users_ray: None, small_model: SmallModel
 ) -> None:

@@ -22,7 +22,7 @@ SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention_backend": ("auto", "cpu", "reference"),
+    "attention_backend": ("auto", "cpu", "triton", "flash_attn", "reference"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 # With these every whole number of the table may be at its least.
@@ -39,8 +39,9 @@ def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfi
     model = ModelConfig.from_dict(RAW | (raw or {}))
     dtypes = ("float32", "bfloat16")
     return resolve(
-        EngineConfig(**options), model, Path("/models/some"), "cpu", block_size=16, dtypes=dtypes, fast_dtypes=dtypes
-    )
+        EngineConfig(**options), model, Path("/models/some"), "cpu", attention_backend="cpu", block_size=16,
+        dtypes=dtypes, fast_dtypes=dtypes,
+    )  # fmt: skip
 
 
 # One field
@@ -149,7 +150,7 @@ def test_a_config_error_is_the_callers_fault() -> None:
 def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     config = resolved()
     assert (config.max_model_len, config.dtype, config.block_size) == (1024, "bfloat16", 16)
-    assert (config.device, config.model_dir) == ("cpu", "/models/some")
+    assert (config.device, config.attention_backend, config.model_dir) == ("cpu", "cpu", "/models/some")
     assert config.max_num_batched_tokens == 256
     assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, "every running sequence needs a token a step"
 
@@ -164,10 +165,19 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
     assert model.dtype == "bfloat16"
     for asked, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
         config = resolve(
-            EngineConfig(dtype=asked), model, Path("/models/some"), "cpu", block_size=16,
+            EngineConfig(dtype=asked), model, Path("/models/some"), "cpu", attention_backend="cpu", block_size=16,
             dtypes=("float32", "bfloat16"), fast_dtypes=("float32",),
         )  # fmt: skip
         assert config.dtype == want
+
+
+def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> None:
+    model = ModelConfig.from_dict(RAW | {"dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"'float32' is not possible on device 'cuda'.*float16. Choose one of them"):
+        resolve(
+            EngineConfig(), model, Path("/models/some"), "cuda", attention_backend="flash_attn", block_size=256,
+            dtypes=("bfloat16", "float16"), fast_dtypes=("bfloat16", "float16"),
+        )  # fmt: skip
 
 
 def test_what_was_given_stands() -> None:

@@ -46,6 +46,7 @@ def make_case(
     q = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(dtype)
     attn = AttentionMetadata(
         query_start_B1=torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32),
+        seq_start_B1=torch.tensor([0, *torch.tensor(seq_lens).cumsum(0).tolist()], dtype=torch.int32),
         seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
         block_table_BW=table,
         slot_mapping_T=torch.full((sum(query_lens),), -1, dtype=torch.int64),

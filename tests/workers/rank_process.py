@@ -40,7 +40,7 @@ class RankProcess:
         assert self.worker is not None and self.worker._runner is not None and self.worker._group is not None
         runner, group = self.worker._runner, self.worker._group
         runner.state.apply(plan)
-        inputs = runner.state.prepare(plan)
+        inputs = runner.state.upload(runner.state.take(plan))
         hidden_TE = runner.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers)
         logits_RTV = group.all_gather(runner.model.logits(hidden_TE).to(torch.float32))
         vocab_size = self.worker.config.model.vocab_size

@@ -17,9 +17,10 @@ from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan, ints
 from tests.workers.conftest import config_of
 from tests.workers.planner import GREEDY, Planner, Row
-from workers.batch_state import BatchState, StepInputs
+from workers.batch_state import BatchState, StepInputs, StepRows
+from workers.device import open_device
 
-CPU = torch.device("cpu")
+CPU = open_device("cpu")
 NUM_BLOCKS = 500
 SLOTS = 5
 
@@ -122,27 +123,33 @@ def test_preparation_equals_a_loop_over_tokens(config: ResolvedConfig, seed: int
     for plan, planner in random_plans(rng, block_size, 40):
         state.apply(plan)
         naive.apply(plan)
-        inputs, expected = state.prepare(plan), naive.expected(plan)
-        assert_equal(inputs, expected)
+        rows, expected = state.take(plan), naive.expected(plan)
+        inputs = state.upload(rows)
+        assert_equal(rows, inputs, expected)
         for row, table in zip(plan.slots, inputs.attn.block_table_BW.tolist(), strict=True):
             blocks = naive.rows[row].blocks[: len(table)]
             assert table[: len(blocks)] == blocks
         sampled = [rng.randrange(1000) for _ in expected["last"]]
-        state.write_sampled(inputs, torch.tensor(sampled, dtype=torch.int64))
+        state.write_sampled(inputs.sampled_places_R, torch.tensor(sampled, dtype=torch.int64))
         naive.take(plan, sampled)
         planner.take(plan.step_id, ints(sampled))
         state.check()
 
 
-def assert_equal(inputs: StepInputs, expected: dict[str, list[int]]) -> None:
+def prepare(state: BatchState, plan: StepPlan) -> StepInputs:
+    return state.upload(state.take(plan))
+
+
+def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[int]]) -> None:
     attn = inputs.attn
     assert inputs.token_ids_T.tolist() == expected["tokens"]
     assert inputs.positions_T.tolist() == expected["positions"]
     assert attn.slot_mapping_T.tolist() == expected["slots"] and attn.slot_mapping_T.dtype == torch.int64
     assert attn.query_start_B1.tolist() == expected["starts"] and attn.query_start_B1.dtype == torch.int32
     assert attn.seq_lens_B.tolist() == expected["lens"] and attn.seq_lens_B.dtype == torch.int32
+    assert attn.seq_start_B1.tolist() == [0, *np.cumsum(expected["lens"])] and attn.seq_start_B1.dtype == torch.int32
     assert inputs.logits_indices_R.tolist() == expected["last"]
-    assert inputs.sampling_positions_R.tolist() == expected["ends"]
+    assert rows.sampling_positions_R.tolist() == expected["ends"]
     assert attn.max_seq_len == max(expected["lens"])
     assert attn.max_query_len == int(np.diff(expected["starts"]).max())
 
@@ -155,9 +162,9 @@ def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig
     first = planner.step([(row, 2)])
     second = planner.step([(row, 1)])
     state.apply(first)
-    state.write_sampled(state.prepare(first), torch.tensor([77]))
+    state.write_sampled(prepare(state, first).sampled_places_R, torch.tensor([77]))
     state.apply(second)
-    inputs = state.prepare(second)
+    inputs = prepare(state, second)
     assert inputs.token_ids_T.tolist() == [77] and inputs.positions_T.tolist() == [2]
 
 
@@ -167,7 +174,7 @@ def test_full_hit_runs_its_last_token_and_writes_nothing(config: ResolvedConfig)
     planner.admit(row, slot=0, shared=[20, 21], num_cached=8)
     plan = planner.step([(row, 8)])
     state.apply(plan)
-    inputs = state.prepare(plan)
+    inputs = prepare(state, plan)
     assert inputs.token_ids_T.tolist() == [7] and inputs.attn.slot_mapping_T.tolist() == [-1]
     assert inputs.attn.seq_lens_B.tolist() == [8]
 
@@ -179,7 +186,7 @@ def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
     planner.admit(row, slot=0, shared=[2**31 - 2], num_cached=0)
     plan = planner.step([(row, 1)])
     state.apply(plan)
-    assert state.prepare(plan).attn.slot_mapping_T.tolist() == [(2**31 - 2) * 4096]
+    assert prepare(state, plan).attn.slot_mapping_T.tolist() == [(2**31 - 2) * 4096]
 
 
 def test_clear_frees_every_slot(config: ResolvedConfig) -> None:
@@ -242,14 +249,14 @@ def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, l
     state.apply(plan_of(admitted=row))
     with pytest.raises(WorkerError, match=f"batch state: {law}"):
         state.apply(BROKEN[law])
-        state.prepare(BROKEN[law])
+        prepare(state, BROKEN[law])
 
 
 def test_row_may_not_outgrow_its_block_table(config: ResolvedConfig) -> None:
     state = BatchState(config, NUM_BLOCKS, CPU)
     state.apply(plan_of(admitted=admitted(num_blocks=[1], block_ids=[7])))
     with pytest.raises(WorkerError, match="computed tokens lie within the block table"):
-        state.prepare(plan_of(slots=[2], num_new_tokens=[5], samples=b"\1"))
+        prepare(state, plan_of(slots=[2], num_new_tokens=[5], samples=b"\1"))
 
 
 def test_row_may_sample_one_token_beyond_max_model_len_and_no_more(config: ResolvedConfig) -> None:
@@ -259,10 +266,10 @@ def test_row_may_sample_one_token_beyond_max_model_len_and_no_more(config: Resol
     row = admitted(num_tokens=[30], num_prompt_tokens=[30], token_ids=tokens, num_blocks=[8], block_ids=range(8))
     state.apply(plan_of(admitted=row))
     plan = plan_of(slots=[2], num_new_tokens=[30], samples=b"\1")
-    state.write_sampled(state.prepare(plan), torch.tensor([1]))
+    state.write_sampled(prepare(state, plan).sampled_places_R, torch.tensor([1]))
     state.check()
     with pytest.raises(WorkerError, match="a row has room for its token"):
-        state.prepare(plan_of(slots=[2], num_new_tokens=[1], samples=b"\1"))
+        prepare(state, plan_of(slots=[2], num_new_tokens=[1], samples=b"\1"))
 
 
 def test_check_names_the_law_a_corrupt_table_breaks(config: ResolvedConfig) -> None:

@@ -13,8 +13,9 @@ from configs.engine import ResolvedConfig
 from kernels.backend import select_backend
 from scheduler.errors import ConfigError
 from tests.workers.conftest import config_of
+from tests.workers.fake_gpu import FakeGpu
 from workers.group import TensorParallelGroup
-from workers.kv_cache import KVCache, KVCacheLedger, block_bytes, plan_kv_cache
+from workers.kv_cache import KVCache, KVCacheLedger, block_bytes, gpu_budget, plan_kv_cache
 from workers.loader import load_weights
 from workers.model_runner import run_largest_step
 from workers.models.qwen3 import Qwen3
@@ -97,3 +98,50 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     load_weights(model.slices(), Path(config.model_dir), config.model)
     run_largest_step(config, model, group, KERNELS)
+
+
+MIB = 2**20
+
+
+class RunnerOf:
+    """Holds so many bytes of a fake GPU, in torch's allocator and of the driver, until it is dropped."""
+
+    def __init__(self, gpu: FakeGpu, reserved: int, driver: int) -> None:
+        self.gpu, self.reserved, self.driver = gpu, reserved, driver
+        gpu.reserved += reserved
+        gpu.free -= reserved + driver
+
+    def __del__(self) -> None:
+        self.gpu.reserved -= self.reserved
+        self.gpu.free += self.reserved + self.driver
+
+
+@pytest.mark.parametrize(("driver", "others"), [(0, 0), (30 * MIB, 0), (30 * MIB, 50 * MIB)])
+def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(make: Any, driver: int, others: int) -> None:
+    """100 GiB, of which weights take 10: what others hold matters only as far as the share is not free."""
+    config = dataclasses.replace(make(gpu_memory_utilization=0.5), device="cuda")
+    weights, total = 10 * 1024 * MIB, 100 * 1024 * MIB
+    gpu = FakeGpu(total=total, free=total - weights - 768 * MIB - others, reserved=weights, peak=7 * MIB)
+    steps: list[str] = []
+    parts = gpu_budget(config, gpu, lambda: steps.append("largest"), lambda: RunnerOf(gpu, 20 * MIB, driver))
+    assert steps == ["largest"]
+    assert dict(parts) == {
+        "share of the device": total // 2,
+        "weights": weights + 768 * MIB,
+        "largest step": 7 * MIB,
+        "batch state and graphs": 20 * MIB + driver,
+    }
+
+
+def test_gpu_ledger_takes_off_what_others_hold_of_the_share(make: Any) -> None:
+    config = dataclasses.replace(make(gpu_memory_utilization=0.9), device="cuda")
+    gpu = FakeGpu(total=1000 * MIB, free=50 * MIB, reserved=10 * MIB)
+    parts = dict(gpu_budget(config, gpu, lambda: None, lambda: None))
+    assert parts["used by others"] == (900 - 10 - 768 - 50) * MIB
+
+
+def test_gpu_ledger_with_nothing_left_says_so(make: Any) -> None:
+    config = dataclasses.replace(make(gpu_memory_utilization=0.9), device="cuda")
+    gpu = FakeGpu(total=1000 * MIB, free=100 * MIB, reserved=100 * MIB, peak=100 * MIB)
+    with pytest.raises(ConfigError, match=r"\(largest step\).*\(batch state and graphs\).*gpu_memory_utilization"):
+        plan(config, gpu_budget(config, gpu, lambda: None, lambda: None))

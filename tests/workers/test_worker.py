@@ -199,7 +199,7 @@ def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint:
         assert [report.rank for report in executor.reports] == [0, 1]
         for report in executor.reports:
             assert report.seconds.keys() == {"rendezvous", "compile", "load", "kv_cache", "wait_for_peers"}
-            assert report.backend == "cpu"
+            assert report.backend == "cpu (numba and oneDNN)"
             assert report.num_kv_blocks == report.ledger.num_blocks == min(8 * 16, 2**19 // report.ledger.block_bytes)
         memory = executor.pool.call(0, "memory_report")
         assert memory["kv_cache"] == report.num_kv_blocks * report.ledger.block_bytes
@@ -218,12 +218,12 @@ def test_rank_without_peers_fails_in_time_and_says_where(small_checkpoint: Path)
 def test_backend_that_cannot_run_here_is_a_config_error(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(device: str, name: str) -> None:
+    def refuse(device: str, name: str, **_: object) -> None:
         raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}")
 
     worker = Worker(config_of(small_checkpoint), 0)
     monkeypatch.setattr("workers.configuration.select_backend", refuse)
-    with pytest.raises(ConfigError, match="kernel backend 'auto' cannot run on device 'cpu'"):
+    with pytest.raises(ConfigError, match="kernel backend 'cpu' cannot run on device 'cpu'"):
         worker.start(None)
 
 

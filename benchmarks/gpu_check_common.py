@@ -1,0 +1,154 @@
+"""What the sections of the GPU check share: where results go, the backends, attention over shuffled blocks, and time.
+
+Legend: T tokens of the step, B rows, W blocks of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernels.backend import Kernels
+from kernels.metadata import AttentionMetadata
+from workers.device import CudaDevice
+from workers.roofline import Machine
+
+Row = dict[str, Any]
+
+# Inputs that are used in turn take at least this much together: several times the second-level cache.
+_ROTATED_BYTES = 256 * 2**20
+_MOST_SETS = 64
+_TIMED_US = 50_000.0
+_MOST_REPLAYS = 20
+
+
+class TimeUp(BaseException):
+    """The time of a section is over. Nothing that handles errors may take it for one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this machine sustains.
+
+    `small`: tiny shapes, for any device. `rows` are the results of the section that runs.
+    """
+
+    device: torch.device
+    small: bool
+    backends: dict[str, Kernels]
+    ceilings: Machine = field(default_factory=lambda: Machine(memory_bytes_per_s=4.8e12, flops_per_s=9.9e14))
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16, or float16 in the interpreter, whose products of bfloat16 are wrong."""
+        return torch.bfloat16 if self.on_gpu else torch.float16
+
+    def add(self, name: str, measure: Callable[[], Row]) -> None:
+        """Append the row that `measure` gives. What it raises is a row that has not passed."""
+        try:
+            row = measure()
+        except Exception as error:
+            traceback.print_exc()
+            row = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200], "passed": False}
+        self.rows.append({"name": name, **row})
+
+    def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
+        """Least microseconds on this machine."""
+        seconds = max(num_bytes / self.ceilings.memory_bytes_per_s, flops / self.ceilings.flops_per_s)
+        return 1e6 * seconds
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Random numbers on the device, in the dtype of the check unless told otherwise."""
+        return torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
+
+
+def rounded(value: float, digits: int = 4) -> float | str:
+    """To so many significant digits; a word for what JSON has no number for."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+
+
+def attention_of(
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    block_ids: torch.Tensor,
+    block_size: int,
+    device: torch.device,
+    max_seq_len: int | None = None,
+) -> AttentionMetadata:
+    """Rows whose blocks are `block_ids` one after the other. Entries of a table past its row name the first of them.
+
+    `max_seq_len`: a bound that is wider than the longest row. Every token's slot is its place in these blocks.
+    """
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    table_BW = torch.full((len(counts), max(1, *counts)), int(block_ids[0]), dtype=torch.int32)
+    slots: list[torch.Tensor] = []
+    used = block_ids[: sum(counts)].split(counts)
+    for row, (blocks, seq_len, query_len) in enumerate(zip(used, seq_lens, query_lens, strict=True)):
+        table_BW[row, : len(blocks)] = blocks
+        positions = torch.arange(seq_len - query_len, seq_len)
+        inside = positions.clamp(min=0)
+        places = table_BW[row].to(torch.int64)[inside // block_size] * block_size + inside % block_size
+        slots.append(torch.where(positions >= 0, places, -1))
+    return AttentionMetadata(
+        query_start_B1=running_sum(query_lens).to(device),
+        seq_start_B1=running_sum(seq_lens).to(device),
+        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_table_BW=table_BW.to(device),
+        slot_mapping_T=torch.cat(slots).to(device),
+        max_query_len=max(query_lens),
+        max_seq_len=max_seq_len or max(seq_lens),
+    )
+
+
+def running_sum(lengths: Iterable[int]) -> torch.Tensor:
+    """0, then the sum up to each, int32."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def num_sets(check: Check, num_bytes: int) -> int:
+    """How many sets of inputs to use in turn, so that none is still in the cache when it comes again."""
+    return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // num_bytes))) if check.on_gpu else 1
+
+
+def median_us(check: Check, calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one of `calls`, which do the same to different inputs: the median over replays of a graph of them
+    all, in device time. Without a GPU, host time of one round, which says nothing."""
+
+    def run() -> None:
+        kept = [call() for call in calls]  # so that each writes memory of its own
+        del kept
+
+    if not check.on_gpu:
+        began = time.perf_counter()
+        run()
+        return 1e6 * (time.perf_counter() - began) / len(calls)
+    graph = CudaDevice(check.device).capture(run)
+    return _median_replay_us(graph.replay) / len(calls)
+
+
+def _median_replay_us(replay: Callable[[], None]) -> float:
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return 1000.0 * float(start.elapsed_time(end))
+
+    once()
+    times = [once() for _ in range(3)]
+    while len(times) < _MOST_REPLAYS and sum(times) < _TIMED_US:
+        times.append(once())
+    return statistics.median(times)

@@ -1,0 +1,322 @@
+"""The engine in this process on one device: decode steps, a whole workload, and the same tokens from every backend.
+
+Weights are random and made on the device. No Ray: an in-process executor below scheduler and engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.common import QWEN3_0_6B
+from benchmarks.gpu_check_common import Check, Row, rounded
+from configs.engine import EngineConfig, ResolvedConfig
+from configs.model import ModelConfig
+from scheduler.engine import Engine
+from scheduler.messages import Request, StepPlan, StepResult, ints
+from scheduler.params import Sampling
+from scheduler.scheduler import Scheduler, SchedulerLimits
+from workers.configuration import resolve_config
+from workers.in_process import InProcessExecutor
+from workers.layers import WeightSlice
+from workers.roofline import floor_s, layer_parameters, works_of
+
+QWEN3_8B = QWEN3_0_6B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# Small enough to be quick, with a head dim that every backend takes.
+_COMPARED = QWEN3_0_6B | {
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+_TINY = QWEN3_0_6B | {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+_NO_GRAPHS = {"note": "graphs are not available"}
+
+Fill = Callable[[WeightSlice], object]
+Parts = tuple[Engine, "RecordingExecutor", ResolvedConfig]
+
+
+# Engines
+
+
+class RecordingExecutor:
+    """An in-process executor that notes how long the host took to launch each step.
+
+    With `forbid_waits`, torch refuses whatever makes `launch` wait for the GPU.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.inner = InProcessExecutor(config)
+        self.launch_s: list[float] = []
+        self.forbid_waits = False
+
+    def launch(self, plan: StepPlan) -> None:
+        if self.forbid_waits:
+            torch.cuda.set_sync_debug_mode("error")
+        began = time.perf_counter()
+        try:
+            self.inner.launch(plan)
+        finally:
+            self.launch_s.append(time.perf_counter() - began)
+            if self.forbid_waits:
+                torch.cuda.set_sync_debug_mode("default")
+
+    def result(self, step_id: int) -> StepResult:
+        return self.inner.result(step_id)
+
+
+@contextmanager
+def open_engine(check: Check, raw: dict[str, Any], backend: str, fill: Fill, **options: Any) -> Iterator[Parts]:
+    """An engine that runs a step ahead, over a model of this shape. `options` are those of `EngineConfig`."""
+    torch.manual_seed(0)
+    engine = EngineConfig(model="random weights", device=check.device.type, attention_backend=backend, **options)
+    config = resolve_config(engine, ModelConfig.from_dict(raw), Path(engine.model), check.device.type)
+
+    def fill_all(slices: Iterable[WeightSlice], *_: object) -> None:
+        for piece in slices:
+            fill(piece)
+
+    with mock.patch("workers.worker.load_weights", fill_all):
+        executor = RecordingExecutor(config)
+    limits = SchedulerLimits(
+        num_blocks=executor.inner.num_kv_blocks, block_size=config.block_size, max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+        vocab_size=config.model.vocab_size, enable_prefix_caching=engine.enable_prefix_caching,
+    )  # fmt: skip
+    try:
+        yield Engine(Scheduler(limits), executor, num_steps_ahead=1), executor, config
+    finally:
+        executor.inner.close()
+        gc.collect()
+        if check.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def near_zero(piece: WeightSlice) -> None:
+    """For measuring time: logits are nearly flat, so that sampling skips nothing."""
+    piece.target.uniform_(-0.05, 0.05)
+
+
+def wide(piece: WeightSlice) -> None:
+    """For comparing tokens: greedy outputs vary, and every parameter shows in them."""
+    noise = torch.randn_like(piece.target)
+    if piece.target.dim() == 1:
+        piece.target.copy_(1 + 0.3 * noise)
+    else:
+        rows_or_heads = "embed_tokens" in piece.name or "lm_head" in piece.name
+        piece.target.copy_(noise * (0.5 if rows_or_heads else 2.0 * piece.shape[1] ** -0.5))
+
+
+def add(engine: Engine, number: int, tokens: list[int], max_tokens: int, temperature: float) -> None:
+    """Queue a request that ends by length alone."""
+    sampling = Sampling(seed=number, max_tokens=max_tokens, temperature=temperature)
+    engine.add(
+        Request(request_id=str(number), token_ids=ints(tokens), num_prompt_tokens=len(tokens), sampling=sampling)
+    )
+
+
+def run_all(engine: Engine) -> dict[str, array[int]]:
+    """Step until nothing is left; the output of each request by its id."""
+    outputs: dict[str, array[int]] = {}
+    while engine.has_work:
+        output = engine.step()
+        for seq in output.finished if output is not None else ():
+            outputs[seq.request_id] = ints(seq.token_ids[seq.num_prompt_tokens :])
+    return outputs
+
+
+def prompts_of(raw: dict[str, Any], lengths: Iterable[int], seed: int) -> list[list[int]]:
+    rng, last = random.Random(seed), min(10000, raw["vocab_size"] - 1)
+    return [[rng.randint(0, last) for _ in range(length)] for length in lengths]
+
+
+# Decode steps
+
+
+def decode_steps(check: Check) -> None:
+    """A step of a batch whose rows are about 512 tokens long, eager and through graphs, beside the floor: reading the
+    weights and the rows' keys and values once."""
+    shapes = {"tiny": _TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
+    for name, raw in shapes.items():
+        for eager in (False, True):
+            label = f"{name} {'eager' if eager else 'graph'}"
+            if eager or check.on_gpu:
+                check.add(label, partial(_decode_steps, check, raw, eager, label))
+            else:
+                check.add(label, lambda: _NO_GRAPHS)
+
+
+def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, label: str) -> Row:
+    """Adds a row for each batch; the row returned is that of the start."""
+    batches, context, steps = ((2,), 8, 2) if check.small else ((1, 8, 64, 256), 512, 40)
+    began = time.perf_counter()
+    with open_engine(
+        check, raw, "triton", near_zero, enforce_eager=eager, enable_prefix_caching=False, max_num_seqs=batches[-1],
+        max_num_batched_tokens=16384, max_model_len=64 if check.small else 4096,
+        num_kv_blocks=batches[-1] * (context + 128) // 16,
+    ) as (engine, executor, config):  # fmt: skip
+        start_s = time.perf_counter() - began
+        for batch in batches:
+            step = partial(_decode_step, check, engine, executor, config.model, batch, context, steps)
+            check.add(f"{label}, batch {batch}", step)
+    return {"start_s": rounded(start_s, 3)}
+
+
+def _decode_step(
+    check: Check, engine: Engine, executor: RecordingExecutor, model: ModelConfig, batch: int, context: int, steps: int
+) -> Row:
+    for number, tokens in enumerate(
+        prompts_of({"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch)
+    ):
+        add(engine, number, tokens, steps + 40, temperature=0.6)  # some begin before others
+    while any(seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)):
+        engine.step()
+    executor.launch_s.clear()
+    moments = [time.perf_counter()]
+    for _ in range(steps):
+        engine.step()
+        moments.append(time.perf_counter())
+    launch_ms = 1000 * statistics.median(executor.launch_s)
+    for number in range(batch):
+        engine.finish(str(number), "measured")
+    run_all(engine)
+    ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
+    weights = layer_parameters(model) + model.vocab_size * model.hidden_size
+    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    floor_ms = check.floor_us(2 * (weights + batch * context * kv_row), 2 * weights * batch) / 1000
+    return {
+        "ms": rounded(ms), "launch_ms": rounded(launch_ms), "floor_ms": rounded(floor_ms),
+        "share": rounded(floor_ms / ms, 3),
+    }  # fmt: skip
+
+
+# A workload
+
+
+def throughput(check: Check) -> None:
+    """Output tokens a second: inputs and outputs uniform in 100 to 1024 tokens, all there at the start."""
+    for backend in check.backends:
+        check.add(f"{'tiny' if check.small else '0.6B'} {backend}", partial(_throughput, check, backend))
+
+
+def _throughput(check: Check, backend: str) -> Row:
+    raw, num_seqs, low, high = (_TINY, 2, 3, 6) if check.small else (QWEN3_0_6B, 256, 100, 1024)
+    rng = random.Random(0)
+    last = min(10000, raw["vocab_size"] - 1)
+    prompts = [[rng.randint(0, last) for _ in range(rng.randint(low, high))] for _ in range(num_seqs)]
+    lengths = [rng.randint(low, high) for _ in range(num_seqs)]
+    with open_engine(
+        check, raw, backend, near_zero, max_num_seqs=num_seqs, max_num_batched_tokens=64 if check.small else 16384,
+        max_model_len=4 * high,
+    ) as (engine, executor, config):  # fmt: skip
+        for lengths_before in ([high] * min(64, num_seqs), [3]):  # what is compiled at its first use, is now
+            for number, tokens in enumerate(prompts_of(raw, lengths_before, seed=1)):
+                add(engine, -1 - number, tokens, 8, temperature=0.6)
+            run_all(engine)
+        gc.collect()
+        num_steps = engine.scheduler.stats.num_steps
+        executor.launch_s.clear()
+        began = time.perf_counter()
+        for number, (tokens, length) in enumerate(zip(prompts, lengths, strict=True)):
+            add(engine, number, tokens, length, temperature=0.6)
+        outputs = run_all(engine)
+        total_s = time.perf_counter() - began
+        stats = engine.scheduler.stats
+        floor = floor_s(config.model, 2, works_of(prompts, lengths), check.ceilings)
+        return {
+            "tokens_per_s": rounded(sum(lengths) / total_s, 5), "total_s": rounded(total_s), "floor_s": rounded(floor),
+            "share": rounded(floor / total_s, 3), "steps": stats.num_steps - num_steps,
+            "launch_ms": rounded(1000 * statistics.median(executor.launch_s)), "preempted": stats.num_preemptions,
+            "passed": [len(outputs[str(number)]) for number in range(num_seqs)] == lengths,
+        }  # fmt: skip
+
+
+# Tokens
+
+
+def tokens(check: Check) -> None:
+    """Greedy outputs of every backend, through graphs and without, against the reference backend's; and launches under
+    torch's watch for waits.
+
+    In float32 they must be equal. In 16 bits other sums round otherwise and a near tie goes the other way, so it is
+    told how many requests differ and where first.
+    """
+    for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
+        outputs: dict[str, list[list[int]]] = {}
+        for backend in ("reference", *check.backends):
+            if backend not in ("reference", "triton") and dtype == "float32":
+                continue  # flash-attn has no float32
+            for eager in (True, False):
+                name = f"{dtype} {backend} {'eager' if eager else 'graph'}"
+                if eager or (check.on_gpu and backend != "reference"):  # whose attention waits for the GPU
+                    check.add(name, partial(_compare, check, outputs, name, dtype, backend, eager))
+                else:
+                    check.add(name, lambda: _NO_GRAPHS)
+    for backend in check.backends:
+        for eager in (True, False):
+            name = f"launch never waits, {backend} {'eager' if eager else 'graph'}"
+            if check.on_gpu:
+                check.add(name, partial(_never_waits, check, backend, eager))
+            else:
+                check.add(name, lambda: {"note": "a CPU has nothing to wait for"})
+
+
+def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
+    # A block size that every backend takes; prompts in chunks; batches below, at and above sizes of graphs.
+    return open_engine(
+        check, _TINY if check.small else _COMPARED, backend, wide, dtype=dtype, enforce_eager=eager,
+        max_num_seqs=20, max_num_batched_tokens=64 if check.small else 512, max_model_len=64 if check.small else 1024,
+        block_size=256, num_kv_blocks=60,
+    )  # fmt: skip
+
+
+def _add_ragged(check: Check, engine: Engine) -> int:
+    """Prompts and outputs of different lengths; how many."""
+    raw, count, longest, steps = (_TINY, 3, 9, 3) if check.small else (_COMPARED, 20, 700, 48)
+    rng = random.Random(3)
+    for number, prompt in enumerate(prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)):
+        add(engine, number, prompt, rng.randint(2, steps), temperature=0.0)
+    return count
+
+
+def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype: str, backend: str, eager: bool) -> Row:
+    with _tokens_engine(check, dtype, backend, eager) as (engine, _, _):
+        count = _add_ragged(check, engine)
+        ended = run_all(engine)
+    outputs[key] = [list(ended[str(number)]) for number in range(count)]
+    want = next(iter(outputs.values()))
+    pairs = list(zip(outputs[key], want, strict=True))
+    places = [
+        next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b) for pair in pairs if pair[0] != pair[1]
+    ]
+    row: Row = {"requests": count, "differ": len(places), "first": sorted(places)[:5]}
+    varied = len({token for output in want for token in output}) > count  # or every model would look the same
+    return row | ({"passed": not places and varied} if dtype == "float32" else {})
+
+
+def _never_waits(check: Check, backend: str, eager: bool) -> Row:
+    """Everything is compiled first. What waits raises, in the step that does."""
+    with _tokens_engine(check, "bfloat16", backend, eager) as (engine, executor, _):
+        _add_ragged(check, engine)
+        run_all(engine)
+        executor.launch_s.clear()
+        executor.forbid_waits = True
+        _add_ragged(check, engine)
+        run_all(engine)
+        return {"launches": len(executor.launch_s), "passed": True}

@@ -1,0 +1,228 @@
+"""Time of each kernel against the least it can take on this machine, and against flash-attn where there is one.
+
+    floor = max(bytes / memory bandwidth, floating-point operations / peak)
+
+Each input is read once and each output written once. Device time; inputs are used in turn, so none is in the cache.
+Legend: T tokens, B rows, S tokens of a row, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block size,
+V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_check_common import Check, Row, attention_of, median_us, num_sets, rounded
+from kernels.backend import Kernels
+from kernels.sampling import GapRows
+
+EPS = 1e-6
+Call = Callable[[], object]
+# Query heads, KV heads, head dim: of Qwen3-0.6B and of Qwen3-8B.
+_HEADS = ((16, 8, 128), (32, 8, 128))
+_SMALL_HEADS = ((2, 1, 64),)
+# The bound that decode graphs are captured with unless `max_model_len` is given.
+_GRAPH_BOUND = 40960
+
+
+def speed(check: Check) -> None:
+    """The section."""
+    pool = _Pool.allocate(check)
+    for heads in _SMALL_HEADS if check.small else _HEADS:
+        _decode(check, pool, heads)
+        _prefill(check, pool, heads)
+    del pool
+    if check.on_gpu:
+        torch.cuda.empty_cache()
+    _elementwise(check)
+    _store(check)
+    _sampling(check)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """Random numbers that every cache is a view of."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def allocate(cls, check: Check) -> _Pool:
+        """40 GB, which the largest decode fills nearly, or half of what is free."""
+        size = 2**14
+        if check.on_gpu and not check.small:
+            size = min(40 * 10**9, torch.cuda.mem_get_info(check.device)[0] // 2) // (2 * check.dtype.itemsize)
+        parts = [torch.empty(size, dtype=check.dtype, device=check.device).normal_() for _ in range(2)]
+        return cls(keys=parts[0], values=parts[1])
+
+    def caches(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num = math.prod(shape)
+        return self.keys[:num].view(shape), self.values[:num].view(shape)
+
+
+# Attention
+
+
+def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
+    _, kv_heads, dim = heads
+    contexts, batches = ((40,), (1, 3)) if check.small else ((512, 4096, 32768), (1, 8, 64, 256))
+    for context in contexts:
+        for batch in batches:
+            if batch * (context + 256) * kv_heads * dim <= pool.keys.numel():
+                _attention(check, pool, f"decode {batch} x {context}", heads, [context] * batch, [1] * batch)
+    if not check.small:
+        for batch in (1, 64):
+            name = f"decode {batch} x 512, bound {_GRAPH_BOUND}"
+            _attention(check, pool, name, heads, [512] * batch, [1] * batch, _GRAPH_BOUND)
+
+
+def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
+    if check.small:
+        _attention(check, pool, "mixed", heads, [20, 9, 30], [1, 9, 5])
+        return
+    _attention(check, pool, "prefill 1 x 2048", heads, [2048], [2048])
+    _attention(check, pool, "prefill 4 x 4096", heads, [4096] * 4, [4096] * 4)
+    _attention(check, pool, "chunk 512 behind 7680", heads, [8192], [512])
+    _attention(check, pool, "mixed 64 x 2048, 1024, 512", heads, [2048] * 64 + [2048, 512], [1] * 64 + [1024, 512])
+
+
+def _attention(
+    check: Check, pool: _Pool, name: str, heads: tuple[int, int, int], seq_lens: list[int], query_lens: list[int],
+    bound: int | None = None,
+) -> None:  # fmt: skip
+    """A row with a time for each block size of ours and one for flash-attn. `share` and `of_flash_attn`, which is their
+    time as a multiple of ours, are those of the first."""
+    num_heads, kv_heads, dim = heads
+    seen = sum(q * (s - q) + q * (q + 1) // 2 for s, q in zip(seq_lens, query_lens, strict=True))
+    elements = 2 * kv_heads * sum(seq_lens) + 2 * num_heads * sum(query_lens)
+    num_bytes, flops = check.dtype.itemsize * dim * elements, 4 * num_heads * dim * seen
+    runs = [(f"block_{size}", check.backends["triton"], size) for size in ((16,) if check.small else (16, 256))]
+    runs += [(name, other, other.default_block_size) for name, other in check.backends.items() if name != "triton"]
+
+    def measure() -> Row:
+        times: dict[str, float] = {}
+        failed: Row = {}
+        for label, kernels, block_size in runs:
+            try:
+                times[label] = _attention_us(
+                    check, pool, kernels, block_size, heads, seq_lens, query_lens, bound, num_bytes
+                )
+            except Exception as error:  # the times of the others are wanted all the same
+                traceback.print_exc()
+                failed |= {label: type(error).__name__, "passed": False}
+        row = {f"{label}_us": rounded(us) for label, us in times.items()} | failed
+        floor = check.floor_us(num_bytes, flops)
+        row["floor_us"] = rounded(floor)
+        if "block_16" in times:
+            row["share"] = rounded(floor / times["block_16"], 3)
+            if "flash_attn" in times:
+                row["of_flash_attn"] = rounded(times["flash_attn"] / times["block_16"], 3)
+        return row
+
+    check.add(f"{name}, {num_heads}/{kv_heads} x {dim}", measure)
+
+
+def _attention_us(
+    check: Check, pool: _Pool, kernels: Kernels, block_size: int, heads: tuple[int, int, int], seq_lens: list[int],
+    query_lens: list[int], bound: int | None, num_bytes: int,
+) -> float:  # fmt: skip
+    num_heads, kv_heads, dim = heads
+    each = sum(-(-seq_len // block_size) for seq_len in seq_lens)
+    sets = min(num_sets(check, num_bytes), pool.keys.numel() // (each * block_size * kv_heads * dim))
+    keys, values = pool.caches(sets * each, block_size, kv_heads, dim)
+    calls: list[Call] = []
+    for block_ids in torch.randperm(sets * each).split(each):
+        attn = attention_of(seq_lens, query_lens, block_ids, block_size, check.device, bound)
+        q_THD = check.normal(sum(query_lens), num_heads, dim)
+        calls.append(partial(kernels.paged_attention, q_THD, keys, values, attn, dim**-0.5))
+    return median_us(check, calls)
+
+
+# The others
+
+
+def _elementwise(check: Check) -> None:
+    for num_tokens in (3,) if check.small else (1, 64, 2048):
+        for width in (64,) if check.small else (1024, 4096):
+            row_bytes, features = check.dtype.itemsize * num_tokens * width, 3 * width
+            shape = f"{num_tokens} x {width}"
+            _timed(check, f"rms_norm {shape}", partial(_rms_norm, check, num_tokens, width), 2 * row_bytes)
+            _timed(check, f"add_rms_norm {shape}", partial(_add_rms_norm, check, num_tokens, width), 4 * row_bytes)
+            make = partial(_silu_and_mul, check, num_tokens, features)
+            _timed(check, f"silu_and_mul {num_tokens} x {features}", make, 9 * row_bytes)
+
+
+def _rms_norm(check: Check, num_tokens: int, width: int) -> Call:
+    return partial(check.backends["triton"].rms_norm, check.normal(num_tokens, width), check.normal(width), EPS)
+
+
+def _add_rms_norm(check: Check, num_tokens: int, width: int) -> Call:
+    x_TE, residual_TE = check.normal(num_tokens, width), check.normal(num_tokens, width)
+    return partial(check.backends["triton"].add_rms_norm, x_TE, residual_TE, check.normal(width), EPS)
+
+
+def _silu_and_mul(check: Check, num_tokens: int, features: int) -> Call:
+    return partial(check.backends["triton"].silu_and_mul, check.normal(num_tokens, 2 * features))
+
+
+def _store(check: Check) -> None:
+    for heads in _SMALL_HEADS if check.small else _HEADS:
+        num_heads, kv_heads, dim = heads
+        for num_tokens in (3,) if check.small else (1, 64, 2048):
+            # Queries, keys and values in and out, and a line of the table a token.
+            num_bytes = num_tokens * dim * (2 * (num_heads + 2 * kv_heads) * check.dtype.itemsize + 4)
+            name = f"qk_norm_rope_store {num_tokens}, {num_heads}/{kv_heads} x {dim}"
+            _timed(check, name, partial(_store_call, check, num_tokens, heads), num_bytes)
+
+
+def _store_call(check: Check, num_tokens: int, heads: tuple[int, int, int]) -> Call:
+    num_heads, kv_heads, dim = heads
+    cache_shape = (-(-num_tokens // 16), 16, kv_heads, dim)
+    return partial(
+        check.backends["triton"].qk_norm_rope_store, check.normal(num_tokens, num_heads + 2 * kv_heads, dim),
+        check.normal(dim), check.normal(dim), EPS, check.normal(num_tokens, dim, dtype=torch.float32),
+        torch.arange(num_tokens, dtype=torch.int32, device=check.device), check.normal(*cache_shape),
+        check.normal(*cache_shape), torch.randperm(16 * cache_shape[0], device=check.device)[:num_tokens],
+    )  # fmt: skip
+
+
+def _sampling(check: Check) -> None:
+    num_columns = 300 if check.small else 151936
+    for num_rows in (2,) if check.small else (1, 64, 256):
+        num_bytes = torch.bfloat16.itemsize * num_rows * num_columns
+        shape = f"{num_rows} x {num_columns}"
+        _timed(check, f"row_best {shape}", partial(_row_best, check, num_rows, num_columns), num_bytes)
+        _timed(check, f"block_weights {shape}", partial(_block_weights, check, num_rows, num_columns), num_bytes)
+
+
+def _row_best(check: Check, num_rows: int, num_columns: int) -> Call:
+    logits_BV = 3 * check.normal(num_rows, num_columns, dtype=torch.bfloat16)
+    return partial(check.backends["triton"].sampling.row_best, logits_BV)
+
+
+def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
+    """Of every token: no block lies beyond the limit."""
+    kernels = check.backends["triton"].sampling
+    logits_BV = check.normal(num_rows, num_columns, dtype=torch.bfloat16)
+    max_R, _, block_max_BX = kernels.row_best(logits_BV)
+    gaps = GapRows(
+        logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=torch.arange(num_rows, device=check.device),
+        max_R=max_R, temperature_R=torch.ones_like(max_R),
+    )  # fmt: skip
+    return partial(kernels.block_weights, gaps, torch.full_like(max_R, torch.inf))
+
+
+def _timed(check: Check, name: str, make: Callable[[], Call], num_bytes: int) -> None:
+    """`make` gives a call on inputs of its own."""
+
+    def measure() -> Row:
+        us = median_us(check, [make() for _ in range(num_sets(check, num_bytes))])
+        floor = check.floor_us(num_bytes)
+        return {"us": rounded(us), "floor_us": rounded(floor), "share": rounded(floor / us, 3)}
+
+    check.add(name, measure)

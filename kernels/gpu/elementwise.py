@@ -1,0 +1,269 @@
+"""Norms, rotary embedding, KV store and the MLP's gate on a GPU, in Triton: one launch each, one pass over memory.
+
+Same results as the references up to float32 rounding: what they round to the dtype of the input is rounded here too.
+Weights have the dtype of what they scale. Rows (the features, or the heads, of one token) must be contiguous; they may
+lie any distance apart, as those of a slice do. Nothing waits for the device and grids depend on shapes alone, so CUDA
+graphs can hold every launch.
+Legend: T tokens of the step, E features, F features of the MLP, H query heads of this rank, K its KV heads, X = H + 2K,
+D head dim, N blocks, P block size, L positions of the rotary table. Offsets of rows are int64: a chunk of many tokens
+and a cache may both hold more than 2**31 elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# So many that a thread loads 8 neighbours at once, 16 bytes of a 16-bit dtype.
+_HEADS = 8  # of one token and head dim 128, that a program of two warps turns
+_BLOCK = 1024  # features, that a program of four warps gates or stores
+
+
+def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm_reference`, over the last dimension. A program a row."""
+    rows_TE = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(x.shape[-1])
+    _rms_norm[(len(rows_TE),)](
+        rows_TE, weight_E, out, rows_TE.stride(0), eps, E=x.shape[-1], BLOCK=block, num_warps=_num_warps(block)
+    )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `add_rms_norm_reference`. A program a row."""
+    x_TE, residual_TE = _rows(x), _rows(residual)
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    block = triton.next_power_of_2(x.shape[-1])
+    _add_rms_norm[(len(x_TE),)](
+        x_TE, residual_TE, weight_E, out, total, x_TE.stride(0), residual_TE.stride(0), eps,
+        E=x.shape[-1], BLOCK=block, num_warps=_num_warps(block),
+    )  # fmt: skip
+    return out, total
+
+
+def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """As `silu_and_mul_reference`. A program a block of features of a token."""
+    num_tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
+    out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    _silu_and_mul[(num_tokens * triton.cdiv(width, block),)](
+        gate_up_T2F, out_TF, _row_stride(gate_up_T2F), F=width, BLOCK=block, num_warps=_num_warps(block)
+    )
+    return out_TF
+
+
+def store_kv(
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> None:
+    """As `store_kv_reference`, into contiguous caches. A program a block of features of a token."""
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
+    num_tokens, kv_heads, dim = k_TKD.shape
+    block = min(_BLOCK, triton.next_power_of_2(kv_heads * dim))
+    _store_kv[(num_tokens * triton.cdiv(kv_heads * dim, block),)](
+        k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T, _row_stride(k_TKD), _row_stride(v_TKD),
+        E=kv_heads * dim, BLOCK=block, num_warps=_num_warps(block),
+    )  # fmt: skip
+
+
+def qk_norm_rope(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    eps: float,
+    cos_sin_LD: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `qk_norm_rope_reference`, with a contiguous table. One launch for the queries and one for the keys."""
+    return (
+        _norm_rope_heads(q_THD, q_weight_D, eps, cos_sin_LD, positions_T),
+        _norm_rope_heads(k_TKD, k_weight_D, eps, cos_sin_LD, positions_T),
+    )
+
+
+def qk_norm_rope_store(
+    qkv_TXD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    eps: float,
+    cos_sin_LD: torch.Tensor,
+    positions_T: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """As `qk_norm_rope_store_reference`, with a contiguous table and caches. A program `_HEADS` heads of a token."""
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
+    num_tokens, num_rows, dim = qkv_TXD.shape
+    kv_heads = k_cache_NPKD.shape[2]
+    num_heads = num_rows - 2 * kv_heads
+    q_THD = torch.empty(num_tokens, num_heads, dim, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
+    _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS),)](
+        qkv_TXD, q_weight_D, k_weight_D, cos_sin_LD, positions_T, k_cache_NPKD, v_cache_NPKD, slot_mapping_T, q_THD,
+        _row_stride(qkv_TXD), eps,
+        H=num_heads, K=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=_HEADS, num_warps=2,
+    )  # fmt: skip
+    return q_THD
+
+
+def _norm_rope_heads(
+    x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_sin_LD: torch.Tensor, positions_T: torch.Tensor
+) -> torch.Tensor:
+    assert cos_sin_LD.is_contiguous()
+    num_tokens, num_heads, dim = x_THD.shape
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    _norm_rope[(num_tokens * triton.cdiv(num_heads, _HEADS),)](
+        x_THD, weight_D, cos_sin_LD, positions_T, out_THD, _row_stride(x_THD), eps,
+        H=num_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=_HEADS, num_warps=2,
+    )  # fmt: skip
+    return out_THD
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[T, E] of [..., E], never a copy."""
+    assert x.stride(-1) == 1 or x.shape[-1] == 1
+    return x.view(-1, x.shape[-1])
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """Elements from one token to the next."""
+    assert len(x) == 0 or x[0].is_contiguous()
+    return x.stride(0)
+
+
+def _num_warps(block: int) -> int:
+    """Eight elements a thread, up to 512 threads."""
+    return min(16, max(1, block // 256))
+
+
+@triton.jit
+def _weighted(x, scale, weight):  # type: ignore[no-untyped-def]
+    """`x * scale` in float32, rounded to the dtype of the weight, times the weight: float32, not yet rounded."""
+    return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def _rms_norm(x_TE, weight_E, out_TE, row_stride, eps, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    x = tl.load(x_TE + token * row_stride + e, mask=e < E, other=0.0).to(tl.float32)
+    weight = tl.load(weight_E + e, mask=e < E, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x) / E + eps)
+    tl.store(out_TE + token * E + e, _weighted(x, scale, weight), mask=e < E)
+
+
+@triton.jit
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    x_TE, residual_TE, weight_E, out_TE, total_TE, x_stride, residual_stride, eps, E: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    x = tl.load(x_TE + token * x_stride + e, mask=e < E, other=0.0)
+    residual = tl.load(residual_TE + token * residual_stride + e, mask=e < E, other=0.0)
+    weight = tl.load(weight_E + e, mask=e < E, other=0.0)
+    rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_TE + token * E + e, rounded, mask=e < E)
+    total = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total) / E + eps)
+    tl.store(out_TE + token * E + e, _weighted(total, scale, weight), mask=e < E)
+
+
+@triton.jit
+def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = (tl.program_id(0) // tl.cdiv(F, BLOCK)).to(tl.int64)
+    f = tl.program_id(0) % tl.cdiv(F, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_T2F + token * row_stride + f, mask=f < F, other=0.0)
+    up = tl.load(gate_up_T2F + token * row_stride + F + f, mask=f < F, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_TF + token * F + f, silu.to(tl.float32) * up.to(tl.float32), mask=f < F)
+
+
+@triton.jit
+def _store_kv(  # type: ignore[no-untyped-def]
+    k_TE, v_TE, k_cache, v_cache, slots_T, k_stride, v_stride, E: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = (tl.program_id(0) // tl.cdiv(E, BLOCK)).to(tl.int64)
+    e = tl.program_id(0) % tl.cdiv(E, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_T + token).to(tl.int64)
+    mask = (e < E) & (slot >= 0)
+    tl.store(k_cache + slot * E + e, tl.load(k_TE + token * k_stride + e, mask=mask), mask=mask)
+    tl.store(v_cache + slot * E + e, tl.load(v_TE + token * v_stride + e, mask=mask), mask=mask)
+
+
+@triton.jit
+def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Halves of heads, [heads, D/2], normalised and rotated in float32; the norm is rounded as the reference's is."""
+    dtype: tl.constexpr = low.dtype
+    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1, keep_dims=True) / D + eps)
+    low_wide = _weighted(low_wide, scale, low_weight).to(dtype).to(tl.float32)
+    high_wide = _weighted(high_wide, scale, high_weight).to(dtype).to(tl.float32)
+    return (low_wide * cos - high_wide * sin).to(dtype), (high_wide * cos + low_wide * sin).to(dtype)
+
+
+@triton.jit
+def _norm_rope(  # type: ignore[no-untyped-def]
+    x_THD, weight_D, cos_sin_LD, positions_T, out_THD, row_stride, eps,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) // tl.cdiv(H, HEADS)).to(tl.int64)
+    head = (tl.program_id(0) % tl.cdiv(H, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, HALF)[None, :] + head * 0  # of the tile's shape: loads in one layout need no shared memory
+    mask = (d < D // 2) & (head < H)
+    x = x_THD + token * row_stride + head * D + d
+    table = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
+    low, high = _norm_turn(
+        tl.load(x, mask=mask, other=0.0), tl.load(x + D // 2, mask=mask, other=0.0),
+        tl.load(weight_D + d, mask=mask, other=0.0), tl.load(weight_D + D // 2 + d, mask=mask, other=0.0),
+        tl.load(table, mask=mask, other=0.0), tl.load(table + D // 2, mask=mask, other=0.0), eps, D,
+    )  # fmt: skip
+    out = out_THD + (token * H + head) * D + d
+    tl.store(out, low, mask=mask)
+    tl.store(out + D // 2, high, mask=mask)
+
+
+@triton.jit
+def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
+    qkv_TXD, q_weight_D, k_weight_D, cos_sin_LD, positions_T, k_cache, v_cache, slots_T, q_THD, row_stride, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Heads of a program may be of queries, keys and values at once: what is not theirs is masked."""
+    token = (tl.program_id(0) // tl.cdiv(H + 2 * K, HEADS)).to(tl.int64)
+    head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, HALF)[None, :] + head * 0  # of the tile's shape: loads in one layout need no shared memory
+    inside = d < D // 2
+    is_q = inside & (head < H)
+    is_k = inside & (head >= H) & (head < H + K)
+    is_v = inside & (head >= H + K) & (head < H + 2 * K)
+
+    slot = tl.load(slots_T + token).to(tl.int64)
+    table = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
+    x = qkv_TXD + token * row_stride + head * D + d
+    low = tl.load(x, mask=is_q | is_k | is_v, other=0.0)
+    high = tl.load(x + D // 2, mask=is_q | is_k | is_v, other=0.0)
+    q_weight, k_weight = q_weight_D + d, k_weight_D + d
+    turned_low, turned_high = _norm_turn(
+        low, high,
+        tl.where(is_q, tl.load(q_weight, mask=is_q), tl.load(k_weight, mask=is_k)),
+        tl.where(is_q, tl.load(q_weight + D // 2, mask=is_q), tl.load(k_weight + D // 2, mask=is_k)),
+        tl.load(table, mask=is_q | is_k, other=0.0), tl.load(table + D // 2, mask=is_q | is_k, other=0.0), eps, D,
+    )  # fmt: skip
+
+    q_out = q_THD + (token * H + head) * D + d
+    tl.store(q_out, turned_low, mask=is_q)
+    tl.store(q_out + D // 2, turned_high, mask=is_q)
+    k_out = k_cache + (slot * K + head - H) * D + d
+    tl.store(k_out, turned_low, mask=is_k & (slot >= 0))
+    tl.store(k_out + D // 2, turned_high, mask=is_k & (slot >= 0))
+    v_out = v_cache + (slot * K + head - H - K) * D + d
+    tl.store(v_out, low, mask=is_v & (slot >= 0))
+    tl.store(v_out + D // 2, high, mask=is_v & (slot >= 0))

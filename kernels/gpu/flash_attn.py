@@ -1,0 +1,198 @@
+"""Paged attention by a flash-attn library, whichever is installed.
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) is the module `flash_attn`, for compute capability 8.0 and above;
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x alone, is `flash_attn_interface`, built from source, or
+`fa3_fwd_interface`, of the wheel fa3-fwd. None is imported before it is asked for.
+
+What they demand: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous last dimension; int32
+tables. A block of FlashAttention-2 is a multiple of 256 tokens; one of FlashAttention-3 has any size, and multiples of
+128 are read by TMA where many queries attend. FlashAttention-3 gives what lies beyond the end of a row in its last tile
+the weight 0 but does multiply: the cache must hold finite numbers everywhere.
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, N blocks, P block size.
+Caches are token-major, [N, P, K, D].
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from kernels.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+PagedAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor]
+
+# By module, best first: the distribution that brings it.
+_DISTRIBUTIONS = {"flash_attn_interface": "flash_attn_3", "fa3_fwd_interface": "fa3_fwd", "flash_attn": "flash_attn"}
+# FlashAttention-3, causal, head dims 64 and 128: rows (queries times H / K) of the larger tile, tokens of both.
+_TILE_ROWS = 192
+_TILE_TOKENS = 128
+# Up to this many tokens FlashAttention-3 may split the keys of a row. Beyond, there are tiles enough without, and the
+# parts, float32 [splits, H, T, D], which are allocated for the most splits there could be, would take gigabytes.
+_MAX_SPLIT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashAttn:
+    """A library that is installed and runs on this GPU.
+
+    version: which it is, for a log line.
+    dtypes, head_dims: those it computes; block sizes are the multiples of `block_multiple`.
+    paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as `paged_attention_reference`; 0 for a
+    row without tokens. Never waits for the device.
+    """
+
+    name: ClassVar[str] = "flash_attn"
+    version: str
+    dtypes: tuple[str, ...]
+    head_dims: range
+    default_block_size: int
+    block_multiple: int
+    paged_attention: PagedAttention
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        """Raise `ValueError` for a head dim that it cannot compute or a block size that it cannot page by."""
+        if head_dim not in self.head_dims:
+            dims = self.head_dims
+            raise ValueError(
+                f"head_dim {head_dim} is not possible with {self.version}; possible are {dims[0]} to {dims[-1]} in "
+                f"steps of {dims.step}. Choose another attention_backend"
+            )
+        self.check_block_size(block_size)
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise `ValueError` for a block size that it cannot page by."""
+        if block_size < 1 or block_size % self.block_multiple:
+            raise ValueError(
+                f"block_size {block_size} is not possible with {self.version}; possible are multiples of "
+                f"{self.block_multiple}. Choose {self.default_block_size}, or another attention_backend"
+            )
+
+
+def find_flash_attn() -> FlashAttn | None:
+    """The best library that is installed for the current GPU, None if there is none.
+
+    Logs a warning for each that is installed but cannot be loaded.
+    """
+    major, _ = _capability()
+    for module in _DISTRIBUTIONS:
+        if major == 9 or (major >= 8 and module == "flash_attn"):
+            found = _load(module)
+            if found is not None:
+                return found
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    """Compute capability of the current GPU, (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def _load(name: str) -> FlashAttn | None:
+    reason: Exception
+    try:
+        module = importlib.import_module(name)
+        return _flash_attn_2(module) if name == "flash_attn" else _flash_attn_3(module)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        reason = error
+    except Exception as error:  # an extension built for another torch or CUDA may raise anything
+        reason = error
+    logger.warning("%s is installed but cannot be used: %s: %s", name, type(reason).__name__, reason)
+    return None
+
+
+def _flash_attn_2(module: ModuleType) -> FlashAttn:
+    with_kvcache, varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+
+    def paged_attention(
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        attn: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        if attn.is_decode:  # the one of the two that splits the keys of a row
+            out_B1HD: torch.Tensor = with_kvcache(
+                q_THD.unsqueeze(1), k_cache_NPKD, v_cache_NPKD, cache_seqlens=attn.seq_lens_B,
+                block_table=attn.block_table_BW, softmax_scale=scale, causal=True,
+            )  # fmt: skip
+            return out_B1HD.squeeze(1)
+        out_THD: torch.Tensor = varlen(
+            q_THD, k_cache_NPKD, v_cache_NPKD, cu_seqlens_q=attn.query_start_B1, cu_seqlens_k=attn.seq_start_B1,
+            max_seqlen_q=attn.max_query_len, max_seqlen_k=attn.max_seq_len, softmax_scale=scale, causal=True,
+            block_table=attn.block_table_BW,
+        )  # fmt: skip
+        return out_THD
+
+    return FlashAttn(
+        version=_version("FlashAttention-2", module),
+        dtypes=("bfloat16", "float16"),
+        head_dims=range(8, 257, 8),
+        default_block_size=256,
+        block_multiple=256,
+        paged_attention=paged_attention,
+    )
+
+
+def _flash_attn_3(module: ModuleType) -> FlashAttn:
+    """One function for every batch: its `flash_attn_varlen_func` takes no page table.
+
+    A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles, and only where it is
+    told of more rows than a tile has. `max_seqlen_q` is a bound, so it can always be told.
+    """
+    with_kvcache = module.flash_attn_with_kvcache
+    left_out = _left_out(module)
+    only_tma = "PAGEDKV" in left_out
+
+    def paged_attention(
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        attn: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        group = q_THD.shape[1] // k_cache_NPKD.shape[2]
+        out_THD: torch.Tensor = with_kvcache(
+            q_THD, k_cache_NPKD, v_cache_NPKD, cache_seqlens=attn.seq_lens_B, page_table=attn.block_table_BW,
+            cu_seqlens_q=attn.query_start_B1,
+            max_seqlen_q=max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len,
+            softmax_scale=scale, causal=True, num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
+        )  # fmt: skip
+        return out_THD
+
+    return FlashAttn(
+        version=_version("FlashAttention-3", module),
+        dtypes=("bfloat16",) if "FP16" in left_out else ("bfloat16", "float16"),
+        head_dims=range(64, 129, 64) if only_tma else range(8, 257, 8),
+        default_block_size=_TILE_TOKENS,
+        block_multiple=_TILE_TOKENS if only_tma else 1,
+        paged_attention=paged_attention,
+    )
+
+
+def _left_out(module: ModuleType) -> set[str]:
+    """Features that a build of FlashAttention-3 says it is without; one too old to say has all."""
+    try:
+        config = importlib.import_module(module.__name__.replace("_interface", "_config"))
+    except ModuleNotFoundError:
+        return set()
+    prefix = "FLASHATTENTION_DISABLE_"
+    return {flag.removeprefix(prefix) for flag, is_set in config.CONFIG["build_flags"].items() if is_set}
+
+
+def _version(title: str, module: ModuleType) -> str:
+    try:
+        version = metadata.version(_DISTRIBUTIONS[module.__name__])
+    except metadata.PackageNotFoundError:
+        version = getattr(module, "__version__", "of unknown version")
+    return f"{title}, {module.__name__} {version}"

@@ -1,0 +1,337 @@
+"""Sampling on a GPU: the kernels of `kernels/sampling.py` in Triton.
+
+A program takes tiles of `_TILE` blocks of one row; few rows are spread over many programs. As on a CPU, a block whose
+largest logit lies beyond a limit is never read. Nothing waits for the device and grids depend on shapes alone. All
+arguments are contiguous.
+Bits: a subtraction, then a division rounded as IEEE 754 says; every product that is added to something is a named fused
+operation, and no other can become one. So a gap or a weight is the same in every kernel and on every chip.
+Legend: as `kernels/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter. Inside a program X is the
+blocks of a tile or of the row, C the columns of a block or the entries of a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import sampling
+from kernels.sampling import BLOCK, INFINITY_BITS, RADIX_PASSES, TOP_P_ONE, GapRows, SamplingKernels
+
+_TILE = 8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
+_PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
+_COPIES = 64  # histograms that few rows are spread over, because additions to one place wait for each other
+_MIN_WIDTH = 2048  # rows of blocks and lists are padded to this at least, so that most sizes share compiled code
+_LOW_32 = (1 << 32) - 1
+
+_BLOCK = tl.constexpr(BLOCK)
+_INFINITY = tl.constexpr(float("inf"))
+_WEIGHTLESS = tl.constexpr(28.0)  # exp(-28) * 2**40 < 1
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN2_HIGH = tl.constexpr(0.693359375)
+_LN2_LOW = tl.constexpr(-2.12194440e-4)
+_TOP_P_ONE = tl.constexpr(TOP_P_ONE)
+_NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
+
+
+def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.row_best`."""
+    num_rows, num_columns = logits_BV.shape
+    num_blocks = triton.cdiv(num_columns, BLOCK)
+    block_max_BX = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
+    max_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
+    column_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+    _block_maxima[_grid(num_rows, num_blocks)](logits_BV, block_max_BX, num_columns, TILE=_TILE)
+    _row_best[(num_rows,)](logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks))
+    return max_B, column_B, block_max_BX
+
+
+def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.block_weights`."""
+    sums_RX = _sums_within(gaps, limit_R, by_weight=True)
+    return sums_RX, sums_RX.sum(dim=1)
+
+
+def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """See `kernels.sampling.pick_column`."""
+    column_R = torch.empty_like(index_R)
+    _pick_column[(len(index_R),)](
+        gaps.logits_BV, gaps.rows_R, gaps.max_R, gaps.temperature_R, limit_R, sums_RX, index_R, column_R,
+        gaps.logits_BV.shape[1], WIDTH=_width(sums_RX.shape[1]),
+    )  # fmt: skip
+    return column_R
+
+
+def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """See `kernels.sampling.list_nearest`.
+
+    The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere, so the list is that
+    of these blocks alone, left to `torch.topk`. Only ties with the last one may lie elsewhere: they are counted apart.
+    """
+    num_rows, num_columns = len(gaps.rows_R), gaps.logits_BV.shape[1]
+    block_max_RX = gaps.block_max_BX.index_select(0, gaps.rows_R)
+    blocks_RX = block_max_RX.topk(min(max_top_k, block_max_RX.shape[1]), dim=1, sorted=False).indices
+    columns_RC = (blocks_RX[:, :, None] * BLOCK + torch.arange(BLOCK, device=blocks_RX.device)).flatten(1)
+    logits_RC = gaps.logits_BV[gaps.rows_R[:, None], columns_RC.clamp(max=num_columns - 1)]
+    logits_RC = torch.where(columns_RC < num_columns, logits_RC, -torch.inf)
+    rows_R = torch.arange(num_rows, device=blocks_RX.device)
+    list_RK = sampling.list_nearest(dataclasses.replace(gaps, logits_BV=logits_RC, rows_R=rows_R), top_k_R, max_top_k)
+    last_R1 = top_k_R[:, None] - 1
+    entry_R1 = list_RK.gather(1, last_R1)
+    limit_R1 = (entry_R1 >> 32).to(torch.int32).view(torch.float32)
+    within_R1 = _sums_within(gaps, limit_R1.squeeze(1), by_weight=False).sum(dim=1, keepdim=True)
+    entry_R1 = torch.where(limit_R1.isfinite(), (entry_R1 & ~_LOW_32) + (within_R1 - last_R1), entry_R1)
+    return list_RK.scatter_(1, last_R1, entry_R1)
+
+
+def listed_limits(
+    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.listed_limits`."""
+    num_ranks, num_rows, max_top_k = list_NRK.shape
+    list_RC = list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
+    limit_R = torch.empty_like(max_gap_R)
+    kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
+    _listed_limits[(num_rows,)](
+        list_NRK, list_RC, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR, num_ranks, max_top_k,
+        WIDTH=_width(num_ranks * max_top_k), num_warps=8,
+    )  # fmt: skip
+    return limit_R, kept_NR
+
+
+def gap_histogram(
+    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+) -> torch.Tensor:
+    """See `kernels.sampling.gap_histogram`."""
+    shift, num_bits = RADIX_PASSES[radix_pass]
+    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_copies = triton.cdiv(_COPIES, max(1, num_rows))
+    histogram_RSX = torch.zeros(num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=within_R.device)
+    _gap_histogram[_grid(num_rows, num_blocks)](
+        gaps.logits_BV, gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R, within_R, prefix_R,
+        histogram_RSX, gaps.logits_BV.shape[1], shift, num_bits, num_copies, BY_WEIGHT=by_weight, TILE=_TILE,
+    )  # fmt: skip
+    return histogram_RSX.sum(dim=1)
+
+
+GPU = SamplingKernels(
+    row_best=row_best,
+    block_weights=block_weights,
+    pick_column=pick_column,
+    list_nearest=list_nearest,
+    listed_limits=listed_limits,
+    gap_histogram=gap_histogram,
+)
+
+
+def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
+    """(rows, programs that share the tiles of a row)."""
+    return num_rows, min(triton.cdiv(num_blocks, _TILE), triton.cdiv(_PROGRAMS, max(1, num_rows)))
+
+
+def _width(length: int) -> int:
+    return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
+
+
+def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
+    """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
+    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
+    _block_sums[_grid(num_rows, num_blocks)](
+        gaps.logits_BV, gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R, limit_R, sums_RX,
+        gaps.logits_BV.shape[1], BY_WEIGHT=by_weight, TILE=_TILE,
+    )  # fmt: skip
+    return sums_RX
+
+
+# Device functions. Values of rows are views at any offset and some numbers change from step to step: code is not
+# compiled anew for their alignment (`do_not_specialize`).
+
+
+@triton.jit
+def _numbers(logits):  # type: ignore[no-untyped-def]
+    """Logits as float32, -infinity for what is not a number."""
+    logits = logits.to(tl.float32)
+    return tl.where(logits == logits, logits, -_INFINITY)
+
+
+@triton.jit
+def _gaps(logits, largest, temperature):  # type: ignore[no-untyped-def]
+    return tl.div_rn(largest - logits.to(tl.float32), temperature)
+
+
+@triton.jit
+def _weights(gaps, limit):  # type: ignore[no-untyped-def]
+    """The one function from gap to weight; a gap that is not a number lies within no limit.
+
+    The exponential by Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf`
+    (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is exact.
+    """
+    within = (gaps <= limit) & (gaps <= _WEIGHTLESS)
+    x = tl.where(within, -gaps, 0.0)
+    n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
+    r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    p = tl.fma(p * r, r, r) + 1.0
+    scale = ((n.to(tl.int32) + (127 + 40)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(within, (p * scale).to(tl.int64), 0)
+
+
+@triton.jit
+def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # type: ignore[no-untyped-def]
+    """The smallest gap of each block; 0 where it is not a number though others of its block may be."""
+    gaps_X = _gaps(tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY), largest, temperature)
+    return tl.where(gaps_X == gaps_X, gaps_X, 0.0)
+
+
+@triton.jit
+def _tile_gaps(logits_V, blocks_X, near_X, num_columns, largest, temperature):  # type: ignore[no-untyped-def]
+    """Gaps of the blocks that are near, [X, C]; of other ones, and beyond the row, not numbers."""
+    columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    real_XC = near_X[:, None] & (columns_XC < num_columns)
+    logits_XC = tl.load(logits_V + columns_XC, mask=real_XC, other=0.0)
+    return tl.where(real_XC, _gaps(logits_XC, largest, temperature), float("nan"))
+
+
+@triton.jit
+def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+        blocks_X = tile * TILE + tl.arange(0, TILE)
+        columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        logits_XC = tl.load(logits_BV + row * num_columns + columns_XC, mask=columns_XC < num_columns, other=-_INFINITY)
+        tl.store(block_max_BX + row * num_blocks + blocks_X, tl.max(_numbers(logits_XC), 1), mask=blocks_X < num_blocks)
+
+
+@triton.jit
+def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    blocks_X = tl.arange(0, WIDTH)
+    block_max_X = tl.load(block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY)
+    largest = tl.max(block_max_X, 0)
+    block = tl.min(tl.where(block_max_X == largest, blocks_X, WIDTH), 0)
+    columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
+    logits_C = tl.load(logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY)
+    tl.store(max_B + row, largest)
+    tl.store(column_B + row, tl.min(tl.where(_numbers(logits_C) == largest, columns_C, num_columns), 0))
+
+
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R"])
+def _block_sums(  # type: ignore[no-untyped-def]
+    logits_BV, block_max_BX, rows_R, max_R, temperature_R, limit_R, sums_RX, num_columns,
+    BY_WEIGHT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    limit = tl.load(limit_R + r)
+    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+        blocks_X = tile * TILE + tl.arange(0, TILE)
+        near_X = _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature) <= limit
+        sums_X = tl.zeros([TILE], tl.int64)
+        if tl.max(near_X.to(tl.int32), 0) > 0:
+            gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature)
+            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else (gaps_XC <= limit).to(tl.int64)
+            sums_X = tl.sum(amounts_XC, 1)
+        tl.store(sums_RX + r * num_blocks + blocks_X, sums_X, mask=blocks_X < num_blocks)
+
+
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "index_R"])
+def _pick_column(  # type: ignore[no-untyped-def]
+    logits_BV, rows_R, max_R, temperature_R, limit_R, sums_RX, index_R, column_R, num_columns, WIDTH: tl.constexpr
+):
+    r = tl.program_id(0).to(tl.int64)
+    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    index = tl.load(index_R + r)
+    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    blocks_X = tl.arange(0, WIDTH)
+    sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
+    passed_X = tl.cumsum(sums_X, 0) <= index
+    block = tl.sum(passed_X.to(tl.int32), 0)
+    rest = index - tl.sum(tl.where(passed_X, sums_X, 0), 0)
+    columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
+    logits_C = tl.load(logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY)
+    weights_C = _weights(_gaps(logits_C, largest, temperature), tl.load(limit_R + r))
+    place = tl.sum((tl.cumsum(weights_C, 0) <= rest).to(tl.int32), 0)
+    here = (index >= 0) & (index < tl.sum(sums_X, 0))
+    tl.store(column_R + r, tl.where(here, block * _BLOCK + place, -1).to(tl.int64))
+
+
+@triton.jit
+def _listed_gaps(list_C):  # type: ignore[no-untyped-def]
+    return (list_C >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _listed_weights(list_C, limit):  # type: ignore[no-untyped-def]
+    return _weights(_listed_gaps(list_C), limit) * list_C.to(tl.int32)
+
+
+@triton.jit
+def _first_gap(gaps_C, amounts_C, wanted):  # type: ignore[no-untyped-def]
+    """As `kernels.sampling._first_gap`; gaps ascend."""
+    return tl.min(tl.where(tl.cumsum(amounts_C, 0) >= wanted, gaps_C, _INFINITY), 0)
+
+
+@triton.jit
+def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
+    """As `kernels.sampling.top_p_target`."""
+    high, low = mass >> 31, mass & 0x7FFFFFFF
+    return tl.maximum(high * top_p * 2 + ((low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
+
+
+@triton.jit(do_not_specialize=["list_NRK", "list_RC", "top_k_R", "top_p_R", "max_gap_R", "num_ranks", "max_top_k"])
+def _listed_limits(  # type: ignore[no-untyped-def]
+    list_NRK, list_RC, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR, num_ranks, max_top_k, WIDTH: tl.constexpr
+):  # fmt: skip
+    r, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    top_p = tl.load(top_p_R + r)
+    entries_C = tl.arange(0, WIDTH)
+    num_entries = num_ranks * max_top_k
+    list_C = tl.load(list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN)
+    gaps_C = _listed_gaps(list_C)
+    limit = _first_gap(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
+    weights_C = _listed_weights(list_C, limit)
+    top_p_limit = _first_gap(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
+    limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
+    limit = tl.minimum(limit, tl.load(max_gap_R + r))
+    tl.store(limit_R + r, limit)
+    for rank in range(num_ranks):
+        place = rank * num_rows + r
+        list_C = tl.load(list_NRK + place * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN)
+        tl.store(kept_NR + place, tl.sum(_listed_weights(list_C, limit), 0))
+
+
+@triton.jit(
+    do_not_specialize=["rows_R", "max_R", "temperature_R", "within_R", "prefix_R", "shift", "num_bits", "num_copies"]
+)
+def _gap_histogram(  # type: ignore[no-untyped-def]
+    logits_BV, block_max_BX, rows_R, max_R, temperature_R, within_R, prefix_R, histogram_RSX, num_columns,
+    shift, num_bits, num_copies, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    within, prefix = tl.load(within_R + r), tl.load(prefix_R + r)
+    histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
+    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+        blocks_X = tile * TILE + tl.arange(0, TILE)
+        nearest_X = _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature)
+        heads_X = nearest_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
+        near_X = (nearest_X <= within) & (heads_X <= prefix)
+        if tl.max(near_X.to(tl.int32), 0) > 0:
+            gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature)
+            heads_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
+            counted_XC = (gaps_XC <= within) & ((heads_XC >> num_bits) == prefix)
+            amounts_XC = _weights(gaps_XC, within) if BY_WEIGHT else counted_XC.to(tl.int64)
+            digits_XC = heads_XC & ((1 << num_bits) - 1)
+            counted_XC = counted_XC & (amounts_XC > 0)
+            tl.atomic_add(histogram_X + digits_XC, amounts_XC, mask=counted_XC, sem="relaxed")

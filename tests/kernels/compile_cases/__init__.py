@@ -1,0 +1,21 @@
+"""What the compile test compiles: a list `CASES` a module, by topic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCase:
+    """One specialisation of a kernel as its wrapper launches it.
+
+    `signature` gives the Triton type of every parameter in order, "constexpr" for those of `constexprs`.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3

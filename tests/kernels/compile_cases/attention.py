@@ -1,0 +1,89 @@
+"""Compile cases of paged attention: cut as its wrapper cuts them; dtype, head dim, group and block size in pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.gpu.attention import (
+    COMBINE_TILE,
+    Launch,
+    combine_kernel,
+    decode_kernel,
+    decode_launch,
+    padded_dim,
+    prefill_kernel,
+    prefill_launch,
+)
+from tests.kernels.compile_cases import CompileCase
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_KV_HEADS = 8
+_POINTERS = {"query_start_B1": "*i32", "seq_lens_B": "*i32", "block_table_BW": "*i32"}
+_SCRATCH = {"acc_BHXD": "*fp32", "max_BHX": "*fp32", "sum_BHX": "*fp32"}
+
+
+def _case(name: str, kernel: Any, dtype: str, launch: Launch, constexprs: dict[str, Any]) -> CompileCase:
+    types = {**_POINTERS, **_SCRATCH, "scale_log2": "fp32", **dict.fromkeys(constexprs, "constexpr")}
+    types |= {"q_stride_t": "i32:16", "q_stride_h": "i32:16"}
+    types |= dict.fromkeys(("q_THD", "k_cache_NPKD", "v_cache_NPKD", "out_THD"), f"*{dtype}")
+    return CompileCase(
+        name=name,
+        kernel=kernel,
+        signature={parameter: types.get(parameter, "i32") for parameter in kernel.arg_names},
+        constexprs=constexprs,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _shape(head_dim: int, group: int, block_size: int, launch: Launch) -> dict[str, Any]:
+    return {
+        "GROUP": group, "KV_HEADS": _KV_HEADS, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
+        "TILE_M": launch.tile_m, "TILE_C": launch.tile_c, "TILE_D": padded_dim(head_dim),
+    }  # fmt: skip
+
+
+def _prefill(dtype: str, head_dim: int, group: int, block_size: int, large: bool) -> CompileCase:
+    launch = prefill_launch(_DTYPES[dtype], head_dim, large)
+    name = f"prefill {dtype} D={head_dim} G={group} P={block_size}{' large' if large else ''}"
+    return _case(name, prefill_kernel, dtype, launch, _shape(head_dim, group, block_size, launch))
+
+
+def _decode(dtype: str, head_dim: int, group: int, block_size: int, split: bool) -> CompileCase:
+    launch = decode_launch(_DTYPES[dtype], head_dim, group)
+    name = f"decode {dtype} D={head_dim} G={group} P={block_size}{' split' if split else ''}"
+    constexprs = _shape(head_dim, group, block_size, launch) | {"SPLIT": split}
+    return _case(name, decode_kernel, dtype, launch, constexprs)
+
+
+def _combine(dtype: str, head_dim: int) -> CompileCase:
+    launch = decode_launch(_DTYPES[dtype], head_dim, 1)
+    constexprs = {
+        "NUM_HEADS": 16, "HEAD_DIM": head_dim, "TILE_C": launch.tile_c, "TILE_X": COMBINE_TILE,
+        "TILE_D": padded_dim(head_dim),
+    }  # fmt: skip
+    return _case(f"combine {dtype} D={head_dim}", combine_kernel, dtype, launch, constexprs)
+
+
+CASES: list[CompileCase] = [
+    _prefill("bf16", 128, 2, 16, large=True),
+    _prefill("fp16", 64, 1, 16, large=True),
+    _prefill("bf16", 64, 8, 256, large=True),
+    _prefill("bf16", 128, 8, 16, large=False),
+    _prefill("fp16", 128, 2, 256, large=False),
+    _prefill("fp16", 80, 3, 16, large=True),
+    _prefill("bf16", 128, 5, 16, large=True),
+    _prefill("bf16", 64, 2, 16, large=False),
+    _prefill("bf16", 256, 4, 16, large=False),
+    _prefill("fp32", 128, 2, 16, large=True),
+    _decode("bf16", 128, 2, 16, split=True),
+    _decode("bf16", 128, 8, 256, split=False),
+    _decode("fp16", 64, 1, 256, split=True),
+    _decode("fp16", 64, 8, 16, split=False),
+    _decode("bf16", 256, 4, 16, split=True),
+    _decode("fp32", 128, 2, 16, split=True),
+    _combine("bf16", 128),
+    _combine("fp16", 64),
+]

@@ -1,0 +1,124 @@
+"""Compiles every case of `tests/kernels/compile_cases` for every supported chip, without a GPU.
+
+    python -m tests.kernels.compile_gpu [--table] [TEXT ...]
+
+One JSON line a case and chip, or a table; with TEXT, only cases with one of them in their names. Needs a process
+without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, which all that torch allocates is; an integer
+that is a multiple of 16 where it matters is written "i32:16" in a signature, as in Triton's own tools. What was
+compiled before comes from Triton's cache.
+
+Registers and stack are read from the cubin. Registers spill to the stack: without one none did. Both ptxas and
+cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared memory is what Triton asks for at the launch;
+the 1024 bytes in cubins of sm_90 and later are the system's, beside what a block may ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels import compile_cases
+from tests.kernels.compile_cases import CompileCase
+
+CHIPS = (80, 90, 100)
+_PROCESSES = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What one case takes on one chip: registers a thread, bytes of stack a thread, bytes of shared memory a block."""
+
+    name: str
+    chip: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def all_cases() -> dict[str, CompileCase]:
+    """Every case by its name, in the order of the modules."""
+    cases: dict[str, CompileCase] = {}
+    for module in pkgutil.iter_modules(compile_cases.__path__):
+        for case in importlib.import_module(f"{compile_cases.__name__}.{module.name}").CASES:
+            if case.name in cases:
+                raise ValueError(f"two cases are called {case.name!r}")
+            cases[case.name] = case
+    return cases
+
+
+def compile_case(name: str, chip: int) -> Compiled:
+    case = all_cases()[name]
+    signature = {parameter: type_.removesuffix(":16") for parameter, type_ in case.signature.items()}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, type_ in enumerate(case.signature.values())
+        if type_.startswith("*") or type_.endswith(":16")
+    }
+    compiled = triton.compile(
+        ASTSource(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs),
+        target=GPUTarget("cuda", chip, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Compiled(
+        name=name, chip=chip, registers=usage["REG"], stack_bytes=usage["STACK"],
+        shared_bytes=compiled.metadata.shared,
+    )  # fmt: skip
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """As cuobjdump prints it, "REG:32 STACK:0 SHARED:0 LOCAL:0 ...", of the one function in the cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (line,) = re.findall(r"^ *REG:.*$", text, re.MULTILINE)
+    return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line)}
+
+
+def compile_all(names: list[str]) -> Iterator[Compiled]:
+    jobs = [(name, chip) for name in names for chip in CHIPS]
+    with ProcessPoolExecutor(_PROCESSES, get_context("fork")) as pool:
+        yield from pool.map(compile_case, *zip(*jobs, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the GPU kernels without a GPU.")
+    parser.add_argument("text", nargs="*", help="only cases with one of these in their names")
+    parser.add_argument("--table", action="store_true", help="a readable table instead of JSON lines")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET=1 is set: unset it, an interpreted kernel cannot be compiled")
+    names = [name for name in all_cases() if not args.text or any(text in name for text in args.text)]
+    if not names:
+        sys.exit(f"no case has one of {args.text} in its name")
+    if args.table:
+        print(f"{'case':48} {'chip':>6} {'registers':>9} {'stack':>6} {'shared':>7}")
+    for compiled in compile_all(names):
+        if args.table:
+            print(
+                f"{compiled.name:48} {f'sm_{compiled.chip}':>6} {compiled.registers:9} {compiled.stack_bytes:6}"
+                f" {compiled.shared_bytes:7}"
+            )
+        else:
+            print(json.dumps(asdict(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Where tests of GPU kernels run: on a GPU, or else in Triton's interpreter on CPU tensors."""
+
+import torch
+
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,466 @@
+"""The flash-attn backend against the reference: on stand-ins everywhere, on the library itself where one is installed.
+
+Then which library is chosen, what is refused, and that the stand-ins refuse what the libraries do.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention import paged_attention_reference
+from kernels.gpu import flash_attn
+from kernels.gpu.flash_attn import FlashAttn, find_flash_attn
+from kernels.metadata import AttentionMetadata
+from tests.kernels import flash_attn_stand_in as stand_in
+from tests.kernels.gpu_device import DEVICE
+from tests.kernels.test_attention import Case, make_case
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what a library warns of while it is imported is not ours
+    INSTALLED = find_flash_attn()
+needs_library = pytest.mark.skipif(INSTALLED is None, reason="needs a GPU and a flash-attn library")
+
+FA2, FA3, WHEEL = "flash_attn", "flash_attn_interface", "fa3_fwd_interface"
+STAND_INS: dict[str, Callable[[], dict[str, ModuleType]]] = {
+    FA2: stand_in.flash_attn_2,
+    FA3: lambda: stand_in.flash_attn_3(FA3),
+    # As its own configuration says of version 0.0.3.
+    WHEEL: lambda: stand_in.flash_attn_3(WHEEL, left_out=("BACKWARD", "PAGEDKV", "FP16", "LOCAL")),
+}
+HOPPER = (9, 0)
+
+# (lengths of the sequences, of their queries); a row without tokens is what fills up a batch of a graph.
+BATCHES = {
+    "prefill": ([300, 31, 1, 64], [300, 31, 1, 64]),
+    "cached prefix": ([300, 129, 64, 257], [20, 128, 1, 2]),
+    "mixed": ([300, 7, 513, 0, 16, 29], [1, 7, 12, 0, 16, 1]),
+    "decode": ([300, 31, 1, 0, 257], [1, 1, 1, 1, 1]),
+}
+GROUPS = (1, 2, 4, 8)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = HOPPER) -> None:
+    """Let a GPU be here and stand-ins of these libraries alone."""
+    monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
+    for name in STAND_INS:
+        for module in (name, name.replace("_interface", "_config")):
+            monkeypatch.setitem(sys.modules, module, None)
+    for name in names:
+        for module, stand_in_module in STAND_INS[name]().items():
+            monkeypatch.setitem(sys.modules, module, stand_in_module)
+
+
+def find(monkeypatch: pytest.MonkeyPatch, name: str) -> FlashAttn:
+    install(monkeypatch, name)
+    library = find_flash_attn()
+    assert library is not None
+    return library
+
+
+@pytest.fixture(params=[*STAND_INS, pytest.param("installed", marks=needs_library)])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashAttn:
+    if request.param == "installed":
+        assert INSTALLED is not None
+        return INSTALLED
+    return find(monkeypatch, request.param)
+
+
+def to_device(attn: AttentionMetadata, device: torch.device) -> AttentionMetadata:
+    return replace(
+        attn,
+        query_start_B1=attn.query_start_B1.to(device),
+        seq_start_B1=attn.seq_start_B1.to(device),
+        seq_lens_B=attn.seq_lens_B.to(device),
+        block_table_BW=attn.block_table_BW.to(device),
+        slot_mapping_T=attn.slot_mapping_T.to(device),
+    )
+
+
+def make_device_case(seq_lens: list[int], query_lens: list[int], **options: Any) -> Case:
+    q, k_cache, v_cache, attn = make_case(seq_lens, query_lens, **{"head_dim": 64, "dtype": torch.bfloat16, **options})
+    return q.to(DEVICE), k_cache.to(DEVICE), v_cache.to(DEVICE), to_device(attn, DEVICE)
+
+
+def assert_matches_reference(library: FlashAttn, case: Case) -> None:
+    scale = case[0].shape[-1] ** -0.5
+    out, want = library.paged_attention(*case, scale), paged_attention_reference(*case, scale)
+    assert (out.dtype, out.shape) == (want.dtype, want.shape)
+    # A stand-in rounds as the reference does, up to the last bit; a library rounds softmax weights to its dtype too.
+    atol, rtol = (2e-2, 0.0) if library is INSTALLED else (1e-5, 2 * torch.finfo(out.dtype).eps)
+    torch.testing.assert_close(out.float(), want.float(), atol=atol, rtol=rtol)
+
+
+# Against the reference
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_reference(library: FlashAttn, batch: str, group: int) -> None:
+    """Every batch with every group; head dims, dtypes and block sizes each with every one of both."""
+    turn = list(BATCHES).index(batch) + GROUPS.index(group)
+    case = make_device_case(
+        *BATCHES[batch],
+        group=group,
+        head_dim=(64, 128)[turn % 2],
+        dtype=getattr(torch, library.dtypes[turn // 2 % len(library.dtypes)]),
+        block_size=library.default_block_size * (1 + turn // 3 % 2),
+    )
+    assert case[3].is_decode == (batch == "decode")
+    assert_matches_reference(library, case)
+
+
+def test_bounds_above_what_is_reached_change_nothing(library: FlashAttn) -> None:
+    q, k_cache, v_cache, attn = make_device_case(*BATCHES["mixed"], block_size=library.default_block_size)
+    assert_matches_reference(library, (q, k_cache, v_cache, replace(attn, max_query_len=500, max_seq_len=4096)))
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_flash_attn_3_takes_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, batch: str, block_size: int) -> None:
+    library = find(monkeypatch, FA3)
+    library.check_block_size(block_size)
+    assert_matches_reference(library, make_device_case(*BATCHES[batch], block_size=block_size))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 192, 200])
+def test_build_without_paged_kv_reads_pages_whatever_the_group(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    library = find(monkeypatch, WHEEL)
+    assert_matches_reference(library, make_device_case([30, 5], [1, 1], kv_heads=1, group=group, block_size=128))
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_no_tensor_is_read_by_the_host(monkeypatch: pytest.MonkeyPatch, name: str, batch: str) -> None:
+    """A meta tensor holds nothing that could be read."""
+    install(monkeypatch, name)
+    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+        monkeypatch.setattr(sys.modules[name], function, lambda q, *args, **kwargs: torch.empty_like(q))
+    library = find_flash_attn()
+    assert library is not None
+    meta = torch.device("meta")
+    q, k_cache, v_cache, attn = make_case(*BATCHES[batch])
+    out = library.paged_attention(q.to(meta), k_cache.to(meta), v_cache.to(meta), to_device(attn, meta), 0.25)
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize(("num_tokens", "num_splits"), [(1, 0), (512, 0), (513, 1)])
+def test_flash_attn_3_splits_no_keys_where_the_parts_would_be_large(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_splits: int
+) -> None:
+    install(monkeypatch, FA3)
+    asked: list[int] = []
+    answer = sys.modules[FA3].flash_attn_with_kvcache
+
+    def with_kvcache(*args: Any, **options: Any) -> torch.Tensor:
+        asked.append(options["num_splits"])
+        out: torch.Tensor = answer(*args, **options)
+        return out
+
+    monkeypatch.setattr(sys.modules[FA3], "flash_attn_with_kvcache", with_kvcache)
+    library = find_flash_attn()
+    assert library is not None
+    library.paged_attention(*make_device_case([num_tokens], [num_tokens], kv_heads=1, block_size=128), 0.125)
+    assert asked == [num_splits]
+
+
+@needs_library
+def test_graph_of_a_decode_step_replays_on_other_lengths() -> None:
+    assert INSTALLED is not None
+    case = make_device_case([1024, 700, 1, 300], [1] * 4, block_size=INSTALLED.default_block_size)
+    INSTALLED.paged_attention(*case, 0.125)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = INSTALLED.paged_attention(*case, 0.125)
+    for lens in ([1024, 700, 1, 300], [3, 700, 0, 299], [0, 0, 0, 0]):
+        case[3].seq_lens_B.copy_(torch.tensor(lens))
+        graph.replay()
+        torch.testing.assert_close(out, paged_attention_reference(*case, 0.125), atol=2e-2, rtol=0)
+
+
+# The choice
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "chosen"),
+    [
+        ((9, 0), (FA2, FA3, WHEEL), "FlashAttention-3, flash_attn_interface "),
+        ((9, 0), (FA2, WHEEL), "FlashAttention-3, fa3_fwd_interface "),
+        ((9, 0), (WHEEL,), "FlashAttention-3, fa3_fwd_interface "),
+        ((9, 0), (FA2,), "FlashAttention-2, flash_attn "),
+        ((8, 0), (FA2, FA3, WHEEL), "FlashAttention-2, flash_attn "),
+        ((8, 9), (FA2,), "FlashAttention-2, flash_attn "),
+        ((10, 0), (FA2, FA3, WHEEL), "FlashAttention-2, flash_attn "),
+        ((9, 0), (), None),
+        ((8, 0), (FA3, WHEEL), None),
+        ((10, 0), (FA3, WHEEL), None),
+        ((7, 5), (FA2, FA3, WHEEL), None),
+        ((0, 0), (FA2, FA3, WHEEL), None),
+    ],
+)
+def test_best_library_for_the_gpu_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    installed: tuple[str, ...],
+    chosen: str | None,
+) -> None:
+    install(monkeypatch, *installed, capability=capability)
+    library = find_flash_attn()
+    if chosen is None:
+        assert library is None
+    else:
+        assert library is not None
+        assert library.name == "flash_attn"
+        assert library.version.startswith(chosen)
+    assert not caplog.records  # what is absent is no cause for a warning
+
+
+def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"fa3_fwd": "0.0.3"}
+    install(monkeypatch, WHEEL)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    library = find_flash_attn()
+    assert library is not None
+    assert library.version == "FlashAttention-3, fa3_fwd_interface 0.0.3"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('x.so: undefined symbol: y')", "ImportError: x.so: undefined symbol: y"),
+        ("raise OSError('libcudart.so.12: cannot open')", "OSError: libcudart.so.12: cannot open"),
+        ("import a_part_that_was_not_built", "ModuleNotFoundError: No module named 'a_part_that_was_not_built'"),
+        ("", "AttributeError: .*flash_attn_with_kvcache"),
+    ],
+)
+def test_library_that_is_installed_but_broken_is_told_of_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, source: str, reason: str
+) -> None:
+    install(monkeypatch, FA2)
+    monkeypatch.delitem(sys.modules, FA3)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{FA3}.py").write_text(source)
+    library = find_flash_attn()
+    assert library is not None
+    assert library.version == "FlashAttention-2, flash_attn 2.8.3"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.fullmatch(f"{FA3} is installed but cannot be used: {reason}.*", record.getMessage())
+
+
+def test_build_that_does_not_tell_what_it_is_without_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, WHEEL)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_config", None)
+    library = find_flash_attn()
+    assert library is not None
+    assert library.dtypes == ("bfloat16", "float16")
+    library.check_block_size(16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_no_capability() -> None:
+    assert flash_attn._capability() == (0, 0)
+
+
+# What a library cannot compute
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_own_block_size_is_possible(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    library = find(monkeypatch, name)
+    library.check_block_size(library.default_block_size)
+    library.check_block_size(3 * library.default_block_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "message"),
+    [
+        (FA2, 16, r"block_size 16 is .* FlashAttention-2, .*; possible are multiples of 256\. Choose 256"),
+        (FA2, 384, "block_size 384 .* multiples of 256"),
+        (FA2, 0, "block_size 0 .* multiples of 256"),
+        (FA3, 0, r"block_size 0 .* FlashAttention-3, .*; possible are multiples of 1\. Choose 128"),
+        (WHEEL, 16, "block_size 16 .* fa3_fwd_interface .*; possible are multiples of 128"),
+    ],
+)
+def test_block_size_that_cannot_be_is_refused_with_what_can(
+    monkeypatch: pytest.MonkeyPatch, name: str, block_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        find(monkeypatch, name).check_block_size(block_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "message"),
+    [
+        (FA2, 264, "head_dim 264 is .* FlashAttention-2, .*; possible are 8 to 256 in steps of 8. Choose another"),
+        (FA3, 20, "head_dim 20 .*; possible are 8 to 256 in steps of 8"),
+        (WHEEL, 96, "head_dim 96 .*; possible are 64 to 128 in steps of 64"),
+    ],
+)
+def test_head_dim_that_cannot_be_is_refused_with_what_can(
+    monkeypatch: pytest.MonkeyPatch, name: str, head_dim: int, message: str
+) -> None:
+    library = find(monkeypatch, name)
+    library.check(128, library.default_block_size)
+    with pytest.raises(ValueError, match=message):
+        library.check(head_dim, library.default_block_size)
+    with pytest.raises(ValueError, match="block_size 0 "):
+        library.check(128, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [(FA2, ("bfloat16", "float16")), (FA3, ("bfloat16", "float16")), (WHEEL, ("bfloat16",))],
+)
+def test_dtypes_are_those_the_library_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtypes: tuple[str, ...]
+) -> None:
+    assert find(monkeypatch, name).dtypes == dtypes
+
+
+# The stand-ins refuse what the libraries do
+
+Arguments = dict[str, Any]
+MISSING = object()
+
+
+def valid_call(call: str) -> tuple[Callable[..., torch.Tensor], Arguments]:
+    """A call of a stand-in as it should be: a function and its arguments by name."""
+    q, k, v, attn = make_case([40, 7, 300], [1, 1, 1], block_size=256, head_dim=64, dtype=torch.bfloat16)
+    options: Arguments = {"softmax_scale": 0.125, "causal": True}
+    starts, lens, table = attn.query_start_B1, attn.seq_lens_B, attn.block_table_BW
+    if call == "varlen 2":
+        return stand_in.flash_attn_2()[FA2].flash_attn_varlen_func, options | {
+            "q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": attn.seq_start_B1, "max_seqlen_q": 1,
+            "max_seqlen_k": 300, "block_table": table,
+        }  # fmt: skip
+    options |= {"k_cache": k, "v_cache": v, "cache_seqlens": lens}
+    if call == "kvcache 2":
+        function = stand_in.flash_attn_2()[FA2].flash_attn_with_kvcache
+        return function, options | {"q": q.unsqueeze(1), "block_table": table}
+    options |= {"q": q, "cu_seqlens_q": starts, "page_table": table}
+    name = FA3 if call == "kvcache 3" else WHEEL
+    return STAND_INS[name]()[name].flash_attn_with_kvcache, options | {"max_seqlen_q": 1 if name == FA3 else 97}
+
+
+ALL = ("varlen 2", "kvcache 2", "kvcache 3", "kvcache 3 by TMA")
+TABLE = {call: "block_table" if call.endswith("2") else "page_table" for call in ALL}
+KEYS = {call: "k" if call == "varlen 2" else "k_cache" for call in ALL}
+
+
+def wide_block(tensor: torch.Tensor) -> torch.Tensor:
+    """An id outside the cache where the first row needs one."""
+    changed = tensor.clone()
+    changed[0, 0] = 1000
+    return changed
+
+
+# (calls, argument, its wrong value, error, what it says)
+WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], str]] = [
+    (ALL, "q", lambda q: q.float(), RuntimeError, "q must be float16 or bfloat16"),
+    (ALL, "q", lambda q: q.repeat_interleave(2, -1)[..., ::2], RuntimeError, "q must have a contiguous last"),
+    (ALL, "q", lambda q: q[..., :3, :], RuntimeError, "query heads must be a multiple"),
+    (ALL, "q", lambda q: q[..., :56], RuntimeError, "q must have the head dim"),
+    (ALL, "q", lambda q: q.unsqueeze(0), RuntimeError, "q must have . dimensions"),
+    (ALL, "q", lambda q: q.to("meta"), RuntimeError, "k_cache must be on the device"),
+    (ALL, "keys", lambda k: k.half(), RuntimeError, "k_cache must have the dtype of q"),
+    (ALL, "keys", lambda k: k[:-1], RuntimeError, "caches must have the same shape"),
+    (ALL, "keys", lambda k: k.flatten(0, 1), RuntimeError, "k_cache must have 4 dimensions"),
+    (ALL, "table", lambda table: table.long(), RuntimeError, "table must be int32"),
+    (ALL, "table", lambda table: table.to("meta"), RuntimeError, "table must be on the device"),
+    (ALL, "table", lambda table: table[:2], RuntimeError, "table must have a row for each"),
+    (ALL, "table", lambda table: table[:, :1], RuntimeError, "must fit in its row"),
+    (ALL, "table", lambda table: table.repeat_interleave(2, -1)[:, ::2], RuntimeError, "table must have a contiguous"),
+    (ALL, "table", wide_block, RuntimeError, "used blocks must lie in the cache"),
+    (ALL, "table", lambda table: None, RuntimeError, "table must have 2 dimensions"),
+    (ALL, "causal", lambda _: False, RuntimeError, "causal must be True"),
+    (ALL, "causal", lambda _: MISSING, RuntimeError, "causal must be True"),
+    (ALL, "softmax_scale", lambda _: torch.tensor(0.125), RuntimeError, "softmax_scale must be a float"),
+    (ALL, "window_size", lambda _: (128, 0), RuntimeError, "window_size is not"),
+    (ALL, "q", lambda _: MISSING, TypeError, "missing .* 'q'"),
+    (ALL, "out", lambda _: None, TypeError, "unexpected keyword argument 'out'"),
+    (ALL[:2], "page_table", lambda _: None, TypeError, "unexpected keyword argument 'page_table'"),
+    (ALL[2:], "block_table", lambda _: None, TypeError, "unexpected keyword argument 'block_table'"),
+    (ALL[1:], "cache_seqlens", lambda lens: lens.long(), RuntimeError, "cache_seqlens must be int32"),
+    (ALL[1:], "cache_seqlens", lambda lens: lens[:2], RuntimeError, "cache_seqlens must have shape"),
+    (ALL[1:], "cache_seqlens", lambda lens: lens - 300, RuntimeError, "must fit in its row"),
+    (ALL[1:], "cache_seqlens", lambda lens: lens.repeat_interleave(2)[::2], RuntimeError, "must be contiguous"),
+    (ALL[1:], "num_splits", lambda _: 1000, RuntimeError, "num_splits must be from 0"),
+    (ALL[2:], "scheduler_metadata", lambda _: torch.zeros(4), RuntimeError, "scheduler_metadata is not"),
+    (ALL[2:], "max_seqlen_q", lambda _: None, RuntimeError, "max_seqlen_q must be an int"),
+    (("varlen 2", "kvcache 3"), "max_seqlen_q", lambda _: 0, RuntimeError, "max_seqlen_q must bound"),
+    (("varlen 2",), "max_seqlen_k", lambda _: 299, RuntimeError, "max_seqlen_k must bound"),
+    (("varlen 2",), "max_seqlen_k", lambda _: torch.tensor(300), RuntimeError, "max_seqlen_k must be an int"),
+    (("varlen 2",), "cu_seqlens_k", lambda _: MISSING, TypeError, "missing .* 'cu_seqlens_k'"),
+    (("varlen 2",), "cu_seqlens_k", lambda starts: starts[:-1], RuntimeError, "cu_seqlens_k must have shape"),
+    (("varlen 2",), "cu_seqlens_k", lambda starts: starts.flip(0), RuntimeError, "cu_seqlens_k must ascend from 0"),
+    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts.long(), RuntimeError, "cu_seqlens_q must be int32"),
+    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts + 1, RuntimeError, "cu_seqlens_q must ascend from 0"),
+    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts * 2, RuntimeError, "cu_seqlens_q must end with 3"),
+    (("kvcache 3 by TMA",), "max_seqlen_q", lambda _: 96, RuntimeError, "does not support paged KV"),
+]
+
+
+@pytest.mark.parametrize("call", ALL)
+def test_stand_in_takes_the_call_that_the_wrong_ones_are_made_of(call: str) -> None:
+    function, arguments = valid_call(call)
+    assert function(**arguments).shape == arguments["q"].shape
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "change", "error", "message"),
+    [
+        pytest.param(call, argument, change, error, message, id=f"{call}-{argument}-{message}")
+        for calls, argument, change, error, message in WRONG
+        for call in calls
+    ],
+)
+def test_stand_in_refuses_a_wrong_call(
+    call: str, argument: str, change: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    function, arguments = valid_call(call)
+    name = {"table": TABLE[call], "keys": KEYS[call]}.get(argument, argument)
+    wrong = arguments | {name: change(arguments.get(name))}
+    with pytest.raises(error, match=message):
+        function(**{name: value for name, value in wrong.items() if value is not MISSING})
+
+
+@pytest.mark.parametrize(
+    ("call", "block_size", "message"),
+    [
+        ("varlen 2", 128, "block size must be a multiple of 256"),
+        ("kvcache 2", 64, "block size must be a multiple of 256"),
+        ("kvcache 3 by TMA", 64, "does not support paged KV"),
+    ],
+)
+def test_stand_in_refuses_a_block_size(call: str, block_size: int, message: str) -> None:
+    function, arguments = valid_call(call)
+    _, k, v, attn = make_case([40, 7, 300], [1, 1, 1], block_size=block_size, head_dim=64, dtype=torch.bfloat16)
+    values = "v" if call == "varlen 2" else "v_cache"
+    with pytest.raises(RuntimeError, match=message):
+        function(**arguments | {KEYS[call]: k, values: v, TABLE[call]: attn.block_table_BW})
+
+
+def test_stand_in_of_the_wheel_refuses_float16() -> None:
+    function, arguments = valid_call("kvcache 3 by TMA")
+    halves = {name: arguments[name].half() for name in ("q", "k_cache", "v_cache")}
+    with pytest.raises(RuntimeError, match="does not support FP16"):
+        function(**arguments | halves)
+
+
+def test_varlen_function_of_flash_attn_3_takes_no_page_table() -> None:
+    _, arguments = valid_call("varlen 2")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
+        stand_in.flash_attn_3(FA3)[FA3].flash_attn_varlen_func(**arguments)

@@ -1,0 +1,285 @@
+"""Triton's norms, rotary embedding, KV store and gate against the references, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.activation import silu_and_mul_reference
+from kernels.gpu import elementwise
+from kernels.kv_store import store_kv_reference
+from kernels.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.rope import qk_norm_rope_reference, qk_norm_rope_store_reference
+from tests.kernels.gpu_device import DEVICE
+
+EPS = 1e-6
+# Triton's interpreter cuts off what does not fit into a bfloat16 instead of rounding; there float16 stands for it.
+BFLOAT16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+DTYPES = list(dict.fromkeys((torch.float32, torch.float16, BFLOAT16)))
+# Both compute in float32, in another order and with other approximations of square roots and exponentials. Near the
+# middle of two 16-bit numbers that changes which one is taken, and a product of it by as much again.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+# What a rotation adds is at most this, so its sum may be off by the tolerance of that.
+LARGEST = 8
+Caches = tuple[torch.Tensor, torch.Tensor]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) -> None:
+    """Within the tolerance, relative or of a number so large; and rounded in the same places: of 16 bits few differ."""
+    assert got.dtype == want.dtype
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, atol=tolerance * largest, rtol=tolerance)
+    if want.dtype != torch.float32:
+        assert (got != want).sum() <= 1 + want.numel() // 100
+
+
+# Norms
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1024), BFLOAT16), ((3, 2560), torch.float16), ((2, 4096), torch.float32), ((2, 5120), BFLOAT16),
+        ((7, 1), torch.float32), ((5, 127), torch.float32), ((9, 80), torch.float16), ((2, 3, 64), BFLOAT16),
+        ((0, 64), torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_norms_equal_the_references(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:])))
+    x *= 3
+    before = x.clone(), residual.clone()
+    assert_near(elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
+    normed, total = elementwise.add_rms_norm(x, residual, weight, EPS)
+    want_normed, want_total = add_rms_norm_reference(x, residual, weight, EPS)
+    assert torch.equal(total, want_total)
+    assert_near(normed, want_normed)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_take_rows_of_a_slice(dtype: torch.dtype) -> None:
+    wide, weight = normal(5, 3 * 96, dtype=dtype), normal(96, seed=1, dtype=dtype)
+    x, residual = wide[:, 96:192], wide[:, :96]
+    assert_near(elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
+    for got, want in zip(
+        elementwise.add_rms_norm(x, residual, weight, EPS),
+        add_rms_norm_reference(x, residual, weight, EPS),
+        strict=True,
+    ):
+        assert_near(got, want)
+
+
+def test_norm_adds_eps_where_the_input_is_tiny_and_keeps_the_sign_of_zeros() -> None:
+    x, weight = torch.full((1, 8), 1e-4, device=DEVICE), torch.ones(8, device=DEVICE)
+    x[0, 1], weight[2] = -0.0, -0.0
+    got, want = elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS)
+    assert_near(got, want)
+    assert got.signbit().tolist() == want.signbit().tolist() == [[i in (1, 2) for i in range(8)]]
+
+
+# The gate
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "features", "dtype"),
+    [
+        (1, 3072, BFLOAT16), (2, 9728, torch.float16), (2, 3072, torch.float32), (5, 1, torch.float32),
+        (7, 100, BFLOAT16), (3, 1025, torch.float16), (0, 64, torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gate_equals_the_reference(num_tokens: int, features: int, dtype: torch.dtype) -> None:
+    gate_up = (normal(num_tokens, 2 * features) * 4).to(dtype)
+    before = gate_up.clone()
+    assert_near(elementwise.silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+    assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_takes_rows_of_a_slice(dtype: torch.dtype) -> None:
+    gate_up = normal(5, 300, dtype=dtype)[1:, 50:250]
+    assert_near(elementwise.silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+
+
+def test_gate_of_zeros_and_of_large_numbers() -> None:
+    gate = torch.tensor([0.0, -0.0, 100.0, -100.0, 3e38, -3e38], device=DEVICE)
+    gate_up = torch.stack((torch.cat((gate, torch.ones_like(gate))), torch.cat((gate, -torch.ones_like(gate)))))
+    with np.errstate(over="ignore"):  # an exponential that is infinite, of which the interpreter warns
+        got = elementwise.silu_and_mul(gate_up)
+    want = silu_and_mul_reference(gate_up)
+    assert_near(got, want, largest=0)
+    assert torch.equal(got.signbit(), want.signbit())
+
+
+# Queries, keys and values
+
+
+def make_cos_sin(length: int, head_dim: int) -> torch.Tensor:
+    angles = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+
+
+def make_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
+    """Shuffled, and -1 for the first token and some more."""
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
+    slots[::5] = -1
+    return slots.to(DEVICE)
+
+
+def make_caches(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Caches:
+    """With one block more in front, where a slot of -1 would be (see `inner`)."""
+    shape = (num_blocks + 1, block_size, kv_heads, head_dim)
+    return normal(*shape, seed=8, dtype=dtype), normal(*shape, seed=9, dtype=dtype)
+
+
+def inner(caches: Caches) -> Caches:
+    return caches[0][1:], caches[1][1:]
+
+
+def clones(caches: Caches) -> Caches:
+    return caches[0].clone(), caches[1].clone()
+
+
+# Pairwise over dtype, head dim, group and block size; KV heads that fill programs and that leave them ragged.
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "kv_heads", "block_size"),
+    [
+        (torch.float32, 64, 1, 3, 16), (torch.float32, 80, 8, 1, 256), (torch.float32, 128, 3, 2, 16),
+        (torch.float16, 64, 8, 1, 256), (torch.float16, 80, 3, 2, 16), (torch.float16, 128, 1, 5, 256),
+        (BFLOAT16, 64, 3, 2, 256), (BFLOAT16, 80, 1, 1, 16), (BFLOAT16, 128, 8, 2, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fused_kernel_turns_queries_and_keys_and_stores(
+    dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, block_size: int
+) -> None:
+    num_tokens = 6
+    qkv = normal(num_tokens, (group + 2) * kv_heads, head_dim, dtype=dtype)
+    q_weight, k_weight = normal(head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3, dtype=dtype)
+    positions = torch.tensor([0, 1, 5, 299, 17, 17], dtype=torch.int32, device=DEVICE)
+    caches = make_caches(512 // block_size, block_size, kv_heads, head_dim, dtype)
+    want, before = clones(caches), qkv.clone()
+    slots = make_slots(num_tokens, 512)
+    args = (qkv, q_weight, k_weight, EPS, make_cos_sin(300, head_dim), positions)
+    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
+    q = elementwise.qk_norm_rope_store(*args, *inner(caches), slots)
+    assert_near(q, want_q, largest=LARGEST)
+    assert_near(caches[0], want[0], largest=LARGEST)
+    assert torch.equal(caches[1], want[1])
+    assert torch.equal(qkv, before)
+    written = slots[slots >= 0] + block_size
+    for cache, expected in zip(caches, want, strict=True):  # elsewhere, not a bit has changed
+        cache.flatten(0, 1)[written] = expected.flatten(0, 1)[written]
+        assert torch.equal(cache, expected)
+
+
+def test_fused_kernel_takes_rows_of_a_slice_and_wide_positions() -> None:
+    qkv = normal(4, 3 * 4 * 64)[:, 64 : 64 + 4 * 64].view(4, 4, 64)
+    weight, positions = normal(64, seed=2), torch.tensor([3, 0, 2, 1], device=DEVICE)
+    caches = make_caches(2, 16, 1, 64, torch.float32)
+    want = clones(caches)
+    args = (qkv, weight, weight, EPS, make_cos_sin(4, 64), positions)
+    slots = torch.tensor([31, 0, 16, 15], device=DEVICE)
+    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
+    assert_near(elementwise.qk_norm_rope_store(*args, *inner(caches), slots), want_q)
+    assert_near(caches[0], want[0])
+    assert torch.equal(caches[1], want[1])
+
+
+def test_fused_kernel_keeps_the_sign_of_zeros() -> None:
+    """At an angle of 0, a zero times the sine is added to or taken from a zero."""
+    qkv = normal(1, 3, 64)
+    qkv[:, :, ::3] = -0.0
+    weight, positions = torch.ones(64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    caches = make_caches(1, 16, 1, 64, torch.float32)
+    want = clones(caches)
+    args = (qkv, weight, weight, EPS, make_cos_sin(4, 64), positions)
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
+    q = elementwise.qk_norm_rope_store(*args, *inner(caches), slots)
+    for got, expected in zip((q, *caches), (want_q, *want), strict=True):
+        assert torch.equal(got.signbit(), expected.signbit())
+
+
+def test_fused_kernel_without_tokens_writes_nothing() -> None:
+    caches = make_caches(1, 16, 2, 64, torch.float32)
+    before = clones(caches)
+    weight = normal(64)
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    q = elementwise.qk_norm_rope_store(
+        normal(0, 8, 64), weight, weight, EPS, make_cos_sin(1, 64), none, *inner(caches), none
+    )
+    assert q.shape == (0, 4, 64)
+    assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "heads", "kv_heads"),
+    [(torch.float32, 80, 9, 3), (torch.float16, 128, 4, 1), (BFLOAT16, 64, 8, 8)],
+    ids=str,
+)
+def test_queries_and_keys_of_a_slice_are_turned_without_a_cache(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
+) -> None:
+    qkv = normal(4, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q_weight, k_weight = normal(head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3, dtype=dtype)
+    positions = torch.tensor([7, 0, 49, 7], dtype=torch.int32, device=DEVICE)
+    args = (q, k, q_weight, k_weight, EPS, make_cos_sin(50, head_dim), positions)
+    for got, want in zip(elementwise.qk_norm_rope(*args), qk_norm_rope_reference(*args), strict=True):
+        assert_near(got, want, largest=LARGEST)
+
+
+# The store
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "head_dim", "kv_heads", "block_size"),
+    [
+        (torch.float32, torch.float32, 80, 1, 16), (torch.float16, torch.float16, 128, 9, 256),
+        (torch.bfloat16, torch.bfloat16, 64, 8, 16), (torch.float32, BFLOAT16, 64, 2, 256),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokens_of_a_slice_land_in_their_slots_and_minus_one_writes_nothing(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, kv_heads: int, block_size: int
+) -> None:
+    _, k, v = normal(12, 5 * kv_heads, head_dim, dtype=dtype).split((3 * kv_heads, kv_heads, kv_heads), dim=1)
+    caches = make_caches(512 // block_size, block_size, kv_heads, head_dim, cache_dtype)
+    want = clones(caches)
+    slots = make_slots(12, 512)
+    store_kv_reference(k, v, *inner(want), slots)
+    elementwise.store_kv(k, v, *inner(caches), slots)
+    assert torch.equal(caches[0], want[0]) and torch.equal(caches[1], want[1])
+
+
+def test_stores_of_no_tokens_and_of_padding_write_nothing() -> None:
+    caches = make_caches(1, 16, 2, 64, torch.float32)
+    before = clones(caches)
+    for num_tokens in (0, 3):
+        k = normal(num_tokens, 2, 64)
+        elementwise.store_kv(k, k, *inner(caches), torch.full((num_tokens,), -1, device=DEVICE))
+    assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
+
+
+def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
+    """Element offsets past int32: the caches lie in virtual memory, of which on a CPU only few pages become real."""
+    num_blocks = (1 << 31) // (16 * 8 * 128) + 8
+    caches = [torch.empty(num_blocks, 16, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([num_blocks * 16 - 1], device=DEVICE)
+    k, v = normal(1, 8, 128, seed=1, dtype=torch.float16), normal(1, 8, 128, seed=2, dtype=torch.float16)
+    elementwise.store_kv(k, v, caches[0], caches[1], slots)
+    assert torch.equal(caches[0][-1, -1], k[0]) and torch.equal(caches[1][-1, -1], v[0])
+    weight, positions = normal(128, seed=3, dtype=torch.float16), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    table = make_cos_sin(1, 128)
+    elementwise.qk_norm_rope_store(
+        torch.cat((k, k, v), dim=1), weight, weight, EPS, table, positions, caches[0], caches[1], slots - 1
+    )
+    assert_near(caches[0][-1, -2], rms_norm_reference(k, weight, EPS)[0])
+    assert torch.equal(caches[1][-1, -2], v[0])

@@ -1,0 +1,128 @@
+"""A stand-in for what only a GPU can do: graphs that replay operations on fixed tensors, and memory that is counted.
+
+`FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel made through
+`recordable`, with the tensors they got. `replay` runs them again on those very tensors: what a graph reads must stand
+in memory that stays, and Python is not run again. As in a capture on a GPU, an operation whose result the host must
+know is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.backend import Kernels
+from workers.device import Device, DeviceMemory, Event, Graph, Ints
+
+WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select"}
+Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
+
+
+class FakeGraph:
+    def __init__(self, operations: list[Operation]) -> None:
+        self._operations = operations
+        self.num_replays = 0
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self.num_replays += 1
+        for function, args, kwargs, old in self._operations:
+            new = function(*args, **kwargs)
+            for before, after in zip(_tensors(old), _tensors(new), strict=True):
+                if before.data_ptr() != after.data_ptr():
+                    before.copy_(after)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, operations: list[Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        indices = args[1] if name.startswith("aten::index") and len(args) > 1 and isinstance(args[1], list) else []
+        if name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices):
+            raise AssertionError(f"{name} waits for the device in the middle of a capture")
+        out = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, out))
+        return out
+
+
+class LateEvent:
+    """Passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self.num_looks = 0
+
+    def query(self) -> bool:
+        self.num_looks += 1
+        return self.passed
+
+
+class FakeGpu(Device):
+    """CPU tensors with graphs. Memory is what the tests set: `reserved`, and `free` of `total`."""
+
+    has_graphs = True
+
+    def __init__(self, total: int = 1000, free: int = 1000, reserved: int = 0, peak: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
+        self.graphs: list[FakeGraph] = []
+        self.uploads: list[tuple[int, ...]] = []
+        self.total, self.free, self.reserved, self.peak = total, free, reserved, peak
+        self.event: LateEvent | None = None
+        self._operations: list[Operation] | None = None
+
+    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
+        assert target.is_contiguous() and target.shape == array.shape and array.flags.c_contiguous
+        self.uploads.append(array.shape)
+        super().upload_into(target, array)
+
+    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
+        return [tensor.clone() for tensor in tensors], self.event
+
+    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> FakeGraph:
+        assert beside is (self.graphs[0] if self.graphs else None), "all graphs share the memory of the first"
+        run()  # as a GPU does, before it records
+        operations: list[Operation] = []
+        self._operations = operations
+        with _Recorder(operations):
+            run()
+        self._operations = None
+        graph = FakeGraph(operations)
+        self.graphs.append(graph)
+        return graph
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(total=self.total, free=self.free, reserved=self.reserved)
+
+    def peak_during(self, run: Callable[[], None]) -> int:
+        run()
+        return self.peak
+
+    def recordable(self, kernels: Kernels) -> Kernels:
+        """The same kernels, whose calls a capture records whole, whatever they do inside."""
+        names = ("linear", "qk_norm_rope_store", "paged_attention", "rms_norm", "add_rms_norm", "silu_and_mul")
+        recorded: dict[str, Any] = {name: self._recordable(getattr(kernels, name)) for name in names}
+        return dataclasses.replace(kernels, **recorded)
+
+    def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self._operations is None:
+                return kernel(*args)
+            with torch.utils._python_dispatch._disable_current_modes():
+                out = kernel(*args)
+            self._operations.append((kernel, args, {}, out))
+            return out
+
+        return call
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,165 @@
+"""What a rank asks of its device beside arithmetic: copies nobody waits for, events, graphs, the memory that is held.
+
+`Device` is a CPU: copies are the arrays themselves and everything has happened when a call returns. `CudaDevice` is a
+GPU: no method waits for it but those that say so. Tests put a device of their own in its place, which holds without a
+GPU what only a GPU can do. One thread, but `wait` from another.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from scheduler.errors import StepTimeoutError
+
+Ints = npt.NDArray[np.int32]
+# Pieces of one upload start at multiples of 16 bytes, which GPU kernels are specialised on.
+_ALIGN = 4
+# How often completion is looked for: far below a step, and far above what a look costs.
+_LOOK_S = 5e-5
+
+
+class Event(Protocol):
+    """A moment in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+
+class Graph(Protocol):
+    """Work that was recorded once."""
+
+    def replay(self) -> None:
+        """Launch it again, on what now stands in the tensors it was recorded with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes: of the device, free on it whoever holds the rest, and what this process's allocator holds of it."""
+
+    total: int
+    free: int
+    reserved: int
+
+
+class Device:
+    """The processor and its memory."""
+
+    has_graphs = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch = torch_device
+
+    def upload(self, *arrays: Ints) -> list[torch.Tensor]:
+        """The arrays on the device, int32, in one copy."""
+        return [torch.from_numpy(np.ascontiguousarray(array, np.int32)) for array in arrays]
+
+    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
+        """Fill an int32 tensor of the device."""
+        target.copy_(torch.from_numpy(array))
+
+    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
+        """(the tensors in host memory, the moment from which they hold; None if that is now)."""
+        return list(tensors), None
+
+    def wait(self, event: Event | None, limit_s: float, what: str) -> None:
+        """Return when the moment has passed. Raises `StepTimeoutError` after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while event is not None and not event.query():
+            if time.monotonic() > deadline:
+                raise StepTimeoutError(f"{what} did not finish on {self.torch} within {limit_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
+        """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the device.
+
+        The memory of intermediate tensors is shared with `beside`: the two never run at the same time.
+        """
+        raise NotImplementedError(f"{self.torch} has no graphs")
+
+    def memory(self) -> DeviceMemory:
+        """Once everything launched has run and what nobody uses was given back. On a GPU only."""
+        raise NotImplementedError(f"the memory of {self.torch} is not measured")
+
+    def peak_during(self, run: Callable[[], None]) -> int:
+        """Bytes of tensors that were alive at most while `run` ran, beyond those alive before. On a GPU only."""
+        raise NotImplementedError(f"the memory of {self.torch} is not measured")
+
+
+class CudaDevice(Device):
+    """One GPU, which becomes the current one of the thread that makes this."""
+
+    has_graphs = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        torch.cuda.set_device(torch_device)
+        self._capturing = torch.cuda.Stream(torch_device)
+
+    def upload(self, *arrays: Ints) -> list[torch.Tensor]:
+        lengths = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
+        staging = _pinned((sum(lengths),), torch.int32)
+        offsets = np.cumsum([0, *lengths])
+        for offset, array in zip(offsets, arrays, strict=False):
+            staging.numpy()[offset : offset + len(array)] = array
+        flat = staging.to(self.torch, non_blocking=True)
+        return [flat[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=False)]
+
+    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
+        staging = _pinned(array.shape, torch.int32)
+        staging.numpy()[...] = array
+        target.copy_(staging, non_blocking=True)
+
+    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
+        copies = [_pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
+        copied: Event = torch.cuda.Event()
+        copied.record()  # type: ignore[attr-defined]
+        return copies, copied
+
+    def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
+        self._capturing.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(self._capturing):
+            run()  # compiles kernels, makes handles and connects ranks: nothing of it may happen in a capture
+        torch.cuda.synchronize(self.torch)
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread may not wait: NCCL's watchdog looks at its events all the while.
+        pool = beside.pool() if beside is not None else None
+        with torch.cuda.graph(graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+    def memory(self) -> DeviceMemory:
+        gc.collect()
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch)
+        return DeviceMemory(total=total, free=free, reserved=torch.cuda.memory_reserved(self.torch))
+
+    def peak_during(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = torch.cuda.memory_allocated(self.torch)
+        run()
+        torch.cuda.synchronize(self.torch)
+        return torch.cuda.max_memory_allocated(self.torch) - before
+
+
+def open_device(kind: str) -> Device:
+    """The device of a rank: "cpu", or "cuda", the first GPU this process sees."""
+    return CudaDevice(torch.device("cuda", 0)) if kind == "cuda" else Device(torch.device("cpu"))
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that the device copies from and to by itself.
+
+    From torch's cache, which hands memory out again only when the copies that used it have run: there are as many
+    buffers as steps under way.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
