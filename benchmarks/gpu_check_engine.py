@@ -279,10 +279,11 @@ def tokens(check: Check) -> None:
 
 def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
     # A block size that every backend takes; prompts in chunks; batches below, at and above sizes of graphs.
+    max_num_seqs, max_num_batched_tokens, max_model_len = (4, 64, 64) if check.small else (20, 512, 1024)
     return open_engine(
-        check, _TINY if check.small else _COMPARED, backend, wide, dtype=dtype, enforce_eager=eager,
-        max_num_seqs=20, max_num_batched_tokens=64 if check.small else 512, max_model_len=64 if check.small else 1024,
-        block_size=256, num_kv_blocks=60,
+        check, _TINY if check.small else _COMPARED, backend, wide, dtype=dtype, enforce_eager=eager, block_size=256,
+        num_kv_blocks=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
     queries that is up to 133 KB, which an A100 has too. float32 has no matrix instructions and twice the bytes.
     """
     if dtype == torch.float32:
-        return Launch(tile_m=32, tile_c=16, num_warps=8, num_stages=3)
+        return Launch(tile_m=32, tile_c=16, num_warps=8, num_stages=5)
     if padded_dim(head_dim) > 128:
         return Launch(tile_m=64, tile_c=32, num_warps=8, num_stages=5)
     tile_c = 8192 // max(64, padded_dim(head_dim))

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_check_engine, gpu_check_numerics
+from benchmarks import gpu_check, gpu_check_engine, gpu_check_numerics, gpu_check_speed
 from benchmarks.gpu_check_common import Check
-from kernels.backend import Kernels
+from kernels.backend import REFERENCE, Kernels
 from kernels.gpu import backend
 from kernels.gpu.backend import TRITON
 from tests.kernels.gpu_device import DEVICE
+from tests.workers.fake_gpu import FakeGpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,27 @@ def test_backend_with_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch
     check = small(wrong)
     gpu_check_engine.tokens(check)
     assert "float32 triton eager" in {row["name"] for row in check.rows if not row.get("passed", True)}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has graphs of its own")
+def test_tokens_through_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr("workers.worker.open_device", lambda kind: gpu)
+    monkeypatch.setattr("workers.worker.find_kernels", lambda config: gpu.recordable(TRITON))
+    outputs: dict[str, list[list[int]]] = {}
+    rows = [
+        gpu_check_engine._compare(small(), outputs, str(eager), "float32", "triton", eager) for eager in (True, False)
+    ]
+    assert all(row["passed"] for row in rows) and len(outputs) == 2
+    assert sum(graph.num_replays for graph in gpu.graphs) > 0
+
+
+def test_time_of_flash_attn_is_told_as_a_multiple_of_ours() -> None:
+    check = small()
+    check.backends["flash_attn"] = REFERENCE
+    gpu_check_speed.speed(check)
+    rows = [row for row in check.rows if "flash_attn_us" in row]
+    assert rows and all(row["of_flash_attn"] > 0 and row["share"] > 0 for row in rows)
 
 
 def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why() -> None:

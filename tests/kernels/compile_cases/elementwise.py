@@ -25,7 +25,8 @@ def _add_rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
     pointers = dict.fromkeys(("x_TE", "residual_TE", "weight_E", "out_TE", "total_TE"), f"*{dtype}")
     strides = {"x_stride": "i32:16", "residual_stride": "i32:16"}
     return CompileCase(
-        name=f"add_rms_norm-{features}-{dtype}", kernel=elementwise._add_rms_norm, num_warps=elementwise._num_warps(block),
+        name=f"add_rms_norm-{features}-{dtype}", kernel=elementwise._add_rms_norm,
+        num_warps=elementwise._num_warps(block),
         signature=pointers | strides | {"eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
         constexprs={"E": features, "BLOCK": block},
     )  # fmt: skip
