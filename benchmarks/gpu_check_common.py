@@ -35,7 +35,8 @@ class TimeUp(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class Check:
-    """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this machine sustains.
+    """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this machine sustains,
+    an H200's data sheet until that is measured.
 
     `small`: tiny shapes, for any device. `rows` are the results of the section that runs.
     """

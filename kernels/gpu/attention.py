@@ -27,8 +27,6 @@ _PROGRAMS_PER_SM = 4
 # Below this many tokens a split costs more to combine than it saves.
 _MIN_SPLIT_TOKENS = tl.constexpr(128)
 _MAX_SPLITS = 128
-# Starting maximum of a softmax: finite, so that a row which sees no token gives zeros and not NaN.
-_LOWEST = tl.constexpr(-1e30)
 # Rows looked at together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
 
@@ -126,7 +124,7 @@ COMBINE_TILE = 32
 
 def padded_dim(head_dim: int) -> int:
     """The head dim of a tile: a power of two that a matrix product takes."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
@@ -151,7 +149,7 @@ def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     Keys of a tile take 16 KB whatever the head dim, stages are as in prefill: 72 KB in all, so three programs on each
     multiprocessor of an H200 with about 200 KB on their way, several times what its memory's latency asks for.
     """
-    tile_m = max(16, triton.next_power_of_2(group))
+    tile_m = max(16, 1 << (group - 1).bit_length())
     tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * dtype.itemsize)))
     return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=4, num_stages=5)
 
@@ -162,7 +160,8 @@ def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:
     `num_programs`: rows times KV heads.
     """
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_programs))
-    return max(1, min(wanted, -(-max_seq_len // _MIN_SPLIT_TOKENS.value), _MAX_SPLITS))
+    possible: int = -(-max_seq_len // _MIN_SPLIT_TOKENS.value)
+    return max(1, min(wanted, possible, _MAX_SPLITS))
 
 
 @functools.cache
@@ -230,7 +229,7 @@ def prefill_kernel(
     full = tl.maximum(offset + tile * TILE_M // GROUP + 1, 0) // TILE_C * TILE_C
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
-    max_M = tl.full([TILE_M], _LOWEST, tl.float32)
+    max_M = tl.full([TILE_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     acc_MD, max_M, sum_M = _attend(
         q_MD, acc_MD, max_M, sum_M, k_cache_NPKD, v_cache_NPKD, table_W, kv_head, ends_M, 0, full, scale_log2,
@@ -300,7 +299,7 @@ def decode_kernel(
     q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=live_MD, other=0.0)
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
-    max_M = tl.full([TILE_M], _LOWEST, tl.float32)
+    max_M = tl.full([TILE_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     acc_MD, max_M, sum_M = _attend(
         q_MD, acc_MD, max_M, sum_M, k_cache_NPKD, v_cache_NPKD, table_W, kv_head, g_M * 0 + end, first, end, scale_log2,
@@ -345,13 +344,13 @@ def combine_kernel(
     first_place = (row * NUM_HEADS + head) * num_splits
     d_D = tl.arange(0, TILE_D)
     acc_D = tl.zeros([TILE_D], tl.float32)
-    largest = tl.full([], _LOWEST, tl.float32)
+    largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     for first in range(0, used, TILE_X):
         x_X = first + tl.arange(0, TILE_X)
         place_X = first_place + x_X
         live_XD = (x_X < used)[:, None] & (d_D < HEAD_DIM)[None, :]
-        max_X = tl.load(max_BHX + place_X, mask=x_X < used, other=_LOWEST)
+        max_X = tl.load(max_BHX + place_X, mask=x_X < used, other=float("-inf"))
         sum_X = tl.load(sum_BHX + place_X, mask=x_X < used, other=0.0)
         acc_XD = tl.load(acc_BHXD + (place_X * HEAD_DIM)[:, None] + d_D[None, :], mask=live_XD, other=0.0)
         new_largest = tl.maximum(largest, tl.max(max_X, 0))

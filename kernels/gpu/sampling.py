@@ -56,6 +56,7 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
 
 def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
     """See `kernels.sampling.pick_column`."""
+    assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
     _pick_column[(len(index_R),)](
         gaps.logits_BV, gaps.rows_R, gaps.max_R, gaps.temperature_R, limit_R, sums_RX, index_R, column_R,

@@ -46,6 +46,14 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
     assert all(f"{name}: " in tables for name in gpu_check.SECTIONS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_memory_that_a_kernel_leaves_as_it_was_holds_no_number(dtype: torch.dtype) -> None:
+    with gpu_check_numerics.poisoned():
+        assert torch.empty(100, dtype=dtype, device=DEVICE).isnan().all()
+        assert (torch.empty(100, dtype=torch.int64, device=DEVICE) == torch.iinfo(torch.int64).max).all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def off_by_a_hundredth(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args: kernel(*args) * 1.01
 

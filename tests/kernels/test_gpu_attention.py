@@ -24,6 +24,14 @@ MIXED = ([40, 7, 333, 16, 1, 150, 270], [1, 7, 112, 16, 1, 20, 1])
 DECODE_LENS = [300, 17, 128, 1, 129, 65]
 
 
+@pytest.fixture
+def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nan(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", nan)
+
+
 def on_device(case: Case) -> Case:
     q, k_cache, v_cache, attn = case
     moved = {f.name: getattr(attn, f.name).to(DEVICE) for f in fields(attn) if torch.is_tensor(getattr(attn, f.name))}
@@ -73,8 +81,8 @@ def test_equals_reference_for_every_shape(
 def test_lengths_around_the_edges_of_blocks_tiles_and_splits(is_decode: bool, block_size: int) -> None:
     lens = [n + d for n in (16, 64, 128, 256) for d in (-1, 0, 1)] + [1, 2, 513]
     query_lens = [1] * len(lens) if is_decode else lens
-    shape = {"block_size": block_size, "kv_heads": 1, "group": 1, "head_dim": 64}
-    assert_matches_reference(make_case(lens, query_lens, **shape, dtype=torch.float16))  # type: ignore[arg-type]
+    case = make_case(lens, query_lens, block_size=block_size, kv_heads=1, group=1, head_dim=64, dtype=torch.float16)
+    assert_matches_reference(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
@@ -126,9 +134,15 @@ def test_padding_rows_get_zeros_and_read_nothing(max_query_len: int, query_lens:
     assert not out[-2:].any()
 
 
-@pytest.mark.parametrize("query_lens", [[1, 0, 1], [9, 0, 4]])
-def test_row_without_queries_is_skipped(query_lens: list[int]) -> None:
-    assert_matches_reference(make_case([9, 12, 300], query_lens, head_dim=64))
+@pytest.mark.parametrize("query_lens", [[1, 0, 1, 0], [9, 0, 4, 0]])
+@pytest.mark.parametrize("longest", [100, 300], ids=["one split", "splits"])
+def test_row_without_queries_writes_nothing(longest: int, query_lens: list[int], new_memory_is_nan: None) -> None:
+    """Not even where the next row would begin: behind the last row, a token that belongs to none."""
+    q, k_cache, v_cache, attn = make_case([9, 12, longest, 40], query_lens, head_dim=64)
+    want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
+    out = paged_attention_gpu(torch.cat((q, q[:1])), k_cache, v_cache, attn, 0.25)
+    torch.testing.assert_close(out[:-1], want, atol=2e-5, rtol=0)
+    assert out[-1].isnan().all()
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 5, 40]])
@@ -156,19 +170,9 @@ def test_bounds_above_what_is_reached_change_nothing(max_query_len: int, max_seq
 
 @pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
 def test_every_output_is_written_and_no_scratch_read_that_was_not(
-    lens: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+    lens: tuple[list[int], list[int]], new_memory_is_nan: None
 ) -> None:
-    case = make_case(*lens, head_dim=80)
-    want = paged_attention_reference(*case, 0.25)
-    case = on_device(case)
-
-    def nan(shape: tuple[int, ...], **kwargs: object) -> torch.Tensor:
-        return torch.full(tuple(shape), torch.nan, **kwargs)  # type: ignore[call-overload, no-any-return]
-
-    monkeypatch.setattr(attention.torch, "empty", nan)
-    out = attention.paged_attention(*case, 0.25)
-    monkeypatch.undo()
-    torch.testing.assert_close(out.cpu(), want, atol=2e-5, rtol=0)
+    assert_matches_reference(make_case(*lens, head_dim=80, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("query_len", [1, 30])
