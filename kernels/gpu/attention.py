@@ -358,7 +358,7 @@ def combine_kernel(
         total = total * factor + tl.sum(sum_X * factor_X, 0)
         acc_D = acc_D * factor + tl.sum(acc_XD * factor_X[:, None], 0)
         largest = new_largest
-    out_D = tl.where(total > 0, acc_D / total, 0.0).to(out_THD.dtype.element_ty)
+    out_D = (acc_D / tl.where(total > 0, total, 1.0)).to(out_THD.dtype.element_ty)
     tl.store(out_THD + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d_D, out_D, mask=d_D < HEAD_DIM)
 
 

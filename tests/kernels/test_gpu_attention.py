@@ -123,13 +123,14 @@ def test_batch_of_more_rows_than_are_searched_at_once() -> None:
     assert_matches_reference(make_case(seq_lens, query_lens, kv_heads=1, group=3, head_dim=16, dtype=torch.float16))
 
 
-@pytest.mark.parametrize(("max_query_len", "query_lens"), [(1, [1, 1, 1, 1]), (20, [1, 20, 1, 1])])
-def test_padding_rows_get_zeros_and_read_nothing(max_query_len: int, query_lens: list[int]) -> None:
+@pytest.mark.parametrize("max_seq_len", [33, 4096], ids=["one split", "splits"])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1], [1, 20, 1, 1]])
+def test_padding_rows_get_zeros_and_read_nothing(query_lens: list[int], max_seq_len: int) -> None:
     q, k_cache, v_cache, attn = make_case([5, 33, 20, 9], query_lens, head_dim=64)
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
     attn.seq_lens_B[2:] = 0
     attn.block_table_BW[2:] = 2**30
-    out = paged_attention_gpu(q, k_cache, v_cache, replace(attn, max_query_len=max_query_len), 0.25)
+    out = paged_attention_gpu(q, k_cache, v_cache, replace(attn, max_seq_len=max_seq_len), 0.25)
     torch.testing.assert_close(out[:-2], want[:-2], atol=2e-5, rtol=0)
     assert not out[-2:].any()
 
