@@ -138,13 +138,14 @@ def _listens(address: str) -> bool:
     return True
 
 
-def actor_environment(*, num_gpus: int = 0) -> dict[str, Any]:
-    """Runtime environment of our actors: the checkout on the path, and no GPU in sight of one that asked for none."""
+def actor_environment() -> dict[str, Any]:
+    """Runtime environment of our actors: the checkout on the path.
+
+    An actor passes its environment on to those it starts, so nothing about GPUs may stand here: the driver has none,
+    and the ranks it starts have.
+    """
     inherited = os.environ.get("PYTHONPATH")
-    env = {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}
-    if num_gpus == 0:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return {"env_vars": env}
+    return {"env_vars": {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}}
 
 
 def pick_device(device: str, tensor_parallel_size: int) -> str:

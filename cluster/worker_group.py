@@ -165,7 +165,7 @@ class WorkerGroup:
             max_restarts=0,
             max_task_retries=0,
             enable_task_events=False,
-            runtime_env=actor_environment(num_gpus=num_gpus),
+            runtime_env=actor_environment(),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
         )
         return actor.remote(self._config, rank)

@@ -32,10 +32,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def users_ray() -> Iterator[None]:
-    """Ray as a program starts it that uses it for other things, too."""
+    """Ray as a program starts it that uses it for other things, too. Its GPUs are numbers for it to hand out."""
     import ray
 
-    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local", num_cpus=12, num_gpus=2, include_dashboard=False, log_to_driver=False,
+        logging_level=logging.ERROR,
+    )  # fmt: skip
     yield
     ray.shutdown()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pickle
 import time
 from typing import Any
@@ -11,8 +13,10 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from cluster import worker_group
+from cluster.driver import Driver
+from cluster.llm import _start_driver
 from cluster.placement import place
-from cluster.worker_group import WorkerGroup
+from cluster.worker_group import RankActor, WorkerGroup
 from scheduler.engine import Engine
 from scheduler.errors import StepTimeoutError, WorkerError
 from scheduler.messages import Request, StepResult, ints
@@ -71,3 +75,31 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
     with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 0.5 s on rank \[1\]"):
         group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
     ray.cancel(never, force=True)
+
+
+class SeeingRankActor(RankActor):
+    def visible_gpus(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class SeeingDriver(Driver):
+    """Creates its ranks and says which GPUs each of them sees; starts none."""
+
+    async def visible_gpus(self) -> list[str | None]:
+        worker_group.RankActor = SeeingRankActor  # type: ignore[misc]  # in this actor's process alone
+        actors = [self._group._create(rank) for rank in range(2)]
+        return [await actor.visible_gpus.remote() for actor in actors]
+
+
+def test_each_rank_sees_the_gpu_that_ray_gave_it(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.llm.Driver", SeeingDriver)
+    config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
+    placement = place(2, "cuda")
+    driver = _start_driver(config, placement)
+    try:
+        assert sorted(ray.get(driver.visible_gpus.remote(), timeout=30)) == ["0", "1"]
+    finally:
+        ray.kill(driver)
+        remove_placement_group(placement)
