@@ -25,6 +25,8 @@ import torch
 
 WEIGHT_ONE = 1 << 40
 UNIFORM_BITS = 62
+# The increment of SplitMix64 and the two factors of its finaliser, as signed numbers.
+SPLITMIX64 = tuple(word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 TOP_P_ONE = 1 << 30
 # Three digits cover the 31 bits of a gap: (lowest bit, number of bits) from the highest down.
 RADIX_PASSES = ((20, 11), (10, 10), (0, 10))
@@ -57,10 +59,12 @@ class GapRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingKernels:
-    """What reads the logits. Arguments are positional; each is told at the function of its name in this file."""
+    """What reads the logits, or would be many small operations. Arguments are positional; each is told at the function
+    of its name in this file."""
 
     row_best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     block_weights: Callable[[GapRows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    draw_index: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
     pick_column: Callable[[GapRows, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     list_nearest: Callable[[GapRows, torch.Tensor, int], torch.Tensor]
     listed_limits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -76,26 +80,19 @@ def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tens
     Counter-based: output number `position` of the SplitMix64 generator (Steele, Lea and Flood 2014, "Fast splittable
     pseudorandom number generators") whose state is the first output of the one started with `seed`.
     """
-    start_B = _mix(seeds_B + _GOLDEN)
-    return _shift_right(_mix(start_B + (positions_B + 1) * _GOLDEN), 64 - UNIFORM_BITS)
+    start_B = _mix(seeds_B + SPLITMIX64[0])
+    return _shift_right(_mix(start_B + (positions_B + 1) * SPLITMIX64[0]), 64 - UNIFORM_BITS)
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
     """The SplitMix64 finaliser; int64 products wrap around as unsigned ones do."""
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (z ^ _shift_right(z, 30)) * SPLITMIX64[1]
+    z = (z ^ _shift_right(z, 27)) * SPLITMIX64[2]
     return z ^ _shift_right(z, 31)
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 
 # The best token
@@ -275,6 +272,16 @@ def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
 # The pick
 
 
+def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int) -> torch.Tensor:
+    """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R]; below 0 or beyond
+    them where another rank has it. The ranks' weights, `kept_NR` int64, follow each other in token-id order.
+
+    `seeds_R`, `positions_R`: int64, see `uniform_bits`.
+    """
+    index_R = pick_index(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
+    return index_R - kept_NR[:rank].sum(dim=0)
+
+
 def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
     """floor(bits / 2**62 * total) exactly, for a total below 2**58: products of 31-bit halves never overflow."""
     bits_high, bits_low = bits_R >> 31, bits_R & _LOW_31
@@ -331,6 +338,7 @@ def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
 REFERENCE = SamplingKernels(
     row_best=row_best,
     block_weights=block_weights,
+    draw_index=draw_index,
     pick_column=pick_column,
     list_nearest=list_nearest,
     listed_limits=listed_limits,

@@ -12,7 +12,7 @@ histogram bins, S slots, M alternatives, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,7 +98,7 @@ class Sampler:
         self._num_columns = max(0, min(vocab_end, vocab_size) - vocab_start)
         self._device = torch.device(device)
         self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, self._device)
-        self._counts = _TokenCounts(max_num_seqs, vocab_start, self._num_columns, self._device)
+        self._counts = _TokenCounts(max_num_seqs, vocab_start, self._num_columns, self._device, self._state.upload)
 
     def admit(
         self, slot: int, sampling: Sampling, token_ids: Sequence[int] | Ints | torch.Tensor, num_prompt_tokens: int
@@ -145,18 +145,16 @@ class Sampler:
 
     def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalties, bias and mask, on a float32 copy if there are any."""
-        if self._num_columns == 0 or (batch.penalties is None and batch.bias is None and batch.masked is None):
+        if self._num_columns == 0 or (batch.penalties is None and batch.bias is None and batch.masked_N is None):
             return logits_BV
         logits_BV = logits_BV.to(torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
             for part in self._parts(len(rows.rows_R)):
                 logits_BV.index_copy_(0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part))
         if batch.bias is not None:
-            assert batch.bias.values_N is not None
-            where = (batch.bias.rows_N, batch.bias.columns_N)
-            logits_BV.index_put_(where, batch.bias.values_N, accumulate=True)
-        if batch.masked is not None:
-            logits_BV[batch.masked.rows_N, batch.masked.columns_N] = -torch.inf
+            logits_BV.view(-1).scatter_add_(0, batch.bias.places_N, batch.bias.values_N)
+        if batch.masked_N is not None:
+            logits_BV.view(-1).scatter_(0, batch.masked_N, -torch.inf)
         return logits_BV
 
     def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,9 +168,7 @@ class Sampler:
         sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
         if kept_NR is None:
             kept_NR = self._group.all_gather(mine_R)
-        # The place in the cumulative weights of all ranks, which follow each other in token-id order; then in mine.
-        bits_R = sampling.uniform_bits(rows.seeds_R, rows.positions_R)
-        index_R = sampling.pick_index(bits_R, kept_NR.sum(dim=0)) - kept_NR[: self._group.rank].sum(dim=0)
+        index_R = self._kernels.draw_index(rows.seeds_R, rows.positions_R, kept_NR, self._group.rank)
         column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
         return self._group.all_reduce_max(torch.where(column_R >= 0, column_R + self._vocab_start, -1))
 
@@ -276,7 +272,15 @@ def _gap_rows(logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.
 class _TokenCounts:
     """Which tokens of this shard a slot's prompt holds, and how often its output holds each; only used slots count."""
 
-    def __init__(self, max_num_seqs: int, vocab_start: int, num_columns: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_start: int,
+        num_columns: int,
+        device: torch.device,
+        upload: Callable[[Ints], torch.Tensor],
+    ) -> None:
+        self._upload = upload
         self._shape = (max_num_seqs, max(1, num_columns))
         self._vocab_start = vocab_start
         self._num_columns = num_columns
@@ -292,16 +296,17 @@ class _TokenCounts:
                     torch.zeros(self._shape, dtype=torch.int32, device=self._device),
                 )
         prompt_SV, counts_SV = self._tables
-        prompt_SV[slot] = self._histogram(token_ids[:num_prompt_tokens]) > 0
-        counts_SV[slot] = self._histogram(token_ids[num_prompt_tokens:])
+        prompt_SV[slot].zero_().scatter_(0, self._columns(token_ids[:num_prompt_tokens]), 1)
+        columns_N = self._columns(token_ids[num_prompt_tokens:])
+        counts_SV[slot].zero_().scatter_add_(0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32))
 
     def add(self, rows: PenaltyRows, token_ids_B: torch.Tensor) -> None:
         """Count the sampled tokens, each on the rank that has it in its shard."""
         assert self._tables is not None
         columns_R = token_ids_B.index_select(0, rows.rows_R) - self._vocab_start
         here_R = (columns_R >= 0) & (columns_R < self._num_columns)
-        where = (rows.slots_R, columns_R.clamp(0, self._shape[1] - 1))
-        self._tables[1].index_put_(where, here_R.to(torch.int32), accumulate=True)
+        places_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
+        self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
     def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
         """Penalised logits of a part of the rows, [R, V]."""
@@ -315,7 +320,7 @@ class _TokenCounts:
             rows.frequency_R[part],
         )
 
-    def _histogram(self, token_ids: Ints) -> torch.Tensor:
+    def _columns(self, token_ids: Ints) -> torch.Tensor:
+        """Those of the tokens of this shard, int64, on the device."""
         columns = token_ids - self._vocab_start
-        columns = columns[(columns >= 0) & (columns < self._num_columns)]
-        return torch.from_numpy(np.bincount(columns, minlength=self._shape[1])).to(self._device)
+        return self._upload(columns[(columns >= 0) & (columns < self._num_columns)])

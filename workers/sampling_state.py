@@ -3,7 +3,7 @@
 Owns host-side tables of one entry a slot; nothing here ever needs the value of a sampled token, so the engine may run
 a step ahead. `batch` picks the rows of a step and groups them by the stages they use: a stage no row uses is absent
 from the batch and costs nothing. All ranks build the same groups, so that their all-reduces pair up; only the entries
-of `bias` and `masked` differ, each rank holds those of its own shard.
+of `bias` and `masked_N` differ, each rank holds those of its own shard.
 Legend: B sampling rows of the step, R rows of a group, L rows that report logprobs, N flat entries.
 """
 
@@ -70,12 +70,11 @@ class PenaltyRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitEntries:
-    """Single logits of this shard: row of the batch and column (int64); `values_N` float32, None for masked ones."""
+class LogitBias:
+    """What is added to single logits of this shard. A place, int64, is row of the batch times columns, plus column."""
 
-    rows_N: torch.Tensor
-    columns_N: torch.Tensor
-    values_N: torch.Tensor | None
+    places_N: torch.Tensor
+    values_N: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +88,16 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group: all greedy."""
+    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group: all greedy.
+
+    `masked_N`: places as in `LogitBias`, which nothing may choose.
+    """
 
     num_rows: int
     draws: tuple[DrawRows, ...]
     penalties: PenaltyRows | None
-    bias: LogitEntries | None
-    masked: LogitEntries | None
+    bias: LogitBias | None
+    masked_N: torch.Tensor | None
     logprobs: LogprobRows | None
 
 
@@ -163,8 +165,8 @@ class SamplingState:
             num_rows=len(slots_B),
             draws=tuple(self._draw_rows(slots_B, positions_B, kind_B, kind) for kind in kinds),
             penalties=self._penalty_rows(slots_B),
-            bias=self._bias_entries(slots_B),
-            masked=self._masked_entries(slots_B, positions_B),
+            bias=self._logit_bias(slots_B),
+            masked_N=self._masked(slots_B, positions_B),
             logprobs=self._logprob_rows(slots_B),
         )
 
@@ -201,22 +203,22 @@ class SamplingState:
         is_all = len(rows) == len(slots_B)
         slots = slots_B if is_all else slots_B[rows]
         return DrawRows(
-            rows_R=None if is_all else self._upload(rows),
-            seeds_R=self._upload(self._ints["seed"][slots]),
-            positions_R=self._upload(positions_B if is_all else positions_B[rows]),
-            temperature_R=self._upload(self._floats["temperature"][slots]),
+            rows_R=None if is_all else self.upload(rows),
+            seeds_R=self.upload(self._ints["seed"][slots]),
+            positions_R=self.upload(positions_B if is_all else positions_B[rows]),
+            temperature_R=self.upload(self._floats["temperature"][slots]),
             filters=None if kind == PLAIN else self._filters(slots, kind == LISTED),
         )
 
     def _filters(self, slots: Ints, listed: bool) -> Filters:
         top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
         return Filters(
-            top_k_R=self._upload(top_k),
+            top_k_R=self.upload(top_k),
             max_top_k=int(top_k.max()),
-            top_p_R=self._upload(top_p),
+            top_p_R=self.upload(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_gap_R=self._upload(self._floats["max_gap"][slots]),
-            bound_R=self._upload(self._floats["bound"][slots]),
+            max_gap_R=self.upload(self._floats["max_gap"][slots]),
+            bound_R=self.upload(self._floats["bound"][slots]),
             listed=listed,
         )
 
@@ -228,38 +230,34 @@ class SamplingState:
         if not len(rows):
             return None
         return PenaltyRows(
-            rows_R=self._upload(rows),
-            slots_R=self._upload(slots_B[rows]),
-            repetition_R=self._upload(repetition[rows]),
-            presence_R=self._upload(presence[rows]),
-            frequency_R=self._upload(frequency[rows]),
+            rows_R=self.upload(rows),
+            slots_R=self.upload(slots_B[rows]),
+            repetition_R=self.upload(repetition[rows]),
+            presence_R=self.upload(presence[rows]),
+            frequency_R=self.upload(frequency[rows]),
         )
 
-    def _bias_entries(self, slots_B: Ints) -> LogitEntries | None:
+    def _logit_bias(self, slots_B: Ints) -> LogitBias | None:
         if not self._bias:
             return None
         found = [(row, *self._bias[slot]) for row, slot in enumerate(slots_B.tolist()) if slot in self._bias]
-        rows = [np.full(len(columns), row) for row, columns, _ in found]
-        return self._entries(rows, [columns for _, columns, _ in found], [values for _, _, values in found])
+        places_N = self._places([(row, columns) for row, columns, _ in found])
+        if places_N is None:
+            return None
+        return LogitBias(places_N=places_N, values_N=self.upload(np.concatenate([values for *_, values in found])))
 
-    def _masked_entries(self, slots_B: Ints, positions_B: Ints) -> LogitEntries | None:
+    def _masked(self, slots_B: Ints, positions_B: Ints) -> torch.Tensor | None:
         """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows from its position."""
         if not self._stop_columns:
             return None
         short_B = positions_B - self._ints["num_prompt_tokens"][slots_B] < self._ints["min_tokens"][slots_B]
-        found = [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0]]
-        return self._entries([np.full(len(columns), row) for row, columns in found], [c for _, c in found], None)
+        return self._places([(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()])
 
-    def _entries(
-        self, rows: list[Ints], columns: list[Ints], values: list[npt.NDArray[np.float32]] | None
-    ) -> LogitEntries | None:
-        if not sum(map(len, columns)):
-            return None
-        return LogitEntries(
-            rows_N=self._upload(np.concatenate(rows)),
-            columns_N=self._upload(np.concatenate(columns)),
-            values_N=None if values is None else self._upload(np.concatenate(values)),
-        )
+    def _places(self, found: list[tuple[int, Ints]]) -> torch.Tensor | None:
+        """Of columns in rows of the batch; None for no column."""
+        width = self._vocab_end - self._vocab_start
+        places = [row * width + columns for row, columns in found]
+        return self.upload(np.concatenate(places)) if sum(map(len, places)) else None
 
     def _logprob_rows(self, slots_B: Ints) -> LogprobRows | None:
         if not self._reporting:
@@ -269,9 +267,10 @@ class SamplingState:
         if not len(rows):
             return None
         wanted = np.minimum(num_top[rows], self._vocab_size)
-        return LogprobRows(rows_L=self._upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist()))
+        return LogprobRows(rows_L=self.upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist()))
 
-    def _upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """A copy on the device, which nobody waits for."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 

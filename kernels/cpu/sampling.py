@@ -17,6 +17,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
+from kernels import sampling
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -97,6 +98,7 @@ def gap_histogram(
 CPU = SamplingKernels(
     row_best=row_best,
     block_weights=block_weights,
+    draw_index=sampling.draw_index,
     pick_column=pick_column,
     list_nearest=list_nearest,
     listed_limits=listed_limits,

@@ -24,6 +24,7 @@ _TILE = 8  # blocks: 8 logits for each of the 128 threads of a program, one load
 _PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
 _COPIES = 64  # histograms that few rows are spread over, because additions to one place wait for each other
 _MIN_WIDTH = 2048  # rows of blocks and lists are padded to this at least, so that most sizes share compiled code
+_ROWS = 32  # that a program draws for, one a thread
 _LOW_32 = (1 << 32) - 1
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -34,6 +35,7 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 _NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,6 +54,17 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
     """See `kernels.sampling.block_weights`."""
     sums_RX = _sums_within(gaps, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
+
+
+def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int) -> torch.Tensor:
+    """See `kernels.sampling.draw_index`."""
+    num_ranks, num_rows = kept_NR.shape
+    assert kept_NR.is_contiguous()
+    index_R = torch.empty_like(positions_R)
+    _draw_index[(triton.cdiv(num_rows, _ROWS),)](
+        seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS=_ROWS, num_warps=1
+    )
+    return index_R
 
 
 def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
@@ -120,6 +133,7 @@ def gap_histogram(
 GPU = SamplingKernels(
     row_best=row_best,
     block_weights=block_weights,
+    draw_index=draw_index,
     pick_column=pick_column,
     list_nearest=list_nearest,
     listed_limits=listed_limits,
@@ -243,6 +257,35 @@ def _block_sums(  # type: ignore[no-untyped-def]
             amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else (gaps_XC <= limit).to(tl.int64)
             sums_X = tl.sum(amounts_XC, 1)
         tl.store(sums_RX + r * num_blocks + blocks_X, sums_X, mask=blocks_X < num_blocks)
+
+
+@triton.jit
+def _mix(z):  # type: ignore[no-untyped-def]
+    """As `kernels.sampling._mix`; the masks are what a shift of an unsigned number leaves."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"])
+def _draw_index(  # type: ignore[no-untyped-def]
+    seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
+):  # fmt: skip
+    """As `kernels.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = rows < num_rows
+    start = _mix(tl.load(seeds_R + rows, mask=real, other=0) + _GOLDEN)
+    position = tl.load(positions_R + rows, mask=real, other=0)
+    bits = (_mix(start + (position + 1) * _GOLDEN) >> 2) & 0x3FFFFFFFFFFFFFFF
+    total, before = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
+    for peer in range(num_ranks):
+        kept = tl.load(kept_NR + peer * num_rows + rows, mask=real, other=0)
+        total += kept
+        before += tl.where(peer < rank, kept, 0)
+    high, low = bits >> 31, bits & 0x7FFFFFFF
+    total_high, total_low = total >> 31, total & 0x7FFFFFFF
+    middle = total_high * low + total_low * high + ((total_low * low) >> 31)
+    tl.store(index_R + rows, total_high * high + (middle >> 31) - before, mask=real)
 
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "index_R"])

@@ -160,6 +160,17 @@ def test_pick_walks_the_running_sum_of_the_weights(num_columns: int, kind: str, 
 # Lists of the nearest tokens
 
 
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (1, 32), (2, 33), (3, 100)])
+def test_drawn_indices_are_those_of_the_reference(num_ranks: int, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator) for _ in range(2))
+    kept = torch.randint(2**56, (num_ranks, num_rows), generator=generator)
+    kept[:, 0], kept[-1, -1] = 0, 2**57
+    for rank in range(num_ranks):
+        arguments = (seeds, positions, kept, rank)
+        assert torch.equal(gpu.draw_index(*arguments), reference.draw_index(*arguments))
+
+
 @kinds
 @pytest.mark.parametrize("num_columns", [1, 129, 1003, 9000])
 def test_list_is_that_of_the_reference(num_columns: int, kind: str, dtype: torch.dtype) -> None:

@@ -168,3 +168,13 @@ def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
     parts = [generator.randint(0, 2**30) for _ in totals]
     target = kernels.top_p_target(torch.tensor(totals), torch.tensor(parts)).tolist()
     assert target == [max(1, -(-t * p // 2**30)) for t, p in zip(totals, parts, strict=True)]
+
+
+def test_drawn_index_counts_from_the_start_of_each_ranks_weights() -> None:
+    seeds, positions = torch.arange(50) - 20, torch.arange(50) * 7
+    kept = torch.randint(2**40, (3, 50), generator=torch.Generator().manual_seed(0))
+    bits = kernels.uniform_bits(seeds, positions).tolist()
+    whole = [b * total >> 62 for b, total in zip(bits, kept.sum(dim=0).tolist(), strict=True)]
+    for rank in range(3):
+        want = [index - before for index, before in zip(whole, kept[:rank].sum(dim=0).tolist(), strict=True)]
+        assert kernels.draw_index(seeds, positions, kept, rank).tolist() == want

@@ -104,7 +104,7 @@ def test_greedy_batch_has_nothing_to_draw() -> None:
     sampler.admit(0, make(temperature=0, top_k=5, top_p=0.5), [0], 1)
     batch = sampler.batch([0, 0], [1, 2])
     assert batch.draws == ()
-    assert (batch.penalties, batch.bias, batch.masked, batch.logprobs) == (None, None, None, None)
+    assert (batch.penalties, batch.bias, batch.masked_N, batch.logprobs) == (None, None, None, None)
 
 
 # The distribution drawn from

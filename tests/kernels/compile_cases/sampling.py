@@ -71,4 +71,13 @@ _LISTED_LIMITS = CompileCase(
     num_warps=8,
 )
 
-CASES = [*_cases_over("bf16"), *_cases_over("fp32"), _LISTED_LIMITS]
+_DRAW_INDEX = CompileCase(
+    name="draw_index",
+    kernel=sampling._draw_index,
+    signature={"seeds_R": "*i64", "positions_R": "*i64", "kept_NR": "*i64", "index_R": "*i64"}
+    | {"num_rows": "i32", "num_ranks": "i32", "rank": "i32", "ROWS": "constexpr"},
+    constexprs={"ROWS": sampling._ROWS},
+    num_warps=1,
+)
+
+CASES = [*_cases_over("bf16"), *_cases_over("fp32"), _LISTED_LIMITS, _DRAW_INDEX]
