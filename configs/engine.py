@@ -20,8 +20,9 @@ DEFAULT_MODEL_DIR = Path(__file__).parent / "default_model"
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence waits for the step.
-DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence waits for the step. On a
+# GPU fewer would take less time than the host needs to launch the step of a small model.
+DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_MAX_MODEL_LEN = 40960
 
 

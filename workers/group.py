@@ -136,7 +136,7 @@ class TensorParallelGroup:
         if self._reducer is not None:
             return self._reducer.all_gather(tensor)
         out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._run("all_gather", lambda b: b.allgather([list(out_R.unbind(0))], [tensor.contiguous()]))
+        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None]))
         return out_R
 
     def barrier(self) -> None:
@@ -178,6 +178,7 @@ class TensorParallelGroup:
             distributed = _distributed()
             options = distributed.AllreduceOptions()
             options.reduceOp = getattr(distributed.ReduceOp, operation)
+            options.asyncOp = False  # on CUDA: in the stream of the step, not beside it
             self._run("all_reduce", lambda b: b.allreduce([tensor], options))
         return tensor
 

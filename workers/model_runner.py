@@ -147,30 +147,61 @@ def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGrou
     )
 
 
-@torch.inference_mode()
 def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> None:
     """Run the step that needs most memory: as many tokens and sampling rows as there can be, every stage of sampling
-    in use. Its cache is one block, which nothing is written to. Every rank runs it at the same time."""
-    device, engine = group.device, config.engine
-    num_rows = min(engine.max_num_seqs, config.max_num_batched_tokens)
+    in use. Every rank runs it at the same time."""
+    num_rows = min(config.engine.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
-    num_tokens = num_rows * row_len
+    sampling = Sampling(seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+    _run_step(config, model, group, kernels, num_rows, row_len, row_len, [sampling] * num_rows)
+
+
+def warm_up(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> None:
+    """Run what a backend compiles at its first use, so that no request waits for it: attention of long prompts, short
+    ones and single tokens, within a bound that is theirs and within the widest; every kind of row to sample, from the
+    raw logits and from adjusted ones. Every rank runs it at the same time."""
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    kinds = [
+        Sampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
+        for penalty in (0.0, 1.0)
+        for top_k, top_p in ((0, 1.0), (MAX_LISTED, 1.0), (MAX_LISTED + 1, 0.9))
+    ]
+    for row_len, bound in ((longest, longest), (min(2, longest), longest), (1, 1), (1, config.max_model_len)):
+        _run_step(config, model, group, kernels, 1, row_len, bound, [])
+    for sampling in kinds:
+        _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
+
+
+@torch.inference_mode()
+def _run_step(
+    config: ResolvedConfig,
+    model: Qwen3,
+    group: TensorParallelGroup,
+    kernels: Kernels,
+    num_rows: int,
+    row_len: int,
+    max_seq_len: int,
+    samplings: list[Sampling],
+) -> None:
+    """A step of equal rows, the first of which are sampled so. Its cache is one block, which nothing is written to."""
+    device, num_tokens = group.device, num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
     attn = AttentionMetadata(
         query_start_B1=starts_B1,
         seq_start_B1=starts_B1,
         seq_lens_B=torch.full((num_rows,), row_len, dtype=torch.int32, device=device),
-        block_table_BW=torch.zeros(num_rows, -(-row_len // config.block_size), dtype=torch.int32, device=device),
+        block_table_BW=torch.zeros(num_rows, -(-max_seq_len // config.block_size), dtype=torch.int32, device=device),
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
-        max_seq_len=row_len,
+        max_seq_len=max_seq_len,
     )
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
-    sampler = make_sampler(config, model, group, kernels)
-    sampling = Sampling(seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-    for slot in range(num_rows):
+    if not samplings:
+        return
+    sampler, num_sampled = make_sampler(config, model, group, kernels), len(samplings)
+    for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)
-    logits_BV = model.logits(hidden_TE[:num_rows])
-    sampler.sample(logits_BV, sampler.batch(range(num_rows), [1] * num_rows))
+    logits_BV = model.logits(hidden_TE[:num_sampled])
+    sampler.sample(logits_BV, sampler.batch(range(num_sampled), [1] * num_sampled))

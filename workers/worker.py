@@ -29,7 +29,7 @@ from workers.device import Device, open_device
 from workers.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
 from workers.kv_cache import KVCacheLedger, gpu_budget, plan_kv_cache, torch_dtype
 from workers.loader import LoadingBar, load_weights
-from workers.model_runner import ModelRunner, PendingStep, run_largest_step
+from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,9 @@ class Worker:
                 group.barrier()
         with self._phase("load"):
             model = self._load(group, kernels)
+        if self.config.device == "cuda":
+            with self._phase("warm_up"):
+                warm_up(self.config, model, group, kernels)
         with self._phase("kv_cache"):
             ledger = plan_kv_cache(
                 self.config, kernels, self.rank,

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from configs.engine import ResolvedConfig
-from kernels.backend import select_backend
+from kernels.backend import REFERENCE, select_backend
+from kernels.sampling import GapRows, SamplingKernels
 from scheduler.errors import ConfigError
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu
 from workers.group import TensorParallelGroup
 from workers.kv_cache import KVCache, KVCacheLedger, block_bytes, gpu_budget, plan_kv_cache
 from workers.loader import load_weights
-from workers.model_runner import run_largest_step
+from workers.model_runner import run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 
 KERNELS = select_backend("cpu")
@@ -98,6 +99,44 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     load_weights(model.slices(), Path(config.model_dir), config.model)
     run_largest_step(config, model, group, KERNELS)
+
+
+def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
+    seen: set[tuple[Any, ...]] = set()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: Any, scale: float) -> torch.Tensor:
+        seen.add(("paged_attention", attn.max_query_len, attn.max_seq_len))
+        return REFERENCE.paged_attention(q, k, v, attn, scale)
+
+    def noted(name: str, kernel: Any) -> Any:
+        def call(*args: Any) -> Any:
+            logits = args[0].logits_BV if isinstance(args[0], GapRows) else args[0]
+            seen.add((name, logits.dtype, *(arg for arg in args if isinstance(arg, bool))))
+            return kernel(*args)
+
+        return call
+
+    names = [field.name for field in dataclasses.fields(SamplingKernels)]
+    sampling = SamplingKernels(**{name: noted(name, getattr(REFERENCE.sampling, name)) for name in names})
+    kernels = dataclasses.replace(REFERENCE, paged_attention=attend, sampling=sampling)
+    config, group = (
+        make(dtype="bfloat16", attention_backend="reference"),
+        TensorParallelGroup.alone(torch.device("cpu")),
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=300))
+    group = TensorParallelGroup.alone(torch.device("cpu"))
+    model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
+    for piece in model.slices():
+        piece.target.normal_()
+    warm_up(config, model, group, kernels)
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    attention = {(longest, longest), (2, longest), (1, 1), (1, config.max_model_len)}
+    assert {key[1:] for key in seen if key[0] == "paged_attention"} == attention
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in ("row_best", "block_weights", "pick_column", "list_nearest"):
+            assert (name, dtype) in seen
+        assert {("gap_histogram", dtype, by_weight) for by_weight in (False, True)} <= seen
+    assert {"draw_index", "listed_limits"} <= {key[0] for key in seen}
 
 
 MIB = 2**20
