@@ -63,6 +63,8 @@ class SamplingKernels:
     of its name in this file."""
 
     row_best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    pack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    unpack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     block_weights: Callable[[GapRows, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     draw_index: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
     pick_column: Callable[[GapRows, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -337,6 +339,8 @@ def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 REFERENCE = SamplingKernels(
     row_best=row_best,
+    pack=pack,
+    unpack=unpack,
     block_weights=block_weights,
     draw_index=draw_index,
     pick_column=pick_column,

@@ -160,8 +160,8 @@ class Sampler:
     def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(largest logit, its token, the lowest of equals) over all ranks; largest of each block of this rank."""
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
-        best_B = self._group.all_reduce_max(sampling.pack(max_B, columns_B + self._vocab_start))
-        return *sampling.unpack(best_B), block_max_BX
+        best_B = self._group.all_reduce_max(self._kernels.pack(max_B, columns_B + self._vocab_start))
+        return *self._kernels.unpack(best_B), block_max_BX
 
     def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
         limit_R, kept_NR = self._limits(gaps, rows.filters)

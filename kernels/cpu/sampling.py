@@ -97,6 +97,8 @@ def gap_histogram(
 
 CPU = SamplingKernels(
     row_best=row_best,
+    pack=sampling.pack,
+    unpack=sampling.unpack,
     block_weights=block_weights,
     draw_index=sampling.draw_index,
     pick_column=pick_column,

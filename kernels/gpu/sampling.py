@@ -11,21 +11,19 @@ blocks of a tile or of the row, C the columns of a block or the entries of a lis
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from kernels import sampling
-from kernels.sampling import BLOCK, INFINITY_BITS, RADIX_PASSES, TOP_P_ONE, GapRows, SamplingKernels
+from kernels.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_PASSES, TOP_P_ONE, GapRows, SamplingKernels
 
 _TILE = 8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
 _PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
 _COPIES = 64  # histograms that few rows are spread over, because additions to one place wait for each other
 _MIN_WIDTH = 2048  # rows of blocks and lists are padded to this at least, so that most sizes share compiled code
-_ROWS = 32  # that a program draws for, one a thread
-_LOW_32 = (1 << 32) - 1
+_ROWS = 32  # of a program that has one thread a row
 
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(float("inf"))
@@ -34,6 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
+_INFINITY_BITS = tl.constexpr(INFINITY_BITS)
 _NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
@@ -48,6 +47,20 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     _block_maxima[_grid(num_rows, num_blocks)](logits_BV, block_max_BX, num_columns, TILE=_TILE)
     _row_best[(num_rows,)](logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks))
     return max_B, column_B, block_max_BX
+
+
+def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """See `kernels.sampling.pack`; of one dimension."""
+    packed = torch.empty_like(ids)
+    _pack[(triton.cdiv(len(ids), _ROWS),)](values, ids, packed, len(ids), ROWS=_ROWS, num_warps=1)
+    return packed
+
+
+def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.sampling.unpack`; of one dimension."""
+    values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
+    _unpack[(triton.cdiv(len(packed), _ROWS),)](packed, values, ids, len(packed), ROWS=_ROWS, num_warps=1)
+    return values, ids
 
 
 def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,20 +97,24 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
     The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere, so the list is that
     of these blocks alone, left to `torch.topk`. Only ties with the last one may lie elsewhere: they are counted apart.
     """
-    num_rows, num_columns = len(gaps.rows_R), gaps.logits_BV.shape[1]
-    block_max_RX = gaps.block_max_BX.index_select(0, gaps.rows_R)
-    blocks_RX = block_max_RX.topk(min(max_top_k, block_max_RX.shape[1]), dim=1, sorted=False).indices
-    columns_RC = (blocks_RX[:, :, None] * BLOCK + torch.arange(BLOCK, device=blocks_RX.device)).flatten(1)
-    logits_RC = gaps.logits_BV[gaps.rows_R[:, None], columns_RC.clamp(max=num_columns - 1)]
-    logits_RC = torch.where(columns_RC < num_columns, logits_RC, -torch.inf)
-    rows_R = torch.arange(num_rows, device=blocks_RX.device)
-    list_RK = sampling.list_nearest(dataclasses.replace(gaps, logits_BV=logits_RC, rows_R=rows_R), top_k_R, max_top_k)
-    last_R1 = top_k_R[:, None] - 1
-    entry_R1 = list_RK.gather(1, last_R1)
-    limit_R1 = (entry_R1 >> 32).to(torch.int32).view(torch.float32)
-    within_R1 = _sums_within(gaps, limit_R1.squeeze(1), by_weight=False).sum(dim=1, keepdim=True)
-    entry_R1 = torch.where(limit_R1.isfinite(), (entry_R1 & ~_LOW_32) + (within_R1 - last_R1), entry_R1)
-    return list_RK.scatter_(1, last_R1, entry_R1)
+    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    near_RX = gaps.block_max_BX.index_select(0, gaps.rows_R).topk(min(max_top_k, num_blocks), sorted=False).indices
+    num_near = near_RX.shape[1]
+    gaps_RC = torch.empty(num_rows, num_near * BLOCK, dtype=torch.float32, device=near_RX.device)
+    _near_gaps[(num_rows, triton.cdiv(num_near, _TILE))](
+        gaps.logits_BV, gaps.rows_R, gaps.max_R, gaps.temperature_R, near_RX, gaps_RC, gaps.logits_BV.shape[1],
+        num_near, TILE=_TILE,
+    )  # fmt: skip
+    nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
+    nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
+    limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
+    within_RX = _sums_within(gaps, limit_R, by_weight=False)
+    list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
+    _make_list[(num_rows,)](
+        nearest_RK, top_k_R, within_RX, list_RK, max_top_k, num_blocks,
+        WIDTH=_width(num_blocks), LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED)),
+    )  # fmt: skip
+    return list_RK
 
 
 def listed_limits(
@@ -132,6 +149,8 @@ def gap_histogram(
 
 GPU = SamplingKernels(
     row_best=row_best,
+    pack=pack,
+    unpack=unpack,
     block_weights=block_weights,
     draw_index=draw_index,
     pick_column=pick_column,
@@ -239,6 +258,30 @@ def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.c
     tl.store(column_B + row, tl.min(tl.where(_numbers(logits_C) == largest, columns_C, num_columns), 0))
 
 
+@triton.jit
+def _ordered(bits):  # type: ignore[no-untyped-def]
+    """As `kernels.sampling._ordered`."""
+    return bits ^ ((bits >> 63) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _pack(values, ids, packed, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = rows < num_rows
+    value = tl.load(values + rows, mask=real, other=0.0)
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(packed + rows, (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=real, other=0)), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _unpack(packed, values, ids, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = rows < num_rows
+    number = tl.load(packed + rows, mask=real, other=0)
+    tl.store(values + rows, _ordered(number >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+    tl.store(ids + rows, 0x7FFFFFFF - (number & 0xFFFFFFFF), mask=real)
+
+
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R"])
 def _block_sums(  # type: ignore[no-untyped-def]
     logits_BV, block_max_BX, rows_R, max_R, temperature_R, limit_R, sums_RX, num_columns,
@@ -307,6 +350,37 @@ def _pick_column(  # type: ignore[no-untyped-def]
     place = tl.sum((tl.cumsum(weights_C, 0) <= rest).to(tl.int32), 0)
     here = (index >= 0) & (index < tl.sum(sums_X, 0))
     tl.store(column_R + r, tl.where(here, block * _BLOCK + place, -1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "num_near"])
+def _near_gaps(  # type: ignore[no-untyped-def]
+    logits_BV, rows_R, max_R, temperature_R, near_RX, gaps_RC, num_columns, num_near, TILE: tl.constexpr
+):
+    """Gaps of the tokens of some blocks a row; infinite where there is no number."""
+    r = tl.program_id(0).to(tl.int64)
+    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    places_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    real_X = places_X < num_near
+    blocks_X = tl.load(near_RX + r * num_near + places_X, mask=real_X, other=0)
+    gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, real_X, num_columns, largest, temperature)
+    gaps_XC = tl.where(gaps_XC == gaps_XC, gaps_XC, _INFINITY)
+    places_XC = (r * num_near + places_X)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    tl.store(gaps_RC + places_XC, gaps_XC, mask=real_X[:, None])
+
+
+@triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])
+def _make_list(  # type: ignore[no-untyped-def]
+    nearest_RK, top_k_R, within_RX, list_RK, max_top_k, num_blocks, WIDTH: tl.constexpr, LISTED: tl.constexpr
+):
+    """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them by block."""
+    r = tl.program_id(0).to(tl.int64)
+    last = tl.load(top_k_R + r) - 1
+    entries_K, blocks_X = tl.arange(0, LISTED), tl.arange(0, WIDTH)
+    gaps_K = tl.load(nearest_RK + r * max_top_k + entries_K, mask=entries_K <= last, other=_INFINITY)
+    bits_K = gaps_K.to(tl.int32, bitcast=True)
+    within = tl.sum(tl.load(within_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0)
+    counts_K = tl.where(bits_K < _INFINITY_BITS, tl.where(entries_K == last, within - last, 1), 0)
+    tl.store(list_RK + r * max_top_k + entries_K, (bits_K.to(tl.int64) << 32) + counts_K, mask=entries_K < max_top_k)
 
 
 @triton.jit

@@ -160,6 +160,16 @@ def test_pick_walks_the_running_sum_of_the_weights(num_columns: int, kind: str, 
 # Lists of the nearest tokens
 
 
+def test_packed_numbers_are_those_of_the_reference() -> None:
+    values = torch.tensor([0.0, -0.0, 1.5, -1.5, torch.inf, -torch.inf, 1e-45, -1e-45, 3e38] * 5)
+    ids = torch.randint(2**31 - 1, (45,), generator=torch.Generator().manual_seed(0))
+    ids[:2] = torch.tensor([0, 2**31 - 1])
+    packed = reference.pack(values, ids)
+    assert torch.equal(gpu.pack(values, ids), packed)
+    for got, want in zip(gpu.unpack(packed), reference.unpack(packed), strict=True):
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))  # zeros have no sign
+
+
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (1, 32), (2, 33), (3, 100)])
 def test_drawn_indices_are_those_of_the_reference(num_ranks: int, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernels.gpu import sampling
+from kernels.sampling import MAX_LISTED
 from tests.kernels.compile_cases import CompileCase
 
 _ROWS = {"rows_R": "*i64", "max_R": "*fp32", "temperature_R": "*fp32"}
@@ -26,6 +27,14 @@ def _cases_over(logits: str) -> list[CompileCase]:
             | {"block_max_BX": "*fp32", "max_B": "*fp32", "column_B": "*i64"}
             | {"num_columns": "i32:16", "WIDTH": "constexpr"},
             constexprs=_WIDTH,
+        ),
+        CompileCase(
+            name=f"near_gaps-{logits}",
+            kernel=sampling._near_gaps,
+            signature=logits_BV
+            | _ROWS
+            | {"near_RX": "*i64", "gaps_RC": "*fp32", "num_columns": "i32:16", "num_near": "i32", "TILE": "constexpr"},
+            constexprs=_TILE,
         ),
         CompileCase(
             name=f"pick_column-{logits}",
@@ -80,4 +89,26 @@ _DRAW_INDEX = CompileCase(
     num_warps=1,
 )
 
-CASES = [*_cases_over("bf16"), *_cases_over("fp32"), _LISTED_LIMITS, _DRAW_INDEX]
+_PACK = CompileCase(
+    name="pack",
+    kernel=sampling._pack,
+    signature={"values": "*fp32", "ids": "*i64", "packed": "*i64", "num_rows": "i32", "ROWS": "constexpr"},
+    constexprs={"ROWS": sampling._ROWS},
+    num_warps=1,
+)
+_UNPACK = CompileCase(
+    name="unpack",
+    kernel=sampling._unpack,
+    signature={"packed": "*i64", "values": "*fp32", "ids": "*i64", "num_rows": "i32", "ROWS": "constexpr"},
+    constexprs={"ROWS": sampling._ROWS},
+    num_warps=1,
+)
+_MAKE_LIST = CompileCase(
+    name="make_list",
+    kernel=sampling._make_list,
+    signature={"nearest_RK": "*fp32", "top_k_R": "*i64", "within_RX": "*i64", "list_RK": "*i64"}
+    | {"max_top_k": "i32", "num_blocks": "i32", "WIDTH": "constexpr", "LISTED": "constexpr"},
+    constexprs=_WIDTH | {"LISTED": MAX_LISTED},
+)
+
+CASES = [*_cases_over("bf16"), *_cases_over("fp32"), _LISTED_LIMITS, _DRAW_INDEX, _PACK, _UNPACK, _MAKE_LIST]
