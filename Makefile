@@ -32,9 +32,9 @@ bench-throughput: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" $(if $(PEER),--peer-command "$(PEER)")
 	$(BIN)/python -m benchmarks.plot
 
-# On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed.
+# On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed. OUT=DIR puts the JSON elsewhere.
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check
+	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out "$(OUT)/gpu_check.json")
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -5,23 +5,21 @@
     speed        every kernel against the least time it can take
     decode       steps of the 0.6B and 8B shapes, eager and through graphs
     throughput   output tokens a second of the engine, with each attention backend
-    tokens       greedy outputs of all backends are equal; launching a step never waits for the GPU
+    tokens       outputs of all backends are equal; launching a step never waits for the GPU
 
-Needs torch, triton and one process; nothing is downloaded or built, and Ray is not used. Under nine minutes: each
-section has a limit, and what a section has found by then is kept. Results are written after every section, and one
-table is printed at the end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any device, a CPU with
-TRITON_INTERPRET=1 included, whose times say nothing.
+Needs torch and triton; nothing is downloaded or built, and Ray is not used. Under nine minutes: each section has a
+process of its own and a limit, and what it has found when it crashes, hangs or runs out of time is kept. Results are
+written after every section, and one table is printed at the end. Exit code 1 if anything has not passed. `--small`:
+tiny shapes on any device, a CPU with TRITON_INTERPRET=1 included, whose times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +29,17 @@ import triton
 
 from benchmarks.common import RESULTS
 from benchmarks.common import machine as describe_machine
-from benchmarks.gpu_check_common import Check, Row, TimeUp, median_us, rounded
+from benchmarks.gpu_check_common import Check, Row, median_us, rounded
 from benchmarks.gpu_check_engine import decode_steps, throughput, tokens
 from benchmarks.gpu_check_numerics import numerics
+from benchmarks.gpu_check_process import Section, run_process, run_section, write_json
 from benchmarks.gpu_check_speed import speed
 from kernels.backend import Kernels, select_backend
 from workers.roofline import Machine
 
 
 def machine(check: Check) -> None:
-    """What is here, and the ceilings that floors are computed from."""
+    """What is here, and the ceilings that the floors of the other sections are computed from."""
     check.add("device", lambda: _describe(check))
     check.add("ceilings", lambda: _ceilings(check))
     for name in ("triton", "flash_attn"):
@@ -68,54 +67,50 @@ def _ceilings(check: Check) -> Row:
     copy_us = median_us(check, [lambda: target.copy_(source)])
     left, right = (check.normal(size, size, dtype=torch.bfloat16) for _ in range(2))
     product_us = median_us(check, [lambda: left @ right] * 4)
-    check.ceilings = Machine(
-        memory_bytes_per_s=2 * num_bytes / (copy_us / 1e6), flops_per_s=2 * size**3 / (product_us / 1e6)
-    )
-    return {
-        "tb_per_s": rounded(check.ceilings.memory_bytes_per_s / 1e12),
-        "tflop_per_s": rounded(check.ceilings.flops_per_s / 1e12),
-    }
+    return {"tb_per_s": rounded(2 * num_bytes / copy_us / 1e6), "tflop_per_s": rounded(2 * size**3 / product_us / 1e6)}
 
 
-# By name, in order of importance: what runs, and its seconds. What one does not use is for those after it.
+# By name, in order of importance: what runs, and its seconds with those of its process, 530 in all. What one does not
+# use is for those after it.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
-    "machine": (machine, 20.0),
+    "machine": (machine, 40.0),
     "numerics": (numerics, 150.0),
-    "speed": (speed, 130.0),
-    "decode": (decode_steps, 100.0),
-    "throughput": (throughput, 70.0),
-    "tokens": (tokens, 60.0),
+    "speed": (speed, 115.0),
+    "decode": (decode_steps, 95.0),
+    "throughput": (throughput, 65.0),
+    "tokens": (tokens, 65.0),
 }
+# A section that stops in time has so long until its process is killed.
+_MARGIN_S = 5.0
+# What runs a section: its name, where its part goes, and the moment at which it stops.
+Command = Callable[[str, Path, float], list[str]]
 
 
-def run_section(check: Check, run: Callable[[Check], None], limit_s: float) -> dict[str, Any]:
-    """Rows, seconds, and why it ended early if it did."""
-
-    def time_up(*_: object) -> None:
-        raise TimeUp
-
-    check.rows = []
-    reason: str | None = None
-    began = time.perf_counter()
-    before = signal.signal(signal.SIGALRM, time_up)
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))
-    try:
-        run(check)
-    except TimeUp:
-        reason = f"stopped after {limit_s:.0f} s"
-    except Exception as error:
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    failed = [row["name"] for row in check.rows if not row.get("passed", True)]
-    return {
-        "seconds": round(time.perf_counter() - began, 1), "ended_early": reason, "failed": failed, "rows": check.rows,
-    }  # fmt: skip
+def run_sections(record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command) -> None:
+    """One after the other, each in a process. `record` is written to `out` after every one."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f"{out.stem}_part.json")
+    due_s = time.monotonic()
+    for name, limit_s in limits_s.items():
+        due_s += limit_s
+        section = run_process(command(name, part, due_s - _MARGIN_S), part, due_s)
+        record["sections"][name] = section
+        write_json(out, record)
+        print(table({name: section}), flush=True)
+    part.unlink(missing_ok=True)
 
 
-def table(sections: dict[str, dict[str, Any]], brief: bool = False) -> str:
+def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) -> list[str]:
+    """This program, to run one section, whose floors follow from the ceilings that `record` has."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--sections", name]
+    command += ["--part", str(part), "--until", str(until_s), *(["--small"] if record["small"] else [])]
+    rows = record["sections"].get("machine", {"rows": []})["rows"]
+    for ceilings in (row for row in rows if "tb_per_s" in row):
+        command += ["--tb-per-s", str(ceilings["tb_per_s"]), "--tflop-per-s", str(ceilings["tflop_per_s"])]
+    return command
+
+
+def table(sections: dict[str, Section], brief: bool = False) -> str:
     """A line a row, under the names of its section's columns. `brief` leaves out what is within its limit."""
     lines = []
     for name, section in sections.items():
@@ -137,49 +132,54 @@ def _cell(value: object) -> str:
 
 
 def find_backends(device: torch.device) -> dict[str, Kernels]:
-    """Triton's, and flash-attn's where it can be imported."""
+    """Triton's, and flash-attn's where it can be imported. Raises `ValueError` where Triton's cannot run."""
     backends = {"triton": select_backend(device.type, "triton")}
     if device.type == "cuda":
-        try:
+        with suppress(ValueError):
             backends["flash_attn"] = select_backend(device.type, "flash_attn")
-        except ValueError as error:
-            print(error, file=sys.stderr)
     return backends
 
 
 def main() -> None:
-    """Run, write, print."""
+    """Run, write, print; or run the one section of a process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_check.json")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on any device")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
+    for name, kind in (("--part", Path), ("--until", float), ("--tb-per-s", float), ("--tflop-per-s", float)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for the process of a section
     args = parser.parse_args()
-    if not torch.cuda.is_available() and not args.small:
+    if args.part is not None:
+        run_part(args)
+        return
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not args.small:
         parser.error("there is no GPU here; --small runs on a CPU, with TRITON_INTERPRET=1")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        check = Check(device=device, small=args.small, backends=find_backends(device))
+        select_backend("cuda" if on_gpu else "cpu", "triton")
     except ValueError as error:
         parser.error(str(error))
-    torch.manual_seed(0)
-    due = time.perf_counter()
     record: dict[str, Any] = {
         "benchmark": "gpu_check", "small": args.small, "machine": describe_machine(),
         "limit": "floor: each byte moved once at the speed of a copy, or the operations at that of a large product",
-        "times_are_real": check.on_gpu, "sections": {},
+        "times_are_real": on_gpu, "sections": {},
     }  # fmt: skip
-    for name in args.sections:
-        run, limit_s = SECTIONS[name]
-        due += limit_s
-        section = run_section(check, run, due - time.perf_counter())
-        record["sections"][name] = section
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(table({name: section}), flush=True)
+    limits_s = {name: SECTIONS[name][1] for name in args.sections}
+    run_sections(record, limits_s, args.out, partial(command_of, record))
     print(f"\nall of it\n\n{table(record['sections'], brief=True)}")
-    if not check.on_gpu:
+    if not on_gpu:
         print("\nno GPU: the times above are those of an interpreter and say nothing")
     sys.exit(any(section["failed"] or section["ended_early"] for section in record["sections"].values()))
+
+
+def run_part(args: argparse.Namespace) -> None:
+    """What `command_of` asks for."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    check = Check(device=device, small=args.small, backends=find_backends(device))
+    if args.tb_per_s is not None:
+        check.ceilings = Machine(memory_bytes_per_s=1e12 * args.tb_per_s, flops_per_s=1e12 * args.tflop_per_s)
+    torch.manual_seed(0)
+    run_section(check, SECTIONS[args.sections[0]][0], args.part, args.until)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,11 @@ from workers.roofline import Machine
 
 Row = dict[str, Any]
 
-# Inputs that are used in turn take at least this much together: several times the second-level cache.
+# Inputs that are used in turn take this much together, several times the second-level cache, if that many sets do.
 _ROTATED_BYTES = 256 * 2**20
 _MOST_SETS = 64
 _TIMED_US = 50_000.0
 _MOST_REPLAYS = 20
-
-
-class TimeUp(BaseException):
-    """The time of a section is over. Nothing that handles errors may take it for one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +34,7 @@ class Check:
     """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this machine sustains,
     an H200's data sheet until that is measured.
 
-    `small`: tiny shapes, for any device. `rows` are the results of the section that runs.
+    `small`: tiny shapes, for any device. `rows` are the results of the section that runs; `on_row` follows each.
     """
 
     device: torch.device
@@ -46,6 +42,7 @@ class Check:
     backends: dict[str, Kernels]
     ceilings: Machine = field(default_factory=lambda: Machine(memory_bytes_per_s=4.8e12, flops_per_s=9.9e14))
     rows: list[Row] = field(default_factory=list)
+    on_row: Callable[[], object] = lambda: None
 
     @property
     def on_gpu(self) -> bool:
@@ -64,6 +61,7 @@ class Check:
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200], "passed": False}
         self.rows.append({"name": name, **row})
+        self.on_row()
 
     def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
         """Least microseconds on this machine."""
@@ -119,8 +117,18 @@ def running_sum(lengths: Iterable[int]) -> torch.Tensor:
 
 
 def num_sets(check: Check, num_bytes: int) -> int:
-    """How many sets of inputs to use in turn, so that none is still in the cache when it comes again."""
+    """How many sets of inputs to use in turn, so that none is still in the cache when it comes again; see `share`."""
     return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // num_bytes))) if check.on_gpu else 1
+
+
+def share(check: Check, num_bytes: int, floor_us: float, us: float) -> Row:
+    """The floor as a part of the time. All sets of a small input stay in the cache, faster than the memory that floors
+    count with: then there is none."""
+    if check.on_gpu:
+        cache_bytes = torch.cuda.get_device_properties(check.device).L2_cache_size
+        if num_sets(check, num_bytes) * num_bytes < cache_bytes:
+            return {"cached": True}
+    return {"share": rounded(floor_us / us, 3)}
 
 
 def median_us(check: Check, calls: Sequence[Callable[[], object]]) -> float:

@@ -24,6 +24,7 @@ from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, rounded
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
+from kernels.sampling import MAX_LISTED
 from scheduler.engine import Engine
 from scheduler.messages import Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
@@ -84,6 +85,7 @@ class RecordingExecutor:
 @contextmanager
 def open_engine(check: Check, raw: dict[str, Any], backend: str, fill: Fill, **options: Any) -> Iterator[Parts]:
     """An engine that runs a step ahead, over a model of this shape. `options` are those of `EngineConfig`."""
+    _free_memory(check)  # of an engine whose error was still held when it closed
     torch.manual_seed(0)
     engine = EngineConfig(model="random weights", device=check.device.type, attention_backend=backend, **options)
     config = resolve_config(engine, ModelConfig.from_dict(raw), Path(engine.model), check.device.type)
@@ -103,9 +105,13 @@ def open_engine(check: Check, raw: dict[str, Any], backend: str, fill: Fill, **o
         yield Engine(Scheduler(limits), executor, num_steps_ahead=1), executor, config
     finally:
         executor.inner.close()
-        gc.collect()
-        if check.on_gpu:
-            torch.cuda.empty_cache()
+        _free_memory(check)
+
+
+def _free_memory(check: Check) -> None:
+    gc.collect()
+    if check.on_gpu:
+        torch.cuda.empty_cache()
 
 
 def near_zero(piece: WeightSlice) -> None:
@@ -123,9 +129,9 @@ def wide(piece: WeightSlice) -> None:
         piece.target.copy_(noise * (0.5 if rows_or_heads else 2.0 * piece.shape[1] ** -0.5))
 
 
-def add(engine: Engine, number: int, tokens: list[int], max_tokens: int, temperature: float) -> None:
-    """Queue a request that ends by length alone."""
-    sampling = Sampling(seed=number, max_tokens=max_tokens, temperature=temperature)
+def add(engine: Engine, number: int, tokens: list[int], max_tokens: int, **parameters: Any) -> None:
+    """Queue a request, whose seed is its number. It ends by length alone unless `parameters` have stop ids."""
+    sampling = Sampling(seed=number, max_tokens=max_tokens, **parameters)
     engine.add(
         Request(request_id=str(number), token_ids=ints(tokens), num_prompt_tokens=len(tokens), sampling=sampling)
     )
@@ -151,20 +157,21 @@ def prompts_of(raw: dict[str, Any], lengths: Iterable[int], seed: int) -> list[l
 
 def decode_steps(check: Check) -> None:
     """A step of a batch whose rows are about 512 tokens long, eager and through graphs, beside the floor: reading the
-    weights and the rows' keys and values once."""
+    weights and the rows' keys and values once. And steps of whole prompts, which are always eager."""
     shapes = {"tiny": _TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
     for name, raw in shapes.items():
         for eager in (False, True):
             label = f"{name} {'eager' if eager else 'graph'}"
             if eager or check.on_gpu:
-                check.add(label, partial(_decode_steps, check, raw, eager, label))
+                check.add(label, partial(_decode_steps, check, raw, eager, name))
             else:
                 check.add(label, lambda: _NO_GRAPHS)
 
 
-def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, label: str) -> Row:
+def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> Row:
     """Adds a row for each batch; the row returned is that of the start."""
     batches, context, steps = ((2,), 8, 2) if check.small else ((1, 8, 64, 256), 512, 40)
+    num_prompts, prompt_len = ((1, 2), 12) if check.small else ((1, 4), 2048)
     began = time.perf_counter()
     with open_engine(
         check, raw, "triton", near_zero, enforce_eager=eager, enable_prefix_caching=False, max_num_seqs=batches[-1],
@@ -174,7 +181,10 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, label: str) ->
         start_s = time.perf_counter() - began
         for batch in batches:
             step = partial(_decode_step, check, engine, executor, config.model, batch, context, steps)
-            check.add(f"{label}, batch {batch}", step)
+            check.add(f"{name} {'eager' if eager else 'graph'}, batch {batch}", step)
+        for num in num_prompts if eager else ():
+            step = partial(_prefill_step, check, engine, executor, config.model, num, prompt_len)
+            check.add(f"{name} prefill {num * prompt_len}", step)
     return {"start_s": rounded(start_s, 3)}
 
 
@@ -203,6 +213,28 @@ def _decode_step(
     return {
         "ms": rounded(ms), "launch_ms": rounded(launch_ms), "floor_ms": rounded(floor_ms),
         "share": rounded(floor_ms / ms, 3),
+    }  # fmt: skip
+
+
+def _prefill_step(
+    check: Check, engine: Engine, executor: RecordingExecutor, model: ModelConfig, num_prompts: int, prompt_len: int
+) -> Row:
+    """Of equal steps, the first of which compiles, the median of the others."""
+    repeats = 2 if check.small else 6
+    prompts = prompts_of({"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts)
+    seconds: list[float] = []
+    executor.launch_s.clear()
+    for _ in range(repeats):
+        for number, prompt in enumerate(prompts):
+            add(engine, number, prompt, 1, temperature=0.6)
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
+    floor_ms = 1000 * floor_s(model, 2, works_of(prompts, [1] * num_prompts), check.ceilings)
+    return {
+        "ms": rounded(ms), "launch_ms": rounded(launch_ms), "floor_ms": rounded(floor_ms),
+        "share": rounded(floor_ms / ms, 3), "passed": len(executor.launch_s) == repeats and not engine.has_work,
     }  # fmt: skip
 
 
@@ -251,10 +283,10 @@ def _throughput(check: Check, backend: str) -> Row:
 
 
 def tokens(check: Check) -> None:
-    """Greedy outputs of every backend, through graphs and without, against the reference backend's; and launches under
-    torch's watch for waits.
+    """Outputs of every backend, through graphs and without, against the reference backend's; and launches under torch's
+    watch for waits. The requests use every parameter of sampling.
 
-    In float32 they must be equal. In 16 bits other sums round otherwise and a near tie goes the other way, so it is
+    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the other way, so it is
     told how many requests differ and where first.
     """
     for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
@@ -288,12 +320,29 @@ def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
 
 
 def _add_ragged(check: Check, engine: Engine) -> int:
-    """Prompts and outputs of different lengths; how many."""
-    raw, count, longest, steps = (_TINY, 3, 9, 3) if check.small else (_COMPARED, 20, 700, 48)
-    rng = random.Random(3)
+    """Prompts and outputs of different lengths, sampled in every way in turn; how many."""
+    raw, count, longest, steps = (_TINY, 10, 9, 6) if check.small else (_COMPARED, 20, 700, 48)
+    rng, ways = random.Random(3), _ways_of_sampling(raw["vocab_size"])
     for number, prompt in enumerate(prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)):
-        add(engine, number, prompt, rng.randint(2, steps), temperature=0.0)
+        add(engine, number, prompt, rng.randint(4, steps), **ways[number % len(ways)])
     return count
+
+
+def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
+    """Temperatures at which filters cut off what would be drawn often."""
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 2.0}
+    return [
+        greedy,
+        {"temperature": 0.8},
+        drawn | {"top_k": 20, "top_p": 0.9},
+        drawn | {"top_p": 0.7},
+        drawn | {"min_p": 0.05},
+        drawn | {"top_k": MAX_LISTED + 1},  # more than are listed
+        greedy | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        greedy | {"logit_bias": ((3, 5.0), (vocab_size - 1, -100.0))},
+        greedy | {"min_tokens": 4, "stop_token_ids": frozenset(range(0, vocab_size, 2))},
+        greedy | {"logprobs": 5},
+    ]
 
 
 def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype: str, backend: str, eager: bool) -> Row:
@@ -303,8 +352,8 @@ def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype:
     outputs[key] = [list(ended[str(number)]) for number in range(count)]
     want = next(iter(outputs.values()))
     pairs = list(zip(outputs[key], want, strict=True))
-    places = [
-        next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b) for pair in pairs if pair[0] != pair[1]
+    places = [  # an output that stops early begins as the other does, up to the token that ended it
+        next(i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b) for pair in pairs if pair[0] != pair[1]
     ]
     row: Row = {"requests": count, "differ": len(places), "first": sorted(places)[:5]}
     varied = len({token for output in want for token in output}) > count  # or every model would look the same

@@ -34,13 +34,21 @@ _SLACK = 0.05
 # Of a weight: the rounding of two exponentials. One more for each token whose floor that moves.
 _WEIGHT_TOLERANCE = 1e-6
 
-# Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks beside decodes.
+# Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks beside decodes;
+# queries enough for the large tile of prefill, and rows enough for decode without splits.
+_WIDE = [0, 1, 15, 16, 17, 255, 256, 257, *range(3, 720, 10)]
 _BATCHES = {
     "decode": ([1, 0, 17, 128, 300, 1000, 4097], [1] * 7),
     "prefill": ([300, 31, 64, 1, 129], [300, 31, 64, 1, 129]),
     "cached prefix": ([700, 64, 1500], [200, 1, 65]),
     "mixed": ([1000, 513, 64, 2049, 77], [1, 200, 64, 1, 33]),
+    "long prefill": ([2048, 1500], [2048, 900]),
+    "wide decode": (_WIDE, [1] * len(_WIDE)),
 }
+# Query heads, KV heads, head dim, block size, None for the backend's.
+_ATTENTION_CASES = (
+    (16, 8, 128, None), (32, 8, 128, None), (8, 8, 64, None), (16, 2, 128, 256), (16, 8, 128, 256),
+)  # fmt: skip
 _SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 9, 5])}
 
 
@@ -128,9 +136,8 @@ def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: 
 
 def attention(check: Check, backend: str, kernels: Kernels) -> None:
     """Every kind of batch, for the groups, head dims and block sizes that models and the engine use."""
-    size = kernels.default_block_size
-    cases = [(16, 8, 128, size), (32, 8, 128, size), (8, 8, 64, size), (16, 2, 128, 256), (16, 8, 128, 256)]
-    for heads, kv_heads, dim, block_size in [(2, 1, 64, size)] if check.small else cases:
+    for heads, kv_heads, dim, block_size in [(2, 1, 64, None)] if check.small else _ATTENTION_CASES:
+        block_size = block_size or kernels.default_block_size
         for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _BATCHES).items():
             case = partial(_attention_case, check, kernels, heads, kv_heads, dim, block_size, seq_lens, query_lens)
             name = f"{backend} {kind} {heads}/{kv_heads} x {dim}, block {block_size}"
@@ -163,7 +170,8 @@ def _attention_case(
 
 
 def sampling(check: Check, kernels: SamplingKernels) -> None:
-    """The kernels over the logits, on rows with ties and with what is no number."""
+    """The draw, and the kernels over the logits, on rows with ties and with what is no number."""
+    check.add("draw_index", partial(_same_draws, check, kernels))
     parts: dict[str, Callable[[SamplingKernels, GapRows], Row]] = {
         "row_best": _same_best, "list_nearest": _same_lists, "gap_histogram": _same_histograms,
         "block_weights": _same_weights, "pick_column": _same_picks,
@@ -202,6 +210,15 @@ def _gap_rows(check: Check, logits_BV: torch.Tensor) -> GapRows:
         logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=rows_R, max_R=max_B[rows_R] + 0.0,
         temperature_R=torch.tensor([0.6, 1.0, 0.3, 0.013, 2.5], device=check.device)[: len(rows_R)],
     )  # fmt: skip
+
+
+def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
+    """Of 300 rows, on the second of three ranks."""
+    seeds_R, positions_R = (torch.randint(limit, (300,), device=check.device) for limit in (2**63 - 1, 40960))
+    kept_NR = torch.randint(2**56, (3, 300), device=check.device)
+    with poisoned():
+        got_R = kernels.draw_index(seeds_R, positions_R, kept_NR, 1)
+    return _equal((got_R, SAMPLING_REFERENCE.draw_index(seeds_R, positions_R, kept_NR, 1)))
 
 
 def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:

@@ -2,7 +2,8 @@
 
     floor = max(bytes / memory bandwidth, floating-point operations / peak)
 
-Each input is read once and each output written once. Device time; inputs are used in turn, so none is in the cache.
+Each input is read once and each output written once. Device time; inputs are used in turn, so none is in the cache,
+except where they are so small that it holds them all: such a row is "cached" and has no share.
 Legend: T tokens, B rows, S tokens of a row, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block size,
 V tokens of the vocabulary.
 """
@@ -17,7 +18,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, attention_of, median_us, num_sets, rounded
+from benchmarks.gpu_check_common import Check, Row, attention_of, median_us, num_sets, rounded, share
 from kernels.backend import Kernels
 from kernels.sampling import GapRows
 
@@ -119,7 +120,7 @@ def _attention(
         floor = check.floor_us(num_bytes, flops)
         row["floor_us"] = rounded(floor)
         if "block_16" in times:
-            row["share"] = rounded(floor / times["block_16"], 3)
+            row |= share(check, num_bytes, floor, times["block_16"])
             if "flash_attn" in times:
                 row["of_flash_attn"] = rounded(times["flash_attn"] / times["block_16"], 3)
         return row
@@ -223,6 +224,6 @@ def _timed(check: Check, name: str, make: Callable[[], Call], num_bytes: int) ->
     def measure() -> Row:
         us = median_us(check, [make() for _ in range(num_sets(check, num_bytes))])
         floor = check.floor_us(num_bytes)
-        return {"us": rounded(us), "floor_us": rounded(floor), "share": rounded(floor / us, 3)}
+        return {"us": rounded(us), "floor_us": rounded(floor)} | share(check, num_bytes, floor, us)
 
     check.add(name, measure)

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_check_engine, gpu_check_numerics, gpu_check_speed
-from benchmarks.gpu_check_common import Check
+from benchmarks import gpu_check, gpu_check_common, gpu_check_engine, gpu_check_numerics, gpu_check_speed
+from benchmarks.gpu_check_common import Check, attention_of
+from benchmarks.gpu_check_process import Section, run_section
 from kernels.backend import REFERENCE, Kernels
+from kernels.gpu import attention as gpu_attention
 from kernels.gpu import backend
 from kernels.gpu.backend import TRITON
 from tests.kernels.gpu_device import DEVICE
@@ -42,6 +46,8 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
     assert record["times_are_real"] is (DEVICE.type == "cuda")
     for name, section in record["sections"].items():
         assert section["rows"] and not section["failed"] and section["ended_early"] is None, name
+    assert sum(limit_s for _, limit_s in gpu_check.SECTIONS.values()) <= 535
+    assert list(tmp_path.iterdir()) == [out]
     tables = done.stdout.partition("all of it")[2]
     assert all(f"{name}: " in tables for name in gpu_check.SECTIONS)
 
@@ -95,6 +101,32 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
     assert failed == {"triton" if part is gpu_check_numerics.attention else next(iter(wrong))}
 
 
+@pytest.mark.parametrize("case", gpu_check_numerics._ATTENTION_CASES)
+def test_batches_reach_every_way_of_launching_attention(
+    case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors that are assumed of a CPU."""
+    launched: set[tuple[int | None, bool | None]] = set()
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **constants: launched.add((constants.get("TILE_M"), constants.get("SPLIT")))
+
+    for name in ("prefill_kernel", "decode_kernel", "combine_kernel"):
+        monkeypatch.setattr(gpu_attention, name, Recorder())
+    monkeypatch.setattr(gpu_attention, "_num_sms", lambda device: 132)
+    heads, kv_heads, dim, block_size = case[0], case[1], case[2], case[3] or 16
+    for seq_lens, query_lens in gpu_check_numerics._BATCHES.values():
+        num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens)
+        attn = attention_of(seq_lens, query_lens, torch.arange(num_blocks), block_size, DEVICE)
+        cache = torch.empty(num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        q_THD = torch.empty(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        gpu_attention.paged_attention(q_THD, cache, cache, attn, 1.0)
+    prefill, combine, decode = {(64, None), (128, None)}, {(None, None)}, {(16, True)}
+    # With two KV heads it takes hundreds of rows to fill a GPU without splits.
+    assert launched == prefill | combine | decode | ({(16, False)} if kv_heads == 8 else set())
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -103,6 +135,7 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
         ("gap_histogram", lambda *args: TRITON.sampling.gap_histogram(*args) * 2),
         ("block_weights", lambda gaps, limit: TRITON.sampling.block_weights(gaps, limit - 1.0)),
         ("pick_column", lambda gaps, limit, sums, index: TRITON.sampling.pick_column(gaps, limit, sums, index + 1)),
+        ("draw_index", lambda seeds, places, kept, rank: TRITON.sampling.draw_index(seeds, places, kept, rank + 1)),
     ],
 )
 def test_wrong_sampling_does_not_pass(name: str, wrong: Callable[..., Any]) -> None:
@@ -111,6 +144,7 @@ def test_wrong_sampling_does_not_pass(name: str, wrong: Callable[..., Any]) -> N
         "row_best": gpu_check_numerics._same_best, "list_nearest": gpu_check_numerics._same_lists,
         "gap_histogram": gpu_check_numerics._same_histograms, "block_weights": gpu_check_numerics._same_weights,
         "pick_column": gpu_check_numerics._same_picks,
+        "draw_index": lambda kernels, gaps: gpu_check_numerics._same_draws(small(), kernels),
     }[name]  # fmt: skip
     assert not part(dataclasses.replace(TRITON.sampling, **{name: wrong}), gaps)["passed"]
 
@@ -141,12 +175,30 @@ def test_time_of_flash_attn_is_told_as_a_multiple_of_ours() -> None:
     check.backends["flash_attn"] = REFERENCE
     gpu_check_speed.speed(check)
     rows = [row for row in check.rows if "flash_attn_us" in row]
-    assert rows and all(row["of_flash_attn"] > 0 and row["share"] > 0 for row in rows)
+    assert rows and all(row["of_flash_attn"] > 0 and row.get("share", 1) > 0 for row in rows)
 
 
-def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why() -> None:
+def test_input_that_stays_in_the_cache_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Check, "on_gpu", True)
+    properties = SimpleNamespace(L2_cache_size=60 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert gpu_check_common.share(small(), 2**10, 2.0, 4.0) == {"cached": True}
+    for num_bytes in (2**20, 2**26, 2**32):
+        assert gpu_check_common.share(small(), num_bytes, 2.0, 4.0) == {"share": 0.5}
+
+
+def section_of(part: Path, run: Callable[[Check], None], limit_s: float) -> Section:
+    run_section(small(), run, part, time.monotonic() + limit_s)
+    section: Section = json.loads(part.read_text())
+    return section
+
+
+def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why(tmp_path: Path) -> None:
+    part = tmp_path / "part.json"
+
     def slow(check: Check) -> None:
         check.add("first", lambda: {"passed": True})
+        assert [row["name"] for row in json.loads(part.read_text())["rows"]] == ["first"]
         check.add("second", lambda: time.sleep(20) or {})  # type: ignore[func-returns-value]
 
     def broken(check: Check) -> None:
@@ -154,9 +206,93 @@ def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why() -> None:
         check.add("goes on", lambda: {"passed": True})
         raise RuntimeError("no such device")
 
-    section = gpu_check.run_section(small(), slow, 0.2)
-    assert [row["name"] for row in section["rows"]] == ["first"] and "stopped after" in section["ended_early"]
-    section = gpu_check.run_section(small(), broken, 5.0)
+    section = section_of(part, slow, 0.2)
+    assert [row["name"] for row in section["rows"]] == ["first"] and "out of time" in section["ended_early"]
+    section = section_of(part, broken, 5.0)
     assert (section["failed"], section["ended_early"]) == (["raises"], "RuntimeError: no such device")
     assert "KeyError" in section["rows"][0]["error"] and section["rows"][1]["passed"]
     assert "raises" in gpu_check.table({"broken": section}, brief=True)
+
+
+def test_end_of_time_that_a_destructor_swallows_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.5)
+
+    def swallows(check: Check) -> None:
+        slow = Slow()
+        del slow  # Python drops what is raised meanwhile
+        check.add("swallowed", lambda: {"passed": True})
+        time.sleep(20)
+
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    section = section_of(tmp_path / "part.json", swallows, 0.2)
+    assert len(dropped) == 1
+    assert section["rows"] and "out of time" in section["ended_early"] and section["seconds"] < 5
+
+
+# Sections without torch, which start at once. Each adds a row, then ends in its own way.
+ENDINGS = {
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "left": "print('cannot go on', file=sys.stderr); os._exit(3)",
+    "silent": "os._exit(0)",
+    "fine": "pass",
+}
+SECTION = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from benchmarks.gpu_check_process import run_section
+
+def section(check):
+    check.rows.append({{"name": "first", "passed": True}})
+    check.on_row()
+    {ending}
+    check.rows.append({{"name": "last", "passed": True}})
+
+run_section(SimpleNamespace(rows=[], on_row=None), section, Path(sys.argv[1]), float(sys.argv[2]))
+"""
+
+
+def test_process_that_dies_or_hangs_keeps_its_rows_and_the_next_sections_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(gpu_check, "_MARGIN_S", 0.0)
+    out = tmp_path / "made" / "out.json"
+    known: list[list[str]] = []
+
+    def command(name: str, part: Path, until_s: float) -> list[str]:
+        known.append(list(json.loads(out.read_text())["sections"]) if out.exists() else [])
+        return [sys.executable, "-c", SECTION.format(ending=ENDINGS[name]), str(part), str(until_s + 60)]
+
+    record: dict[str, Any] = {"sections": {}}
+    gpu_check.run_sections(record, dict.fromkeys(ENDINGS, 5.0), out, command)
+    sections = json.loads(out.read_text())["sections"]
+    assert known == [list(ENDINGS)[:place] for place in range(len(ENDINGS))]
+    assert {name: section["ended_early"] for name, section in sections.items()} == {
+        "killed": "SIGKILL", "stopped": "hung and was killed", "left": "exit code 3: cannot go on",
+        "silent": "has not ended", "fine": None,
+    }  # fmt: skip
+    rows = {name: [row["name"] for row in section["rows"]] for name, section in sections.items()}
+    assert rows == {name: ["first"] for name in ENDINGS} | {"fine": ["first", "last"]}
+    assert "cannot go on" in capfd.readouterr().err and list(out.parent.iterdir()) == [out]
+
+
+def test_section_that_never_starts_says_so(tmp_path: Path) -> None:
+    (tmp_path / "out_part.json").write_text('{"rows": [{"name": "of another"}], "failed": [], "ended_early": null}')
+    command = [sys.executable, "-c", "raise SystemExit('no such module')"]
+    record: dict[str, Any] = {"sections": {}}
+    gpu_check.run_sections(record, {"speed": 30.0}, tmp_path / "out.json", lambda *_: command)
+    assert record["sections"]["speed"]["ended_early"] == "exit code 1: no such module"
+    assert record["sections"]["speed"]["rows"] == []
+
+
+def test_later_sections_are_told_the_measured_ceilings() -> None:
+    rows = [{"name": "device"}, {"name": "ceilings", "tb_per_s": 4.3, "tflop_per_s": 790.0}]
+    command = partial(gpu_check.command_of, name="speed", part=Path("part.json"), until_s=7.5)
+    told = command({"small": True, "sections": {"machine": {"rows": rows}}})
+    assert told[-4:] == ["--tb-per-s", "4.3", "--tflop-per-s", "790.0"] and "--small" in told
+    assert "--tb-per-s" not in command({"small": False, "sections": {}})
