@@ -40,11 +40,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     sizes = {k: getattr(args, k) for k in ("tp", "num_seqs", "max_input", "max_output", "num_decodes", "prompt_rate")}
-    measured: dict[str, Any] = {"model": "60m shape" if args.model is None else args.model.rsplit("/", 1)[-1], **sizes}
+    name = None if args.model is None else args.model.rsplit("/", 1)[-1]
+    measured: dict[str, Any] = {"model": name or "60m shape", **sizes}
     with model_or_random(args.model) as model:
         measured["rates"] = at_rates(model, args)
         measured["chunks"] = [beside_prompts(model, args, size) for size in args.chunk_sizes]
-    write_result("latency", "ratio_p99 of 1: decodes as if no prompt arrived", measured)
+    result = "latency" if name is None else f"latency_{name}"
+    write_result(result, "ratio_p99 of 1: decodes as if no prompt arrived", measured, module="latency")
 
 
 def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
