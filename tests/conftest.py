@@ -1,6 +1,7 @@
 """What all tests share: the checkout on the path, quiet libraries, no network, Triton's interpreter without a GPU."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -9,5 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell in the background starts us, and we our programs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from cluster import LLM, Chunk, SamplingParams
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
@@ -46,6 +47,16 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
     options = OPTIONS | {"attention_backend": "triton", "max_num_seqs": 6, "max_num_batched_tokens": 40}
     with LLM(small_model.path, tensor_parallel_size=2, dtype="float32", **options) as engine:
         assert "kernels: triton" in engine.report.lines
+        check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
+        assert engine.stats()["num_cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_engine_on_gpus_equals_transformers(users_ray: None, small_model: SmallModel, tp: int) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    options = OPTIONS | {"device": "cuda", "max_num_seqs": 6, "max_num_batched_tokens": 40}
+    with LLM(small_model.path, tensor_parallel_size=tp, dtype="float32", **options) as engine:
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
         assert engine.stats()["num_cached_tokens"] > 0
 

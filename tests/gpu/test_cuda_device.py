@@ -1,0 +1,75 @@
+"""What `CudaDevice` promises and `FakeGpu` stands in for elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler.errors import StepTimeoutError
+from workers.device import CudaDevice
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LONG = 2_000_000_000  # cycles, about a second
+MIB = 2**20
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 0))
+
+
+def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
+    arrays = [np.arange(n, dtype=np.int32) for n in (1, 4, 7, 0, 300)]
+    for array, tensor in zip(arrays, device.upload(*arrays), strict=True):
+        assert tensor.is_cuda and tensor.dtype == torch.int32 and tensor.tolist() == array.tolist()
+        assert tensor.data_ptr() % 16 == 0
+
+
+def test_nothing_but_wait_waits(device: CudaDevice) -> None:
+    """Behind a second of work: copies both ways return at once, and what they bring is right when waited for."""
+    target = torch.zeros(8, dtype=torch.int32, device=device.torch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(LONG)
+        pending = []
+        for step in range(3):
+            device.upload_into(target, np.full(8, step, np.int32))
+            pending.append(device.to_host(target + 1))
+        event = pending[-1][1]
+        assert event is not None and not event.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(StepTimeoutError, match=r"step 7 did not finish on cuda:0 within 0.05 s"):
+        device.wait(event, 0.05, "step 7")
+    for step, ((copied,), event) in enumerate(pending):
+        device.wait(event, 20.0, "the copy")
+        assert copied.tolist() == [step + 1] * 8
+
+
+def test_graphs_read_what_stands_in_their_tensors_and_share_memory(device: CudaDevice) -> None:
+    inputs, output = torch.ones(MIB, device=device.torch), torch.zeros(MIB, device=device.torch)
+
+    def run(size: int) -> None:
+        output[:size].copy_(inputs[:size] * 2 + 1)
+
+    large = device.capture(lambda: run(MIB))
+    held = device.memory().reserved
+    small = device.capture(lambda: run(MIB // 2), large)
+    assert device.memory().reserved == held
+    for graph, size, value in ((large, MIB, 3.0), (small, MIB // 2, 5.0), (large, MIB, 7.0)):
+        inputs.fill_(value)
+        output.zero_()
+        graph.replay()
+        assert (output[:size] == 2 * value + 1).all() and not output[size:].any()
+
+
+def test_peak_counts_what_was_alive_at_once(device: CudaDevice) -> None:
+    def run() -> None:
+        for _ in range(3):
+            torch.zeros(64 * MIB, dtype=torch.uint8, device=device.torch)
+
+    assert device.peak_during(run) == 64 * MIB
+    memory = device.memory()
+    assert 0 < memory.free <= memory.total
