@@ -188,7 +188,9 @@ class TensorParallelGroup:
         if self._backend is None:
             raise WorkerError(f"{who} has left its tensor-parallel group")
         try:
-            start(self._backend).wait()
+            work = start(self._backend)
+            if work is not None:  # as NCCL returns where nothing but the stream is to wait
+                work.wait()
         except RuntimeError as error:
             raise WorkerError(f"{who}: {name} failed, a peer is gone or stuck: {error}") from None
 

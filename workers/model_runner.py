@@ -166,8 +166,10 @@ def warm_up(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, ke
         for penalty in (0.0, 1.0)
         for top_k, top_p in ((0, 1.0), (MAX_LISTED, 1.0), (MAX_LISTED + 1, 0.9))
     ]
-    for row_len, bound in ((longest, longest), (min(2, longest), longest), (1, 1), (1, config.max_model_len)):
-        _run_step(config, model, group, kernels, 1, row_len, bound, [])
+    most = config.max_num_batched_tokens // longest
+    steps = ((most, longest, longest), (1, min(2, longest), longest), (1, 1, 1), (1, 1, config.max_model_len))
+    for num_rows, row_len, bound in steps:
+        _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     for sampling in kinds:
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
 

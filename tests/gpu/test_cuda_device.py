@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,13 +32,21 @@ def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
 def test_nothing_but_wait_waits(device: CudaDevice) -> None:
     """Behind a second of work: copies both ways return at once, and what they bring is right when waited for."""
     target = torch.zeros(8, dtype=torch.int32, device=device.torch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(LONG)
+
+    def steps() -> list[Any]:
         pending = []
         for step in range(3):
             device.upload_into(target, np.full(8, step, np.int32))
             pending.append(device.to_host(target + 1))
+        return pending
+
+    first = steps()  # loads the kernel and allocates host memory, and both may wait
+    torch.cuda.synchronize()
+    del first
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(LONG)
+        pending = steps()
         event = pending[-1][1]
         assert event is not None and not event.query()
     finally:

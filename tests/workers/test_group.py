@@ -150,6 +150,25 @@ def test_closed_group_refuses_work(transport: str) -> None:
     on_ranks(2, run, transport=transport)
 
 
+class NcclStandIn:
+    """Answers as NCCL does for two ranks that hold the same: nothing to wait for where the call is in the stream."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp, "a stream beside that of the step"
+        (tensor,) = tensors
+        if options.reduceOp == torch.distributed.ReduceOp.SUM:
+            tensor *= 2
+        else:
+            assert options.reduceOp == torch.distributed.ReduceOp.MAX
+
+
+def test_reduction_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
+    group = TensorParallelGroup(0, 2, CPU, NcclStandIn())
+    assert group.all_reduce(torch.tensor([3.0])).item() == 6
+    assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
+    group.barrier()
+
+
 def test_group_of_one_needs_no_rendezvous() -> None:
     group = TensorParallelGroup.create(0, 1, None, CPU, 1.0)
     tensor = torch.tensor([3.0])
