@@ -26,6 +26,9 @@ from kernels.metadata import AttentionMetadata
 _PROGRAMS_PER_SM = 4
 # Below this many tokens a split costs more to combine than it saves.
 _MIN_SPLIT_TOKENS = tl.constexpr(128)
+# A program reads the tokens of its split one tile after the other: a step would wait for one of a much longer split,
+# however many rows there are.
+_MAX_SPLIT_TOKENS = tl.constexpr(4096)
 _MAX_SPLITS = 128
 # Rows looked at together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
@@ -97,7 +100,7 @@ def _attend_decode(
     group = num_heads // kv_heads
     launch = decode_launch(q_THD.dtype, head_dim, group)
     num_rows = len(attn.seq_lens_B)
-    num_splits = count_splits(num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device))
+    num_splits, filling = count_splits(num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device))
     acc_BHXD, max_BHX, sum_BHX = out_THD, out_THD, out_THD  # unused where one split writes the output
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
@@ -106,14 +109,15 @@ def _attend_decode(
     decode_kernel[(num_rows, kv_heads, num_splits)](
         q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, acc_BHXD, max_BHX, sum_BHX, attn.query_start_B1, attn.seq_lens_B,
         attn.block_table_BW, attn.block_table_BW.stride(0), q_THD.stride(0), q_THD.stride(1), scale_log2, num_splits,
-        GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
+        filling, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
         TILE_M=launch.tile_m, TILE_C=launch.tile_c, TILE_D=padded_dim(head_dim), num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         combine_kernel[(num_rows, num_heads)](
-            acc_BHXD, max_BHX, sum_BHX, out_THD, attn.query_start_B1, attn.seq_lens_B, num_splits, NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim, TILE_C=launch.tile_c, TILE_X=COMBINE_TILE, TILE_D=padded_dim(head_dim), num_warps=4,
+            acc_BHXD, max_BHX, sum_BHX, out_THD, attn.query_start_B1, attn.seq_lens_B, num_splits, filling,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, TILE_C=launch.tile_c, TILE_X=COMBINE_TILE,
+            TILE_D=padded_dim(head_dim), num_warps=4,
         )  # fmt: skip
 
 
@@ -154,14 +158,16 @@ def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=4, num_stages=5)
 
 
-def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> int:
-    """Splits of each row, from what the host knows: enough to fill the device if every row is `max_seq_len` long.
+def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
+    """(most splits of a row, splits a row that fill the device if all rows are `max_seq_len` long), by bounds alone.
 
+    The first is larger where one such row could hold up a batch that fills the device without splits.
     `num_programs`: rows times KV heads.
     """
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_programs))
     possible: int = -(-max_seq_len // _MIN_SPLIT_TOKENS.value)
-    return max(1, min(wanted, possible, _MAX_SPLITS))
+    filling = max(1, min(wanted, possible, _MAX_SPLITS))
+    return min(max(filling, -(-max_seq_len // _MAX_SPLIT_TOKENS.value)), _MAX_SPLITS), filling
 
 
 @functools.cache
@@ -173,7 +179,7 @@ def _num_sms(device: torch.device) -> int:
 # Kernels
 
 # What changes from step to step: no variant of a kernel for each of its alignments.
-_VARYING_INTS = ["num_rows", "table_stride", "num_splits"]
+_VARYING_INTS = ["num_rows", "table_stride", "num_splits", "filling"]
 _VARYING_POINTERS = ["query_start_B1", "seq_lens_B", "block_table_BW"]
 
 
@@ -264,6 +270,7 @@ def decode_kernel(
     q_stride_h: tl.tensor,
     scale_log2: tl.tensor,
     num_splits: tl.tensor,
+    filling: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -286,7 +293,7 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_B + row)
     first, end = 0, seq_len
     if SPLIT:
-        split_len = _split_len(seq_len, num_splits, TILE_C)
+        split_len = _split_len(seq_len, num_splits, filling, TILE_C)
         first = split * split_len
         end = tl.minimum(first + split_len, seq_len)
         if first >= seq_len:
@@ -325,6 +332,7 @@ def combine_kernel(
     query_start_B1: tl.tensor,
     seq_lens_B: tl.tensor,
     num_splits: tl.tensor,
+    filling: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_C: tl.constexpr,
@@ -340,7 +348,7 @@ def combine_kernel(
     if tl.load(query_start_B1 + row + 1) == token:
         return
     seq_len = tl.load(seq_lens_B + row)
-    used = tl.cdiv(seq_len, _split_len(seq_len, num_splits, TILE_C))
+    used = tl.cdiv(seq_len, _split_len(seq_len, num_splits, filling, TILE_C))
     first_place = (row * NUM_HEADS + head) * num_splits
     d_D = tl.arange(0, TILE_D)
     acc_D = tl.zeros([TILE_D], tl.float32)
@@ -384,11 +392,12 @@ def _row_of(
 
 
 @triton.jit
-def _split_len(seq_len: tl.tensor, num_splits: tl.tensor, TILE_C: tl.constexpr) -> tl.tensor:
-    """Tokens of a split, whole tiles: the row's own tiles over as many splits as leave each `_MIN_SPLIT_TOKENS`."""
+def _split_len(seq_len: tl.tensor, num_splits: tl.tensor, filling: tl.tensor, TILE_C: tl.constexpr) -> tl.tensor:
+    """Tokens of a split, whole tiles: the row's own tiles over as many splits as leave each `_MIN_SPLIT_TOKENS`, up to
+    `filling`, and over more where these would have more than `_MAX_SPLIT_TOKENS`."""
     tiles = tl.cdiv(seq_len, TILE_C)
-    used = tl.minimum(num_splits, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS))
-    return tl.maximum(tl.cdiv(tiles, tl.maximum(used, 1)), 1) * TILE_C
+    used = tl.maximum(tl.minimum(filling, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)), tl.cdiv(seq_len, _MAX_SPLIT_TOKENS))
+    return tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(used, num_splits), 1)), 1) * TILE_C
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_large_tiles_of_a_batch_that_fills_the_device(
 
 def test_one_split_writes_the_output_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_num_sms", lambda device: 1)
-    assert attention.count_splits(12, 300, 1) == 1
+    assert attention.count_splits(12, 300, 1) == (1, 1)
     assert_matches_reference(make_case(DECODE_LENS, [1] * 6, head_dim=64))
 
 
@@ -209,12 +210,37 @@ def test_queries_may_be_a_view_and_inputs_stay_unchanged(query_lens: list[int]) 
 
 
 def test_splits_fill_the_device_within_what_a_row_can_be_split_into() -> None:
-    assert attention.count_splits(8, 32_768, 132) == 66
-    assert attention.count_splits(8, 1000, 132) == 8
-    assert attention.count_splits(8, 128, 132) == 1
-    assert attention.count_splits(512, 32_768, 132) == 2
-    assert attention.count_splits(528, 32_768, 132) == 1
-    assert attention.count_splits(1, 1 << 20, 132) == 128
+    assert attention.count_splits(8, 32_768, 132) == (66, 66)
+    assert attention.count_splits(8, 1000, 132) == (8, 8)
+    assert attention.count_splits(8, 128, 132) == (1, 1)
+    assert attention.count_splits(512, 4096, 132) == (2, 2)
+    assert attention.count_splits(528, 4096, 132) == (1, 1)
+    assert attention.count_splits(1, 1 << 20, 132) == (128, 128)
+
+
+def test_a_long_row_is_split_in_a_batch_that_fills_the_device() -> None:
+    assert attention.count_splits(528, 32_768, 132) == (8, 1)
+    assert attention.count_splits(512, 32_768, 132) == (8, 2)
+    assert attention.count_splits(528, 1 << 20, 132) == (128, 1)
+
+
+@pytest.mark.parametrize("max_seq_len", [9000, 32_768])
+def test_long_rows_beside_short_ones(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_num_sms", lambda device: 1)
+    parts: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+        parts.append(empty(*args, **kwargs))
+        return parts[-1].fill_(torch.nan)
+
+    q, k_cache, v_cache, attn = make_case([40, 9000, 4096, 1, 4097], [1] * 5, kv_heads=1, head_dim=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", keep)
+        assert_matches_reference((q, k_cache, v_cache, replace(attn, max_seq_len=max_seq_len)))
+    _, acc_BHXD, _ = parts
+    written_BX = ~acc_BHXD[:, 0, :, 0].isnan()
+    assert written_BX.sum(1).tolist() == [1, 3, 1, 1, 2]
 
 
 @NEEDS_GPU
