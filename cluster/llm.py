@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -249,10 +250,11 @@ class LLM:
         size = self.config.tensor_parallel_size
         lease = SESSION.connect(self.config.ray_address, size)
         self._exit.callback(SESSION.release, lease)
-        config = resolve_config(self.config, self._model, model_dir, pick_device(self.config.device, size))
+        device = pick_device(self.config.device, size)
         connected = time.perf_counter()
-        placement = place(size, config.device)
+        placement = place(size, device)
         self._exit.callback(_while_held, lease, remove_placement_group, placement)
+        config = _resolve(self.config, self._model, model_dir, device, placement)
         self._driver = _start_driver(config, placement)
         self._frontend = Frontend(self._driver, None, lambda: SESSION.holds(lease))
         self._exit.callback(self._frontend.join, SHUTDOWN_TIMEOUT_S)  # no thread of ours is in Ray when Ray stops
@@ -350,6 +352,27 @@ class LLM:
                 f"{what} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
             )
         return self._tokenizer
+
+
+def _resolve(
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, placement: PlacementGroup
+) -> ResolvedConfig:
+    """See `resolve_config`, which looks at what is installed: here, or with a GPU that only the ranks have, there."""
+    if device == "cpu" or torch.cuda.is_available():
+        return resolve_config(engine, model, model_dir, device)
+    there = ray.remote(resolve_config).options(
+        num_cpus=1,
+        num_gpus=1,
+        max_retries=0,
+        runtime_env=actor_environment(),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
+    )
+    resolved: ResolvedConfig = call(
+        there.remote(engine, model, model_dir, device),
+        "see what is installed where the ranks run",
+        engine.start_timeout_s,
+    )
+    return resolved
 
 
 def _start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:

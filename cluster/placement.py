@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from scheduler.errors import ConfigError
@@ -149,10 +150,18 @@ def actor_environment() -> dict[str, Any]:
 
 
 def pick_device(device: str, tensor_parallel_size: int) -> str:
-    """ "auto" is "cuda" where the cluster has a GPU for every rank, else "cpu"."""
+    """ "auto" is "cuda" where the cluster has a GPU for every rank, else "cpu".
+
+    Ray counts GPUs by itself: on a cluster of this machine alone torch must be able to use them, too.
+    """
     if device != "auto":
         return device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= tensor_parallel_size else "cpu"
+    if ray.cluster_resources().get("GPU", 0) < tensor_parallel_size:
+        return "cpu"
+    if len([node for node in ray.nodes() if node["Alive"]]) > 1 or torch.cuda.is_available():
+        return "cuda"
+    logger.warning("there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", torch.__version__)
+    return "cpu"
 
 
 def place(tensor_parallel_size: int, device: str) -> PlacementGroup:

@@ -44,6 +44,9 @@ class RankActor:
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
         logging.basicConfig(level=config.engine.log_level.upper())
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        if gpus:  # Ray does this itself, unless it was told not to for the sake of other work in the cluster
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._limit_s = config.engine.step_timeout_s
         self._worker = Worker(config, rank)
         self._computing = ThreadPoolExecutor(1, "rank")

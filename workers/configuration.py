@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+
+import torch
 
 from configs.engine import EngineConfig, ResolvedConfig, resolve
 from configs.model import ModelConfig
@@ -13,7 +16,7 @@ from scheduler.errors import ConfigError
 def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str) -> ResolvedConfig:
     """See `configs.engine.resolve`; what the kernels of `device` ("cpu" or "cuda") leave open is theirs to say.
 
-    "auto" looks at what is installed here; the ranks take what was chosen. Raises `ConfigError`.
+    "auto" looks at what is installed where this is called; the ranks take what was chosen. Raises `ConfigError`.
     """
     dtype = model.dtype if engine.dtype == "auto" else engine.dtype
     try:
@@ -31,13 +34,18 @@ def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, de
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
     """What the engine will run as far as that is known before the cluster is: with device "auto", a configuration that
     only one device can run is no mistake yet. Raises `ConfigError` for one that none can."""
-    if engine.device != "auto":
-        return resolve_config(engine, model, model_dir, engine.device)
+    gpu_engine = engine
+    if engine.attention_backend == "flash_attn" and not torch.cuda.is_available():
+        gpu_engine = dataclasses.replace(engine, attention_backend="auto")  # the ranks may have what is missing here
+    if engine.device == "cuda":
+        return resolve_config(gpu_engine, model, model_dir, "cuda")
     try:
         return resolve_config(engine, model, model_dir, "cpu")
     except ConfigError as error:
+        if engine.device == "cpu":
+            raise
         try:
-            return resolve_config(engine, model, model_dir, "cuda")
+            return resolve_config(gpu_engine, model, model_dir, "cuda")
         except ConfigError:
             raise error from None
 

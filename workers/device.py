@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scheduler.errors import StepTimeoutError
+from scheduler.errors import ConfigError, StepTimeoutError
 
 Ints = npt.NDArray[np.int32]
 # Pieces of one upload start at multiples of 16 bytes, which GPU kernels are specialised on.
@@ -152,7 +152,12 @@ class CudaDevice(Device):
 
 
 def open_device(kind: str) -> Device:
-    """The device of a rank: "cpu", or "cuda", the first GPU this process sees."""
+    """The device of a rank: "cpu", or "cuda", the first GPU this process sees. Raises `ConfigError` if it sees none."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU "
+            "here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
+        )
     return CudaDevice(torch.device("cuda", 0)) if kind == "cuda" else Device(torch.device("cpu"))
 
 

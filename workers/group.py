@@ -136,7 +136,9 @@ class TensorParallelGroup:
         if self._reducer is not None:
             return self._reducer.all_gather(tensor)
         out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None]))
+        options = _distributed().distributed_c10d.AllgatherOptions()
+        options.asyncOp = False  # as in `_reduce`
+        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options))
         return out_R
 
     def barrier(self) -> None:

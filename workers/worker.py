@@ -200,9 +200,10 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
+        self._runner = None  # first: NCCL would wait for the end of graphs that hold its operations
         if self._group is not None:
             self._group.close()
-        self._group = self._model = self._runner = self._kernels = self._rendezvous = None
+        self._group = self._model = self._kernels = self._rendezvous = None
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

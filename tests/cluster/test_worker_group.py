@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import remove_placement_group
 
 from cluster import worker_group
 from cluster.driver import Driver
-from cluster.llm import _start_driver
-from cluster.placement import place
+from cluster.llm import LLM, _start_driver
+from cluster.placement import actor_environment, pick_device, place
 from cluster.worker_group import RankActor, WorkerGroup
 from scheduler.engine import Engine
-from scheduler.errors import StepTimeoutError, WorkerError
+from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import Request, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, limits_of, prompts
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
@@ -91,10 +94,15 @@ class SeeingDriver(Driver):
         return [await actor.visible_gpus.remote() for actor in actors]
 
 
+@pytest.mark.parametrize("ray_hides_the_others", [True, False])
 def test_each_rank_sees_the_gpu_that_ray_gave_it(
-    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, ray_hides_the_others: bool
 ) -> None:
     monkeypatch.setattr("cluster.llm.Driver", SeeingDriver)
+    if not ray_hides_the_others:
+        environment = actor_environment()  # which the ranks inherit
+        environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        monkeypatch.setattr("cluster.llm.actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = place(2, "cuda")
     driver = _start_driver(config, placement)
@@ -103,3 +111,26 @@ def test_each_rank_sees_the_gpu_that_ray_gave_it(
     finally:
         ray.kill(driver)
         remove_placement_group(placement)
+
+
+def say_where(*_: Any) -> None:
+    raise ConfigError(f"configured beside GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+
+
+@NO_GPU
+def test_kernels_are_chosen_where_the_ranks_run(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.llm.resolve_config", say_where)
+    with pytest.raises(ConfigError, match=r"^configured beside GPU [01]$"):
+        LLM(small_model.path, tensor_parallel_size=2, device="cuda", attention_backend="flash_attn")
+
+
+@NO_GPU
+def test_gpus_that_torch_cannot_use_are_an_error_when_asked_for_and_passed_over_otherwise(
+    users_ray: None, small_model: SmallModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* can use no GPU here"):
+        LLM(small_model.path, tensor_parallel_size=2, device="cuda")
+    assert ray.cluster_resources()["GPU"] == 2 and pick_device("auto", 2) == "cpu"
+    assert "torch" in caplog.text and "cannot use them: the ranks run on the CPU" in caplog.text

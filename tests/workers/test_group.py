@@ -161,11 +161,16 @@ class NcclStandIn:
         else:
             assert options.reduceOp == torch.distributed.ReduceOp.MAX
 
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp, "a stream beside that of the step"
+        output[...] = tensor
 
-def test_reduction_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
+
+def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
     group = TensorParallelGroup(0, 2, CPU, NcclStandIn())
     assert group.all_reduce(torch.tensor([3.0])).item() == 6
     assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
+    assert group.all_gather(torch.tensor([3.0, 4.0])).tolist() == [[3, 4], [3, 4]]
     group.barrier()
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from scheduler.messages import StepPlan
 from tests.workers.conftest import config_of
 from tests.workers.planner import GREEDY, Planner, Row
 from tests.workers.pool import WorkerPool, executor_of
+from workers.device import open_device
 from workers.in_process import InProcessExecutor
 from workers.worker import Worker
 
@@ -252,6 +255,19 @@ def test_in_process_executor_runs_plans(small_checkpoint: Path) -> None:
 def test_in_process_executor_is_one_rank(small_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="one process runs one rank"):
         InProcessExecutor(config_of(small_checkpoint, tensor_parallel_size=2))
+
+
+def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) -> None:
+    runner, held = weakref.ref(worker._runner), []
+    worker._group = SimpleNamespace(close=lambda: held.append(runner()))  # type: ignore[assignment]
+    worker.close()
+    assert held == [None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_torch_cannot_use_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* can use no GPU here\. Install"):
+        open_device("cuda")
 
 
 def test_workers_import_neither_ray_nor_transformers() -> None:
