@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from benchmarks.gpu_check_numerics import numerics
 from benchmarks.gpu_check_process import Section, run_process, run_section, write_json
 from benchmarks.gpu_check_speed import speed
 from kernels.backend import Kernels, select_backend
+from workers.device import CudaDevice
+from workers.group import TensorParallelGroup, _connect, open_rendezvous
 from workers.roofline import Machine
 
 
@@ -42,6 +45,7 @@ def machine(check: Check) -> None:
     """What is here, and the ceilings that the floors of the other sections are computed from."""
     check.add("device", lambda: _describe(check))
     check.add("ceilings", lambda: _ceilings(check))
+    check.add("process group", lambda: _process_group(check))
     for name in ("triton", "flash_attn"):
         found = check.backends[name].description if name in check.backends else "no"
         check.add(name, partial(dict, found=found))
@@ -60,14 +64,53 @@ def _describe(check: Check) -> Row:
 
 
 def _ceilings(check: Check) -> Row:
-    """A copy, counting bytes read and written, and a square product of random numbers in bfloat16."""
+    """The faster of a copy, counting bytes read and written, and a sum, which reads; a square product in bfloat16."""
     num_bytes, size = (2**20, 64) if check.small else (4 * 2**30, 8192)
     source = torch.empty(num_bytes, dtype=torch.uint8, device=check.device).random_()
     target = torch.empty_like(source)
-    copy_us = median_us(check, [lambda: target.copy_(source)])
+    copied = 2 * num_bytes / median_us(check, [lambda: target.copy_(source)]) / 1e6
+    numbers = target.view(torch.float32)
+    summed = num_bytes / median_us(check, [lambda: numbers.sum()]) / 1e6
     left, right = (check.normal(size, size, dtype=torch.bfloat16) for _ in range(2))
     product_us = median_us(check, [lambda: left @ right] * 4)
-    return {"tb_per_s": rounded(2 * num_bytes / copy_us / 1e6), "tflop_per_s": rounded(2 * size**3 / product_us / 1e6)}
+    return {
+        "tb_per_s": rounded(max(copied, summed)), "copied_tb_per_s": rounded(copied),
+        "summed_tb_per_s": rounded(summed), "tflop_per_s": rounded(2 * size**3 / product_us / 1e6),
+    }  # fmt: skip
+
+
+def _process_group(check: Check) -> Row:
+    """What ranks ask of each other, asked by one alone: sums, a maximum and a gather, on a GPU in a graph."""
+    rendezvous = open_rendezvous("127.0.0.1", _GROUP_TIMEOUT_S)
+    timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
+    backend = _connect(0, 1, rendezvous.address, check.device, timeout)
+    group = TensorParallelGroup(0, 2, check.device, backend)  # of two, as it is told: one alone asks nothing
+    summed, largest = check.normal(64, 1024), torch.arange(64, dtype=torch.int64, device=check.device)
+    gathered = torch.empty(1, *summed.shape, dtype=summed.dtype, device=check.device)
+
+    def run() -> None:
+        group._gather(group.all_reduce(summed), gathered)
+        group.all_reduce_max(largest)
+        group.all_reduce(largest)
+
+    graph = None
+    try:
+        group.barrier()
+        graph = CudaDevice(check.device).capture(run) if check.on_gpu else None
+        for _ in range(2):
+            want_summed, want_largest = check.normal(64, 1024), largest + 1
+            summed.copy_(want_summed)
+            largest.copy_(want_largest)
+            graph.replay() if graph is not None else run()
+            if not (torch.equal(gathered[0], want_summed) and torch.equal(largest, want_largest)):
+                return {"passed": False}
+        row: Row = {"backend": group.transport, "passed": True}
+        return row | (
+            {"us": rounded(median_us(check, [lambda: group.all_reduce(summed)] * 20))} if check.on_gpu else {}
+        )
+    finally:
+        graph = None  # before the group, as in `Worker.close`
+        group.close()
 
 
 # By name, in order of importance: what runs, and its seconds with those of its process, 530 in all. What one does not
@@ -82,6 +125,7 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
 }
 # A section that stops in time has so long until its process is killed.
 _MARGIN_S = 5.0
+_GROUP_TIMEOUT_S = 20.0
 # What runs a section: its name, where its part goes, and the moment at which it stops.
 Command = Callable[[str, Path, float], list[str]]
 
@@ -161,7 +205,7 @@ def main() -> None:
         parser.error(str(error))
     record: dict[str, Any] = {
         "benchmark": "gpu_check", "small": args.small, "machine": describe_machine(),
-        "limit": "floor: each byte moved once at the speed of a copy, or the operations at that of a large product",
+        "limit": "floor: each byte moved once, or the operations done, at the measured speeds of `ceilings`",
         "times_are_real": on_gpu, "sections": {},
     }  # fmt: skip
     limits_s = {name: SECTIONS[name][1] for name in args.sections}

@@ -47,6 +47,9 @@ _TINY = QWEN3_0_6B | {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 64,
 }  # fmt: skip
+# Of the tokens, 0.33 to 0.38 came before the first difference between two right backends (bfloat16, on a CPU), 0.002
+# with attention that gives zeros, 0.02 with one that scales by 0.8 of what it should.
+_EQUAL_IN_16_BITS = 0.15
 _NO_GRAPHS = {"note": "graphs are not available"}
 
 Fill = Callable[[WeightSlice], object]
@@ -286,8 +289,8 @@ def tokens(check: Check) -> None:
     """Outputs of every backend, through graphs and without, against the reference backend's; and launches under torch's
     watch for waits. The requests use every parameter of sampling.
 
-    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the other way, so it is
-    told how many requests differ and where first.
+    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the other way: what is
+    compared is the part of the tokens before the first that differs.
     """
     for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
         outputs: dict[str, list[list[int]]] = {}
@@ -352,12 +355,18 @@ def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype:
     outputs[key] = [list(ended[str(number)]) for number in range(count)]
     want = next(iter(outputs.values()))
     pairs = list(zip(outputs[key], want, strict=True))
-    places = [  # an output that stops early begins as the other does, up to the token that ended it
-        next(i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b) for pair in pairs if pair[0] != pair[1]
-    ]
-    row: Row = {"requests": count, "differ": len(places), "first": sorted(places)[:5]}
+    begun_alike = [_begun_alike(*pair) for pair in pairs]
+    places = [place for place, (output, wanted) in zip(begun_alike, pairs, strict=True) if output != wanted]
+    equal = sum(begun_alike) / sum(map(len, want))
+    row: Row = {"requests": count, "differ": len(places), "first": sorted(places)[:5], "equal": rounded(equal)}
     varied = len({token for output in want for token in output}) > count  # or every model would look the same
-    return row | ({"passed": not places and varied} if dtype == "float32" else {})
+    return row | {"passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)}
+
+
+def _begun_alike(output: list[int], wanted: list[int]) -> int:
+    """How many tokens come before the first that differs."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(output, wanted, strict=False))
+    return sum(1 for _ in alike)
 
 
 def _never_waits(check: Check, backend: str, eager: bool) -> Row:

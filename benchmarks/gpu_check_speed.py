@@ -80,6 +80,7 @@ def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
         for batch in (1, 64):
             name = f"decode {batch} x 512, bound {_GRAPH_BOUND}"
             _attention(check, pool, name, heads, [512] * batch, [1] * batch, _GRAPH_BOUND)
+        _attention(check, pool, "decode 79 x 512, 1 x 32768", heads, [512] * 79 + [32768], [1] * 80)
 
 
 def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:

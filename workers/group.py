@@ -136,9 +136,7 @@ class TensorParallelGroup:
         if self._reducer is not None:
             return self._reducer.all_gather(tensor)
         out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        options = _distributed().distributed_c10d.AllgatherOptions()
-        options.asyncOp = False  # as in `_reduce`
-        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options))
+        self._gather(tensor, out_R)
         return out_R
 
     def barrier(self) -> None:
@@ -183,6 +181,11 @@ class TensorParallelGroup:
             options.asyncOp = False  # on CUDA: in the stream of the step, not beside it
             self._run("all_reduce", lambda b: b.allreduce([tensor], options))
         return tensor
+
+    def _gather(self, tensor: torch.Tensor, out_R: torch.Tensor) -> None:
+        options = _distributed().distributed_c10d.AllgatherOptions()
+        options.asyncOp = False  # as in `_reduce`
+        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options))
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
         """Start an operation of the backend and wait for it (on CUDA only the stream does)."""

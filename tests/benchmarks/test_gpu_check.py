@@ -157,6 +157,15 @@ def test_backend_with_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch
     assert "float32 triton eager" in {row["name"] for row in check.rows if not row.get("passed", True)}
 
 
+def test_tokens_of_16_bits_must_begin_as_those_of_the_reference() -> None:
+    outputs: dict[str, list[list[int]]] = {}
+    rows = [gpu_check_engine._compare(small(), outputs, name, "bfloat16", "reference", True) for name in ("a", "b")]
+    assert all(row["passed"] and row["equal"] == 1 for row in rows)
+    outputs["a"] = [[token + 1 for token in output] for output in outputs["a"]]
+    row = gpu_check_engine._compare(small(), outputs, "b", "bfloat16", "reference", True)
+    assert not row["passed"] and row["equal"] == 0 and row["differ"] == row["requests"]
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has graphs of its own")
 def test_tokens_through_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
