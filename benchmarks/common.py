@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """Of the checkout, with a + if files have changed since; None outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 @contextmanager
 def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M) -> Iterator[str]:
     """The directory or hub id given, or else a temporary checkpoint of this shape with random weights."""
@@ -78,7 +88,10 @@ def write_result(name: str, limit: str, measured: Mapping[str, Any], module: str
 
     `module`: of the benchmark, where it is not called as its result is.
     """
-    record = {"benchmark": name, "command": _command(module or name), "machine": machine(), "limit": limit, **measured}
+    record = {
+        "benchmark": name, "command": _command(module or name), "commit": commit(), "machine": machine(),
+        "limit": limit, **measured,
+    }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))

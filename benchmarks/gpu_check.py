@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, commit
 from benchmarks.common import machine as describe_machine
 from benchmarks.gpu_check_common import Check, Row, median_us, rounded
 from benchmarks.gpu_check_engine import decode_steps, throughput, tokens
@@ -204,7 +204,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     record: dict[str, Any] = {
-        "benchmark": "gpu_check", "small": args.small, "machine": describe_machine(),
+        "benchmark": "gpu_check", "small": args.small, "commit": commit(), "machine": describe_machine(),
         "limit": "floor: each byte moved once, or the operations done, at the measured speeds of `ceilings`",
         "times_are_real": on_gpu, "sections": {},
     }  # fmt: skip

@@ -22,7 +22,7 @@ MAX_TENSOR_PARALLEL_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see `workers/layers`)."""
+    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see `workers/rope`)."""
 
     rope_type: str = "default"
     theta: float = 10000.0

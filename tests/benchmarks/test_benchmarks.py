@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_a_result_says_how_it_was_made_and_holds_no_absolute_path(
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["command"] == "python -m benchmarks.x --model model --peer-command 'python run.py {model}'"
     assert (record["limit"], record["value"], record["machine"]["cores"] > 0) == ("the limit", 1, True)
+    assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{7,}\+?", record["commit"])
     assert json.loads(capsys.readouterr().out) == record
 
 
