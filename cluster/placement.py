@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
+    _check_arguments(sys.argv)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_on_this_machine() or "local"
     if address == "local":
@@ -116,6 +118,15 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
             f"cannot join the Ray cluster at {address!r}: {error} "
             "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
         ) from error
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Ray records the command line of the program, and can start nothing if that is not UTF-8."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the argument {argument!r} of this program is not UTF-8; give it in UTF-8") from None
 
 
 def _cluster_on_this_machine() -> str | None:

@@ -89,9 +89,9 @@ def invoke(*arguments: str | Path) -> Run:
     return Run(result.exit_code, result.stdout, result.stderr)
 
 
-def run_process(*arguments: str | Path, cwd: Path = CHECKOUT) -> Run:
+def run_process(*arguments: str | bytes | Path, cwd: Path = CHECKOUT) -> Run:
     """Run the command line as a user does."""
-    command = [sys.executable, str(CHECKOUT / "launch.py"), *map(str, arguments)]
+    command = [sys.executable, str(CHECKOUT / "launch.py"), *arguments]
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"}
     )
@@ -153,6 +153,11 @@ def test_an_input_file_that_is_not_there_is_refused(model_dir: Path, tmp_path: P
 @pytest.mark.usefixtures("no_engine")
 def test_an_empty_prompt_is_refused(model_dir: Path) -> None:
     invoke("generate", "Hi", "", "--model", model_dir).check_one_message("a prompt is empty; give at least one token")
+
+
+def test_an_argument_that_is_not_utf8_is_refused_before_ray_starts() -> None:
+    run = run_process("generate", b"\xff\xfe")
+    run.check_one_message("the argument '\\udcff\\udcfe' of this program is not UTF-8")
 
 
 @pytest.mark.usefixtures("no_engine")
