@@ -107,17 +107,19 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_on_this_machine() or "local"
     if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-        return
-    if _is_host_and_port(address) and not _listens(address):
-        raise ConfigError(f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS")
+        options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
+        failed = "start a local Ray"
+        advice = "Its files go to RAY_TMPDIR, else /tmp: a short path to a folder that can be written and has room"
+    else:
+        if _is_host_and_port(address) and not _listens(address):
+            raise ConfigError(f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS")
+        options = {"runtime_env": {"working_dir": str(CHECKOUT)}}
+        failed = f"join the Ray cluster at {address!r}"
+        advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:
-        ray.init(address=address, runtime_env={"working_dir": str(CHECKOUT)}, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"cannot join the Ray cluster at {address!r}: {error} "
-            "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
-        ) from error
+        ray.init(address=address, **options, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
 
 
 def _check_arguments(arguments: list[str]) -> None:
@@ -132,7 +134,10 @@ def _check_arguments(arguments: list[str]) -> None:
 def _cluster_on_this_machine() -> str | None:
     """The address `ray start` recorded here, if something still listens there: a killed cluster leaves its record."""
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    address = record.read_text().strip() if record.is_file() else ""
+    try:
+        address = record.read_text().strip()
+    except OSError:
+        return None
     return address if _is_host_and_port(address) and _listens(address) else None
 
 

@@ -115,6 +115,16 @@ def test_a_ray_address_to_nowhere_is_refused_at_once(small_model: SmallModel, re
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("length", [120, 300])
+def test_a_folder_in_which_ray_cannot_start_is_refused(small_model: SmallModel, requests: Path, length: int) -> None:
+    """120 letters are too long for a socket, 300 for a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = start("--model", small_model.path, "--input", requests, env={"RAY_TMPDIR": f"{folder}/{'l' * length}"})
+        code, _, err = finish(run)
+    assert code == 2 and "cannot start a local Ray: " in err and "RAY_TMPDIR" in err and "Traceback" not in err
+    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
