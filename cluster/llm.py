@@ -94,6 +94,8 @@ class LLM:
         self._model.check_tensor_parallel_size(self.config.tensor_parallel_size)
         check_checkpoint(model_dir, self._model)
         defaults = generation_defaults(read_generation_config(model_dir))
+        if not isinstance(sampling_defaults, SamplingParams | None):
+            raise ConfigError(f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}")
         self._defaults = (sampling_defaults or SamplingParams()).over(defaults)
         self._random = random.Random(self.config.seed)
         self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
@@ -173,7 +175,7 @@ class LLM:
         `request_id` is a name of one's own for `abort`.
         """
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        generation = self._submit([prompt], [sampling_params], [chunks.put], request_id)[0]
+        generation = self._submit([prompt], one_each(sampling_params, 1), [chunks.put], request_id)[0]
         generation.done.add_done_callback(lambda _: chunks.put(None))
         try:
             while (chunk := chunks.get()) is not None:
@@ -193,7 +195,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        generation = (await self._submit_async([prompt], [sampling_params], [put], request_id))[0]
+        generation = (await self._submit_async([prompt], one_each(sampling_params, 1), [put], request_id))[0]
         generation.done.add_done_callback(lambda _: put(None))
         try:
             while (chunk := await chunks.get()) is not None:
@@ -228,7 +230,8 @@ class LLM:
     def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is sent."""
         generation = self._generation(prompt)
-        params = dataclasses.replace(sampling_params or SamplingParams(), seed=0)  # draws nothing
+        [wanted] = one_each(sampling_params, 1)
+        params = dataclasses.replace(wanted or SamplingParams(), seed=0)  # draws nothing
         for request in self._requests(generation, params, prompt, None):
             check_request(request, self._report.limits)
         return generation.prompt_token_ids

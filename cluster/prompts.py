@@ -14,23 +14,41 @@ Prompt = str | Seq[int] | Mapping[str, Any]
 
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    """One prompt or many, as a list. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Seq):
+        raise RequestError(
+            f"prompts are text, a list of token ids, a mapping, or a list of these; got {type(prompts).__name__}",
+            "prompt",
+        )
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """Parameters for each prompt: the same for all, or a list as long as the prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"got {len(params)} sampling_params for {count} prompts", "sampling_params")
-    return list(params)
+    """Parameters for each prompt: the same for all, or a list as long as the prompts. Raises `RequestError`."""
+    each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
+    wrong = [type(p).__name__ for p in each if not isinstance(p, SamplingParams | None)]
+    if wrong:
+        raise RequestError(
+            f"sampling_params must be a SamplingParams or a list of one a prompt, got {wrong[0]}; "
+            "SamplingParams.from_dict makes one of a dict",
+            "sampling_params",
+        )
+    if len(each) != count:
+        raise RequestError(f"got {len(each)} sampling_params for {count} prompts", "sampling_params")
+    return each
 
 
 def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
-    """One conversation or many, as prompts."""
+    """One conversation or many, as prompts. Raises `RequestError` for what is neither."""
+    if not isinstance(messages, list | tuple):
+        raise RequestError(
+            f"messages must be a list of {{role, content}}, or a list of such lists; got {type(messages).__name__}",
+            "messages",
+        )
     one = not messages or isinstance(messages[0], Mapping)
     return [{"messages": m} for m in ([messages] if one else messages)]
 

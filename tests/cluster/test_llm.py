@@ -124,6 +124,19 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None
     assert llm.stats()["num_steps"] == steps
 
 
+def test_a_stream_and_a_check_refuse_parameters_that_are_a_dict(llm: LLM) -> None:
+    params: Any = {"temperature": 0}
+
+    async def stream() -> None:
+        await anext(llm.astream([1, 2], params))
+
+    for use in (lambda: next(llm.stream([1, 2], params)), lambda: asyncio.run(stream())):
+        with pytest.raises(RequestError, match="a SamplingParams or a list of one a prompt, got dict"):
+            use()
+    with pytest.raises(RequestError, match="a SamplingParams or a list of one a prompt, got dict"):
+        llm.check_prompt([1, 2], params)
+
+
 def test_a_stream_brings_the_tokens_of_the_whole_output(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=15, ignore_eos=True)
     chunks = list(llm.stream([4, 5, 6], params))
