@@ -37,9 +37,6 @@ from workers.roofline import Machine, probe_cpu, report, works_of
 
 NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
 MAX_TOKEN_ID = 10000
-WARMUP = BatchRequest(
-    where="", prompt={"prompt_token_ids": [1, 2, 3]}, params=SamplingParams(max_tokens=4, ignore_eos=True)
-)
 
 logger = logging.getLogger("eagleray")
 
@@ -71,7 +68,7 @@ def run_bench(job: BenchJob) -> None:
     machine = _probe(config)
     with LLM(**{name: getattr(job.config, name) for name in EngineConfig.__dataclass_fields__}) as llm:
         requests = tokenize_batch(llm, requests)
-        run_timed(llm, [WARMUP] * job.num_warmup, [0.0] * job.num_warmup)
+        run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         before = llm.stats()
         logger.info("%d requests", len(requests))
         run = run_timed(llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0))
@@ -135,6 +132,13 @@ def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
         job.num_seqs or NUM_SEQS, max_input, max_output, seed=job.config.seed or 0,
         temperature=TEMPERATURE if job.temperature is None else job.temperature, vocab_size=config.model.vocab_size,
     )  # fmt: skip
+
+
+def _warmup(llm: LLM) -> BatchRequest:
+    """Three tokens of prompt, or as many as the engine takes, and four of output at most."""
+    prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    return BatchRequest(where="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
 
 
 def _probe(config: ResolvedConfig) -> Machine | None:

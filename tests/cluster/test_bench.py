@@ -217,3 +217,10 @@ def test_a_file_of_requests_is_timed_with_several_outputs_each_and_its_shared_pr
     line = run_bench("--input", path, "--model", model_dir, "--block-size", "4", "--num-warmup", "0")
     assert (line["requests"], line["input_tokens"], line["output_tokens"]) == (2, 82, 20)
     assert line["dtype"] == "float32" and line["cached_tokens"] > 0
+
+
+def test_an_engine_of_two_tokens_a_sequence_is_warmed_up_within_them(model_dir: Path) -> None:
+    line = run_bench(
+        "--num-seqs", "1", "--max-input", "1", "--max-output", "1", "--max-model-len", "2", "--model", model_dir
+    )  # fmt: skip
+    assert (line["input_tokens"], line["output_tokens"]) == (1, 1)
