@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -36,16 +37,9 @@ def run_generate(job: GenerateJob) -> None:
         raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
     if job.raw and job.input is not None:
         raise RequestError("--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves")
-    if job.output is not None and job.output.is_dir():
-        raise ConfigError(f"--output {str(job.output)!r} is a folder; name a file")
-    if job.output is not None and not job.output.parent.is_dir():
-        raise ConfigError(f"the folder of --output {str(job.output)!r} does not exist")
-    if job.output is not None:
-        try:
-            job.output.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
     requests = read_requests(job.input) if job.input is not None else None
+    if job.output is not None:
+        _check_output(job.output, job.input)
     for prompt in job.prompts:
         if not prompt:
             raise RequestError("a prompt is empty; give at least one token", "prompt")
@@ -58,6 +52,26 @@ def run_generate(job: GenerateJob) -> None:
         seconds = time.perf_counter() - began
         _write(job, outputs)
         logger.info("%s", _speed(outputs, seconds))
+
+
+def _check_output(output: Path, input: Path | None) -> None:
+    """Raise `ConfigError` unless answers can be written there. Leaves no file behind that was not there."""
+    name = f"--output {str(output)!r}"
+    try:
+        if output.is_dir():
+            raise ConfigError(f"{name} is a folder; name a file")
+        if not output.parent.is_dir():
+            raise ConfigError(f"the folder of {name} does not exist")
+        if input is not None and output.exists() and output.samefile(input):
+            raise ConfigError(
+                f"{name} is the file of --input, and answers would take the place of requests; name another"
+            )
+        is_new = not os.path.lexists(output)
+        output.open("a").close()
+        if is_new:
+            output.unlink()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be written: {error}") from None
 
 
 def _from_prompt(prompt: str, *, chat: bool) -> BatchRequest:

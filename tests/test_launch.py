@@ -81,7 +81,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.handlers[:], logger.level = before
 
 
-def invoke(*arguments: str | Path) -> Run:
+def invoke(*arguments: str | int | Path) -> Run:
     """Run the command line in this process."""
     result = CliRunner().invoke(launch.app, list(map(str, arguments)))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -198,6 +198,38 @@ def test_prompts_beside_an_input_file_are_refused(tmp_path: Path) -> None:
 def test_a_missing_output_folder_is_refused_before_anything_runs(model_dir: Path, tmp_path: Path) -> None:
     run = invoke("generate", "Hi", "--model", model_dir, "--output", tmp_path / "nowhere" / "answers.jsonl")
     run.check_one_message("the folder of --output", "nowhere/answers.jsonl' does not exist")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_output_that_cannot_be_written_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    run = invoke("generate", "Hi", "--model", model_dir, "--output", tmp_path / ("l" * 300))
+    run.check_one_message("--output", "cannot be written: ", "too long")
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_the_input_is_no_output_under_whatever_name(model_dir: Path, tmp_path: Path, link: Any) -> None:
+    file = write_lines(tmp_path, {"prompt_token_ids": [1]})
+    output = tmp_path / "answers.jsonl" if link else tmp_path / ".." / tmp_path.name / file.name
+    if link:
+        link(file, output)
+    run = invoke("generate", "--model", model_dir, "--input", file, "--output", output)
+    run.check_one_message("is the file of --input", "name another")
+    assert "prompt_token_ids" in file.read_text()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("line", "tp", "message"), [("{}", 1, "line 1: needs"), ('{"prompt": "Hi"}', 3, "possible are")]
+)
+def test_a_refused_run_leaves_no_output_behind(
+    model_dir: Path, tmp_path: Path, line: str, tp: int, message: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line)
+    output = tmp_path / "new.jsonl"
+    run = invoke("generate", "--model", model_dir, "--input", tmp_path / "in.jsonl", "--output", output, "--tp", tp)
+    run.check_one_message(message)
+    assert not output.exists()
 
 
 # Exit codes of what is no mistake of the user
