@@ -24,6 +24,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # GPU fewer would take less time than the host needs to launch the step of a small model.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_MAX_MODEL_LEN = 40960
+MAX_TIMEOUT_S = 86400  # a day
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,11 @@ class EngineConfig:
         for name in _WHOLE_AT_LEAST:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
-                _check_at_least(name, value, _WHOLE_AT_LEAST[name])
+                _check_whole(name, value, _WHOLE_AT_LEAST[name], _WHOLE_AT_MOST.get(name))
         for name in ("start_timeout_s", "step_timeout_s", "frontend_timeout_s"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= MAX_TIMEOUT_S:
+                raise ConfigError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {value!r}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -168,12 +170,15 @@ _WHOLE_AT_LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
+# A step ahead is a thread of every rank; a sequence a row of tables; tokens of a block and blocks are 32-bit numbers.
+_WHOLE_AT_MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**31 - 1, "num_kv_blocks": 2**31 - 1}
 _MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 
 
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+def _check_whole(name: str, value: object, least: int, most: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
+        raise ConfigError(f"{name} must be a whole number of {limits}, got {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
+MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**31 - 1, "num_kv_blocks": 2**31 - 1}
 OPTIONAL = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {
@@ -33,6 +34,10 @@ RAW: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "dtype": "bfloat16",
 }  # fmt: skip
+
+
+def limits(name: str) -> str:
+    return f"of at least {LEAST[name]}" + (f" and at most {MOST[name]}" if name in MOST else "")
 
 
 def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfig:
@@ -56,8 +61,15 @@ def test_a_whole_number_at_its_least_is_accepted(name: str) -> None:
 @pytest.mark.parametrize("kind", ["below", "text", "fraction", "bool"])
 def test_anything_but_a_whole_number_from_its_least_on_is_refused_by_name(name: str, kind: str) -> None:
     value: Any = {"below": LEAST[name] - 1, "text": "8", "fraction": 8.0, "bool": True}[kind]
-    with pytest.raises(ConfigError, match=rf"^{name} must be a whole number of at least {LEAST[name]}, got"):
+    with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got"):
         EngineConfig.from_dict(SMALL | {name: value})
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_whole_number_is_accepted_up_to_its_most_and_refused_beyond(name: str) -> None:
+    assert getattr(EngineConfig.from_dict({name: MOST[name]}), name) == MOST[name]
+    with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got {MOST[name] + 1}"):
+        EngineConfig.from_dict({name: MOST[name] + 1})
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
@@ -67,20 +79,21 @@ def test_none_is_accepted_where_it_means_chosen_for_you(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in OPTIONAL])
 def test_none_is_refused_where_it_means_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be a whole number of at least {LEAST[name]}, got None"):
+    with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got None"):
         EngineConfig.from_dict({name: None})
 
 
 @pytest.mark.parametrize("name", SECONDS)
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "5", None, True])
-def test_a_time_must_be_a_finite_number_above_zero(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} must be a number of seconds above 0"):
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 86401, 1e10, "5", None, True])
+def test_a_time_must_be_a_number_above_zero_and_at_most_a_day(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be above 0 and at most 86400 seconds, got"):
         EngineConfig.from_dict({name: value})
 
 
 @pytest.mark.parametrize("name", SECONDS)
-def test_a_time_may_be_a_fraction_of_a_second(name: str) -> None:
-    assert getattr(EngineConfig.from_dict({name: 0.25}), name) == 0.25
+@pytest.mark.parametrize("value", [0.25, 86400])
+def test_a_time_may_be_a_fraction_of_a_second_or_a_day(name: str, value: float) -> None:
+    assert getattr(EngineConfig.from_dict({name: value}), name) == value
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.01, math.nan, "0.5", None, True])
