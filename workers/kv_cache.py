@@ -136,11 +136,14 @@ def torch_dtype(name: str) -> torch.dtype:
 def _too_little(config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]) -> str:
     tokens = max(0, budget) * config.block_size // size
     spelled = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
-    option = "kv_cache_bytes" if config.device == "cpu" else "gpu_memory_utilization"
-    fits = f"max_model_len and block_size would have to be at most {tokens}" if tokens else "not one token fits"
+    fits = f"lower block_size to at most {tokens}, or" if tokens else "not one token fits;"
+    if config.device == "cpu":
+        remedy = f"raise kv_cache_bytes to at least {size * config.engine.tensor_parallel_size}"
+    else:
+        remedy = "raise gpu_memory_utilization or tensor_parallel_size, or use a smaller model"
     return (
         f"the KV cache of a rank needs at least one block of {config.block_size} tokens, {size} bytes, but gets "
-        f"{spelled}: {fits}. Raise {option} or tensor_parallel_size, or use a smaller model"
+        f"{spelled}: {fits} {remedy}"
     )
 
 

@@ -69,7 +69,22 @@ def test_too_little_memory_is_refused_with_the_numbers(make: Any) -> None:
     message = str(caught.value)
     for part in (f"{BLOCK_BYTES // 2} bytes", f"{(2 * BLOCK_BYTES - 1) // 4} bytes", "over 4 ranks", "kv_cache_bytes"):
         assert part in message
-    assert "max_model_len and block_size would have to be at most 3" in message
+    assert "lower block_size to at most 3, or " in message
+    assert message.endswith(f"raise kv_cache_bytes to at least {2 * BLOCK_BYTES}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_refusal_of_too_little_memory_advises_is_enough(make: Any, ranks: int) -> None:
+    for most in (2, 3):
+        num_bytes = most * block_bytes(make(tensor_parallel_size=ranks, block_size=1), KERNELS) * ranks
+        options = {"tensor_parallel_size": ranks, "kv_cache_bytes": num_bytes}
+        with pytest.raises(ConfigError, match=f"lower block_size to at most {most}, or raise") as caught:
+            plan(make(**options))
+        assert plan(make(**options, block_size=most)).num_blocks == 1
+        enough = int(str(caught.value).rsplit(" ", 1)[1])
+        assert plan(make(**options | {"kv_cache_bytes": enough})).num_blocks == 1
+        with pytest.raises(ConfigError, match=f"raise kv_cache_bytes to at least {enough}"):
+            plan(make(**options | {"kv_cache_bytes": enough - 1}))
 
 
 def test_gpu_blocks_are_the_share_less_what_is_held(make: Any) -> None:
