@@ -170,8 +170,8 @@ _WHOLE_AT_LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
-# A step ahead is a thread of every rank; a sequence a row of tables; tokens of a block and blocks are 32-bit numbers.
-_WHOLE_AT_MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**31 - 1, "num_kv_blocks": 2**31 - 1}
+# A step ahead is a thread of every rank; a sequence a row of tables; block ids are 32-bit numbers.
+_WHOLE_AT_MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**20, "num_kv_blocks": 2**31 - 1}
 _MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 
 

@@ -8,7 +8,8 @@ Legend: none; the layout of one layer's keys and values is the backend's (`Kerne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -120,12 +121,23 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         shapes = kernels.kv_cache_shapes(num_blocks, config.block_size, num_kv_heads, config.model.head_dim)
-        self.tensor = torch.zeros(
-            2, config.model.num_hidden_layers, math.prod(shapes[0]), dtype=torch_dtype(config.dtype), device=device
-        )
+        size = (2, config.model.num_hidden_layers, math.prod(shapes[0]))
+        what = f"a KV cache of {num_blocks} blocks of {config.block_size} tokens"
+        lower = "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was given"
+        with room_for(what, math.prod(size) * torch_dtype(config.dtype).itemsize, lower):
+            self.tensor = torch.zeros(size, dtype=torch_dtype(config.dtype), device=device)
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1])) for keys, values in zip(*self.tensor, strict=True)
         ]
+
+
+@contextmanager
+def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
+    """Where tensors of `num_bytes` in all are made: raises `ConfigError` if the memory cannot be had."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for a CPU
+        raise ConfigError(f"{what} needs {_megabytes(num_bytes)}, which cannot be had: lower {lower}") from error
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -25,7 +25,7 @@ from workers.batch_state import BatchState, StepRows
 from workers.decode_graphs import DecodeGraphs
 from workers.device import Device, Event
 from workers.group import TensorParallelGroup
-from workers.kv_cache import KVCache
+from workers.kv_cache import KVCache, room_for
 from workers.models.qwen3 import Qwen3
 from workers.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
@@ -62,12 +62,15 @@ class ModelRunner:
         device: Device,
         num_blocks: int,
     ) -> None:
-        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the same time."""
+        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the same time. Raises
+        `ConfigError` when the memory of cache and batch cannot be had."""
         self.model = model
         self.device = device
         self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
-        self.state = BatchState(config, num_blocks, device)
-        self.sampler = make_sampler(config, model, group, kernels)
+        rows, columns = config.engine.max_num_seqs, config.max_model_len + 1 + config.blocks_per_sequence
+        with room_for(f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"):
+            self.state = BatchState(config, num_blocks, device)
+            self.sampler = make_sampler(config, model, group, kernels)
         self.graphs: DecodeGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
             self.graphs = DecodeGraphs(config, model, self.cache, self.state, device)

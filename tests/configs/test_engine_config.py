@@ -17,7 +17,7 @@ LEAST = {
     "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
     "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
 }  # fmt: skip
-MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**31 - 1, "num_kv_blocks": 2**31 - 1}
+MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**20, "num_kv_blocks": 2**31 - 1}
 OPTIONAL = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {

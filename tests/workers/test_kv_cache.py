@@ -15,10 +15,11 @@ from kernels.sampling import GapRows, SamplingKernels
 from scheduler.errors import ConfigError
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu
+from workers.device import Device
 from workers.group import TensorParallelGroup
 from workers.kv_cache import KVCache, KVCacheLedger, block_bytes, gpu_budget, plan_kv_cache
 from workers.loader import load_weights
-from workers.model_runner import run_largest_step, warm_up
+from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 
 KERNELS = select_backend("cpu")
@@ -104,6 +105,27 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
     assert cache.tensor.nbytes == 7 * BLOCK_BYTES
     cache.layers[1][0].fill_(3)
     assert (cache.tensor[0, 1] == 3).all() and not cache.tensor[1].any() and not cache.tensor[0, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "message"),
+    [
+        (
+            2**40,
+            64,
+            rf"a KV cache of {2**40} blocks of 4 tokens needs {2**20 * BLOCK_BYTES:.1f} MiB, .*: lower num_kv_",
+        ),
+        (1, 2**46, r"a batch of 4 sequences needs .* MiB, which cannot be had: lower max_num_seqs or max_model_len"),
+    ],
+)
+def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
+    make: Any, num_blocks: int, max_model_len: int, message: str
+) -> None:
+    config, group = make(), TensorParallelGroup.alone(torch.device("cpu"))
+    model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
+    config = dataclasses.replace(config, max_model_len=max_model_len)
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(config, model, group, KERNELS, Device(group.device), num_blocks)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1000}, {"max_num_seqs": 64}])
