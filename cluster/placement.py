@@ -43,14 +43,18 @@ class RaySession:
         self._lock = threading.Lock()
         self._leases: list[str] = []
         self._ours: str | None = None  # the Ray we started
+        self._address = ""  # and the address we started it with
 
     def connect(self, address: str | None, tensor_parallel_size: int) -> str:
-        """Be part of a cluster. Raises `ConfigError` when the one at `address` cannot be joined."""
+        """Be part of a cluster. Raises `ConfigError` when the one at `address` cannot be joined, or when this process
+        is part of another one."""
         with self._lock:
-            if not ray.is_initialized():
+            if ray.is_initialized():
+                self._check_running_is(address)
+            else:
                 try:
                     with _undisturbed():
-                        _init_ray(address, tensor_parallel_size)
+                        self._address = _init_ray(address, tensor_parallel_size)
                 except BaseException:
                     ray.shutdown()
                     raise
@@ -69,6 +73,18 @@ class RaySession:
             self._leases.remove(lease)
             if lease not in self._leases and lease == self._ours and self.holds(lease):
                 ray.shutdown()
+
+    def _check_running_is(self, address: str | None) -> None:
+        """What the program has started serves for "local", and whatever runs for "auto" and no address at all."""
+        known = self._address if self._ours == _running() else "local"
+        if not address or address in ("auto", known):
+            return
+        running = ray.get_runtime_context().gcs_address
+        if not _same_address(address, running):
+            raise ConfigError(
+                f"ray_address is {address!r}, but this process is part of the Ray cluster at {running!r} and can be "
+                "part of one only. Leave ray_address out, or end what uses that cluster (ray.shutdown) first"
+            )
 
 
 SESSION = RaySession()
@@ -101,7 +117,8 @@ def _undisturbed() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
+def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
+    """Start or join a Ray; its address, or "local"."""
     _check_arguments(sys.argv)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_on_this_machine() or "local"
@@ -120,6 +137,7 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> None:
         ray.init(address=address, **options, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
+    return address
 
 
 def _check_arguments(arguments: list[str]) -> None:
@@ -141,6 +159,21 @@ def _cluster_on_this_machine() -> str | None:
     return address if _is_host_and_port(address) and _listens(address) else None
 
 
+def _same_address(one: str, other: str) -> bool:
+    """Whether two addresses have one port on one machine."""
+    return _is_host_and_port(one) and _on_machine(one) == _on_machine(other)
+
+
+def _on_machine(address: str) -> tuple[str, str]:
+    """(IP address, that of this node for a loopback one; port)"""
+    host, _, port = address.rpartition(":")
+    try:
+        ip = socket.gethostbyname(host)
+    except (OSError, UnicodeError):  # no name at all
+        return host, port
+    return ray.util.get_node_ip_address() if ip.startswith("127.") else ip, port
+
+
 def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return bool(host) and "/" not in address and port.isdecimal()
@@ -149,8 +182,8 @@ def _is_host_and_port(address: str) -> bool:
 def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
-    except (OSError, OverflowError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError):  # the last two: no port, no name
         return False
     return True
 
