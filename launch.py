@@ -125,7 +125,7 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
     config: EngineConfig = DEFAULT,
-    max_tokens: Annotated[int, _sampling("--max-tokens", "Longest output.")] = 256,
+    max_tokens: Annotated[int | None, _sampling("--max-tokens", "Longest output; 256 if unset.")] = None,
     temperature: Annotated[float | None, _sampling("--temperature", "0 is greedy.")] = None,
     top_k: Annotated[int | None, _sampling("--top-k", "0 keeps all.")] = None,
     top_p: Annotated[float | None, _sampling("--top-p", "Nucleus.")] = None,

@@ -16,13 +16,10 @@ from typing import Any
 
 from cluster.frontend import CompletionOutput
 from cluster.llm import LLM, RequestOutput
+from cluster.prompts import FORMS, form_of
 from cluster.text import check_messages
 from scheduler.errors import ConfigError, RequestError
-from scheduler.params import SamplingParams
-
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-MAX_TOKEN_ID = 2**31
-KNOWN_KEYS = (*PROMPT_KEYS, "sampling_params", "cache_salt")
+from scheduler.params import SamplingParams, is_token_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +50,10 @@ def _read_line(where: str, line: str) -> BatchRequest:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise RequestError(f"must be a JSON object with one of {', '.join(PROMPT_KEYS)}")
-        unknown = [key for key in value if key not in KNOWN_KEYS]
-        if unknown:
-            raise RequestError(f"unknown key {unknown[0]!r}; known are {', '.join(KNOWN_KEYS)}")
-        given = [key for key in PROMPT_KEYS if key in value]
-        if len(given) != 1:
-            raise RequestError(f"needs exactly one of {', '.join(PROMPT_KEYS)}; has {', '.join(given) or 'none'}")
-        if not value[given[0]]:
-            raise RequestError(f"{given[0]} is empty; give at least one token", given[0])
+            raise RequestError(f"must be a JSON object with one of {', '.join(FORMS)}")
+        form = form_of(value, ("sampling_params", "cache_salt"))
+        if not value[form]:
+            raise RequestError(f"{form} is empty; give at least one token", form)
         _check_types(value)
         params = value.pop("sampling_params", None)
         params = {} if params is None else params
@@ -76,7 +68,7 @@ def _check_types(value: dict[str, Any]) -> None:
     for key, (kind, name) in kinds.items():
         if key in value and not isinstance(value[key], kind):
             raise RequestError(f"{key} must be {name}, got {type(value[key]).__name__}", key)
-    wrong = [t for t in value.get("prompt_token_ids", []) if type(t) is not int or not 0 <= t < MAX_TOKEN_ID]
+    wrong = [t for t in value.get("prompt_token_ids", []) if not is_token_id(t)]
     if wrong:
         raise RequestError(f"prompt_token_ids holds {wrong[0]!r}, which is no token id", "prompt_token_ids")
     if "messages" in value:

@@ -36,7 +36,7 @@ from workers.configuration import foresee_config
 from workers.roofline import Machine, probe_cpu, report, works_of
 
 NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
-MAX_TOKEN_ID = 10000
+LAST_MADE_UP_ID = 10000
 
 logger = logging.getLogger("eagleray")
 
@@ -85,7 +85,7 @@ def synthetic_requests(
     10,000 (or the last of the vocabulary); no end-of-sequence id ends an output. For each request
     `random.Random(seed)` draws with `randint` the prompt's length, its ids and the output's length, in this order.
     """
-    rng, last_id = random.Random(seed), min(MAX_TOKEN_ID, vocab_size - 1)
+    rng, last_id = random.Random(seed), min(LAST_MADE_UP_ID, vocab_size - 1)
 
     def length(most: int) -> int:
         return rng.randint(max(1, most // 10), most)

@@ -34,13 +34,13 @@ from cluster.driver import Driver, EngineReport
 from cluster.frontend import Chunk, CompletionOutput, Frontend, Generation, call
 from cluster.placement import SESSION, actor_environment, pick_device, place
 from cluster.progress import ProgressBar
-from cluster.prompts import Prompt, as_list, check_token_ids, conversations, one_each, only_form
+from cluster.prompts import Prompt, as_list, check_token_ids, conversations, form_of, one_each
 from cluster.text import Message, Tokenizer, load_tokenizer
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig, read_generation_config
 from scheduler.errors import ConfigError, EaglerayError, RequestError
 from scheduler.params import SEED_LIMIT, SamplingParams
-from scheduler.scheduler import check_request
+from scheduler.scheduler import check_request, check_vocabulary
 from workers.checkpoint import check_checkpoint
 from workers.configuration import foresee_config, resolve_config
 
@@ -337,16 +337,15 @@ class LLM:
         """Token ids of a prompt in any of its forms. Raises `RequestError`."""
         value: Any = prompt
         if isinstance(prompt, Mapping):
-            value = only_form(prompt)
-            if "messages" in prompt:
+            form = form_of(prompt)
+            value = prompt[form]
+            if form == "messages":
                 return Generation(None, self._need_tokenizer("messages").encode_chat(value))
         if isinstance(value, str):
             return Generation(value, self._need_tokenizer("a text prompt").encode(value))
         if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
             raise RequestError(f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt")
-        if any(not 0 <= token < self._model.vocab_size for token in value):
-            wrong = next(token for token in value if not 0 <= token < self._model.vocab_size)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {self._model.vocab_size} ids", "prompt")
+        check_vocabulary(value, self._model.vocab_size)
         return Generation(None, list(value))
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

@@ -10,6 +10,7 @@ from cluster.text import Message
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams
 
+FORMS = ("prompt", "prompt_token_ids", "messages")
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 
@@ -53,20 +54,18 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
     return [{"messages": m} for m in ([messages] if one else messages)]
 
 
-def only_form(prompt: Mapping[str, Any]) -> Any:
-    """What stands under the one key that a mapping must have. Raises `RequestError`."""
-    forms = ("prompt", "prompt_token_ids", "messages")
-    unknown = [key for key in prompt if key not in (*forms, "cache_salt")]
+def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = ("cache_salt",)) -> str:
+    """The one form in which a mapping gives its prompt. Raises `RequestError`, for unknown keys as well."""
+    known = (*FORMS, *other_keys)
+    unknown = [key for key in prompt if key not in known]
     if unknown:
-        raise RequestError(
-            f"unknown key {unknown[0]!r} in a prompt; known are {', '.join(forms)}, cache_salt", "prompt"
-        )
-    given = [form for form in forms if form in prompt]
+        raise RequestError(f"unknown key {unknown[0]!r}; known are {', '.join(known)}", "prompt")
+    given = [form for form in FORMS if form in prompt]
     if len(given) != 1:
         raise RequestError(
-            f"a prompt has exactly one of {', '.join(forms)}; got {', '.join(given) or 'none'}", "prompt"
+            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}", "prompt"
         )
-    return prompt[given[0]]
+    return given[0]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -166,7 +166,7 @@ def _check_stop(stop: object) -> None:
 def _check_stop_token_ids(ids: object) -> None:
     if ids is None:
         return
-    if not isinstance(ids, list | tuple) or not all(_is_token_id(i) for i in ids):
+    if not isinstance(ids, list | tuple) or not all(is_token_id(i) for i in ids):
         raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids")
 
 
@@ -176,12 +176,12 @@ def _check_logit_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
     for token_id, value in bias.items():
-        if not _is_token_id(token_id):
+        if not is_token_id(token_id):
             raise RequestError(f"logit_bias has {token_id!r} for a token id", "logit_bias")
         _check_number("logit_bias", value, -100.0, 100.0, whole=False)
 
 
-def _is_token_id(value: object) -> bool:
+def is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from scheduler.block_manager import BlockManager
@@ -384,9 +385,14 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             f"than {bound} allows for prompt and output. Shorten the prompt or raise {remedy}",
             "prompt",
         )
-    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-        wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary of {limits.vocab_size} ids", "prompt")
+    check_vocabulary(tokens, limits.vocab_size)
+
+
+def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise `RequestError` for a token of a prompt that the model does not know."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab_size} ids", "prompt")
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

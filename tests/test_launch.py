@@ -220,7 +220,7 @@ def test_the_input_is_no_output_under_whatever_name(model_dir: Path, tmp_path: P
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
-    ("line", "tp", "message"), [("{}", 1, "line 1: needs"), ('{"prompt": "Hi"}', 3, "possible are")]
+    ("line", "tp", "message"), [("{}", 1, "line 1: a prompt needs"), ('{"prompt": "Hi"}', 3, "possible are")]
 )
 def test_a_refused_run_leaves_no_output_behind(
     model_dir: Path, tmp_path: Path, line: str, tp: int, message: str
@@ -354,11 +354,11 @@ def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.M
     assert jobs == [BenchJob(config=EngineConfig(seed=0), num_warmup=1, **nothing)]
 
 
-def test_without_flags_the_engine_has_its_defaults_and_256_tokens_are_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flags_engine_and_sampling_have_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[GenerateJob] = []
     monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
     assert invoke("generate", "Hi").exit_code == 0
-    assert (jobs[0].config, jobs[0].defaults) == (EngineConfig(), SamplingParams(max_tokens=256))
+    assert (jobs[0].config, jobs[0].defaults) == (EngineConfig(), SamplingParams())
 
 
 def test_the_names_to_import_from_cluster_are_these() -> None:

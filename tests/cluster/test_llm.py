@@ -115,6 +115,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None
         ([], "empty"),
         ([1] * 300, "at most 255"),
         ([1, 2000], "vocabulary of 1003"),
+        ([-1, 1], "vocabulary of 1003"),
         ([5_000_000_000], "vocabulary of 1003"),
     ):
         with pytest.raises(RequestError, match=match):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster import LLM, SamplingParams
-from cluster.prompts import as_list, conversations, one_each
+from cluster.prompts import as_list, conversations, form_of, one_each
 from scheduler.errors import ConfigError, RequestError
 
 MESSAGE = {"role": "user", "content": "Hi"}
@@ -66,6 +66,24 @@ def test_one_conversation_or_many_become_prompts() -> None:
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(RequestError, match=f"a list of .role, content., .*; got {type(messages).__name__}"):
         conversations(messages)
+
+
+def test_a_mapping_gives_its_prompt_in_one_form() -> None:
+    assert form_of({"prompt": "Hi", "cache_salt": "me"}) == "prompt"
+    assert form_of({"messages": [MESSAGE], "sampling_params": {}}, ("sampling_params",)) == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "Hi", "sampling_params": {}}, "unknown key 'sampling_params'; known are prompt, .*, cache_salt$"),
+        ({"prompt": "Hi", "messages": []}, "a prompt needs exactly one of prompt, .*, messages; has prompt, messages"),
+        ({}, "a prompt needs exactly one of .*; has none"),
+    ],
+)
+def test_a_mapping_of_another_form_is_refused_with_the_forms_there_are(prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        form_of(prompt)
 
 
 def test_sampling_defaults_that_are_no_sampling_params_are_refused_before_ray_starts() -> None:
