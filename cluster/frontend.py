@@ -302,6 +302,12 @@ class Frontend:
     # -- polling thread ---------------------------------------------------------------------------------------------
 
     def _poll_loop(self) -> None:
+        try:
+            self._poll_while_open()
+        finally:  # whatever ended it: nobody waits for what no longer comes
+            self.close()
+
+    def _poll_while_open(self) -> None:
         num_lost = 0
         while self._wait_for_work():
             try:
@@ -363,6 +369,10 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:
         raise NoAnswerError(f"could not {what}: the driver did not answer within {limit_s:g} s") from None
+    except SystemExit as error:
+        if not hasattr(error, "ray_terminate_msg"):  # the program's own
+            raise
+        raise EngineDeadError(f"could not {what}: Ray was shut down") from None
     except RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, EaglerayError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from cluster import frontend as frontend_module
 from cluster.frontend import Chunk, Frontend, Generation, _Output
 from cluster.mailbox import Mailbox, News
+from cluster.placement import CHECKOUT
 from cluster.text import TextStream, Tokenizer
 from scheduler.errors import EngineDeadError, EngineError, RequestError
 from scheduler.messages import Request, TokenLogprobs
@@ -252,7 +255,7 @@ class FakeDriver:
         self.mailbox = Mailbox()
         self.requests: list[Request] = []
         self.refusal: Exception | None = None
-        self.poll_failure: Exception | None = None
+        self.poll_failure: BaseException | None = None
         self.lost_polls = 0
         self.last_sent = 0
         self.acknowledged: list[tuple[int, int]] = []  # with the number of the reply before
@@ -417,6 +420,49 @@ def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(frontend: Front
     driver.poll_failure = EngineError("could not poll the driver")
     with pytest.raises(EngineError, match="could not poll the driver"):
         generation.done.result(timeout=WAIT_S)
+
+
+def test_nobody_waits_on_when_the_polling_thread_ends(
+    frontend: Frontend, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # pytest's would complain
+    generation = ask(frontend)
+    driver.poll_failure = SystemExit(0)
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        generation.done.result(timeout=WAIT_S)
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        ask(frontend)
+    frontend.join(WAIT_S)
+
+
+PROGRAM = """
+import time
+import ray
+from cluster.frontend import Frontend, Generation
+from scheduler.params import SamplingParams
+
+class SilentDriver:
+    def submit(self, *_):
+        pass
+
+    def poll(self, *_):
+        time.sleep(60)
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+frontend, generation = Frontend(ray.remote(SilentDriver).remote(), None), Generation(None, [1, 2, 3])
+frontend.submit(
+    [generation],
+    frontend.prepare(generation, SamplingParams(), seed=7, eos_token_ids=(), cache_salt="", sink=None),
+)
+time.sleep(0.5)
+ray.shutdown()
+print(type(generation.done.exception(timeout=10)).__name__)
+"""
+
+
+def test_a_program_that_stops_ray_while_requests_are_out_hears_that_the_engine_is_dead() -> None:
+    program = subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert program.stdout == "EngineDeadError\n", program.stderr
 
 
 def test_closing_fails_what_is_outstanding_and_ends_the_thread(frontend: Frontend) -> None:
