@@ -125,8 +125,11 @@ class Driver:
 
         self._post(add)
 
-    async def finish(self, frontend_id: str, request_ids: list[str], reason: str) -> None:
-        """End requests whose frontend needs no more of them ("abort", or "stop" where a stop string matched)."""
+    async def finish(self, frontend_id: str, request_ids: list[str], reason: str, after: None = None) -> None:
+        """End requests whose frontend needs no more of them ("abort", or "stop" where a stop string matched).
+
+        `after`: a `submit` on its way, given as its ref. Ray makes this call wait for it, which else may come second.
+        """
         frontend = self._frontends.get(frontend_id)
         if frontend is not None:
             frontend.request_ids.difference_update(request_ids)

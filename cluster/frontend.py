@@ -245,11 +245,14 @@ class Frontend:
             self._check_reachable()
             for generation in generations:
                 self._active.update({o.request_id: (generation, o) for o in generation.outputs})
+        submitted: Any = None
         try:
-            call(self._driver.submit.remote(self._id, requests), "submit requests")
-        except BaseException:  # the driver may have taken them all the same
+            submitted = self._driver.submit.remote(self._id, requests)
+            call(submitted, "submit requests")
+        except BaseException as error:
             self._forget(generations)
-            self._finish([request.request_id for request in requests], "abort")
+            if isinstance(error, NoAnswerError) or not isinstance(error, EaglerayError):  # it may take them yet
+                self._finish([request.request_id for request in requests], "abort", after=submitted)
             raise
         with self._changed:
             self._changed.notify_all()
@@ -288,10 +291,10 @@ class Frontend:
         if self._closed or not self._is_reachable():
             raise EngineDeadError("the engine was shut down; start a new one")
 
-    def _finish(self, request_ids: list[str], reason: str) -> None:
-        """Tell the driver that no more is needed of these requests. Does not wait."""
+    def _finish(self, request_ids: list[str], reason: str, after: Any = None) -> None:
+        """Tell the driver that no more is needed of these requests, once the call `after` has ended. Does not wait."""
         if request_ids and not self._closed and self._is_reachable():
-            self._driver.finish.remote(self._id, request_ids, reason)
+            self._driver.finish.remote(self._id, request_ids, reason, after)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:

@@ -264,7 +264,7 @@ class FakeDriver:
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
         self.finish = self  # `finish.remote` is not waited for
 
-    def remote(self, frontend_id: str, request_ids: list[str], reason: str) -> None:
+    def remote(self, frontend_id: str, request_ids: list[str], reason: str, after: object) -> None:
         self.told.append((request_ids, reason))
 
     def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
@@ -412,7 +412,7 @@ def test_a_refused_submission_raises_and_leaves_nothing_to_poll_for(frontend: Fr
     driver.refusal = RequestError("too long", "prompt")
     with pytest.raises(RequestError, match="too long"):
         ask(frontend)
-    assert frontend._active == {}
+    assert frontend._active == {} and driver.told == []
 
 
 def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(frontend: Frontend, driver: FakeDriver) -> None:

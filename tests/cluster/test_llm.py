@@ -168,6 +168,22 @@ def test_aborting_by_name_ends_the_stream_with_abort(llm: LLM) -> None:
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 
 
+def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the_abort(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Any] = []
+
+    def interrupt(ref: Any, *_: Any) -> None:
+        submitted.append(ref)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("cluster.frontend.call", interrupt)
+        llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))  # too large to go inline
+    ray.get(submitted[0])
+    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+
+
 def test_async_twins_run_inside_a_running_event_loop(llm: LLM) -> None:
     async def main() -> tuple[Any, list[Chunk], Any]:
         whole = asyncio.create_task(llm.agenerate([[1, 2, 3], [4, 5]], GREEDY))
