@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import pickle
 import sys
@@ -32,6 +33,7 @@ from scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput, check_re
 
 SILENCE_CHECK_S = 1.0
 STOP_TIMEOUT_S = 2.0
+CHECK_AFTER_S = 1.0  # of idleness: with many blocks the check takes tens of milliseconds, which a request would wait
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -100,6 +102,8 @@ class Driver:
             enable_prefix_caching=engine.enable_prefix_caching,
         )
         self._engine = Engine(Scheduler(self._limits), self._group, num_steps_ahead=engine.num_steps_ahead)
+        gc.collect()
+        gc.freeze()  # no later collection walks over the blocks
         self._thread.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
         return EngineReport(limits=self._limits, seconds=report.seconds, lines=report.lines)
@@ -254,11 +258,16 @@ class Driver:
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Sleep until there is a command or a step to run; False when the engine stops."""
-        if not engine.has_work and not self._inbox and not self._stopping:
-            engine.check()
+
+        def awake() -> bool:
+            return engine.has_work or bool(self._inbox) or self._stopping
+
         with self._wake:
-            while not engine.has_work and not self._inbox and not self._stopping:
-                self._wake.wait()
+            idle = not self._wake.wait_for(awake, CHECK_AFTER_S)
+        if idle:
+            engine.check()
+            with self._wake:
+                self._wake.wait_for(awake)
         return not self._stopping
 
     def _news(self, output: StepOutput) -> dict[str, dict[str, News]]:

@@ -150,6 +150,35 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
     assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == {"done": "length"}
 
 
+def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "CHECK_AFTER_S", 0.3)
+    group: Any = CountingGroup()
+    driver._group = group
+
+    async def main() -> list[int]:
+        await driver.start()
+        assert driver._engine is not None
+        counts, checks = [], 0
+
+        def check() -> None:
+            nonlocal checks
+            checks += 1
+
+        monkeypatch.setattr(driver._engine, "check", check)
+        for i in range(5):
+            await driver.submit("frontend", [request(str(i))])
+            await asyncio.sleep(0.05)
+        counts.append(checks)
+        await asyncio.sleep(1.0)
+        counts.append(checks)
+        await driver.shutdown()
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == [0, 1]
+
+
 def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
