@@ -27,7 +27,7 @@ from cluster.mailbox import Mailbox, News
 from cluster.worker_group import WorkerGroup
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, RequestError
 from scheduler.messages import Request
 from scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput, check_request
 
@@ -111,10 +111,15 @@ class Driver:
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run, `EngineDeadError`."""
         limits = self._alive_limits()
+        request_ids: set[str] = set()
         for request in requests:
             check_request(request, limits)
+            name = request.request_id
+            if name in request_ids or any(name in frontend.request_ids for frontend in self._frontends.values()):
+                raise RequestError(f"request id {name!r} is in use", "request_id")
+            request_ids.add(name)
         frontend = self._frontend(frontend_id)
-        frontend.request_ids.update(request.request_id for request in requests)
+        frontend.request_ids |= request_ids
 
         def add(engine: Engine) -> None:
             for request in requests:

@@ -18,7 +18,7 @@ import pytest
 from cluster import driver as driver_module
 from cluster.driver import Driver
 from cluster.worker_group import GroupReport
-from scheduler.errors import EngineDeadError, EngineError, WorkerError
+from scheduler.errors import EngineDeadError, EngineError, RequestError, WorkerError
 from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from tests.cluster.conftest import SHAPE
@@ -134,6 +134,28 @@ def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Dr
         await driver.shutdown()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@pytest.mark.parametrize("names", [["a"], ["b", "b"]])
+def test_a_request_id_in_use_is_refused_and_harms_nobody(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    group: Any = CountingGroup()
+    driver._group = group
+
+    async def main() -> Deltas:
+        await driver.start()
+        await driver.submit("frontend", [replace(request("a"), final_only=True)])
+        with pytest.raises(RequestError, match=f"request id '{names[0]}' is in use"):
+            await driver.submit("other", [request("new"), *map(request, names)])
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        await driver.submit("other", [request("a")])  # it has ended
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
+    assert group.plans[0].admitted is not None and len(group.plans[0].admitted.slots) == 1
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
