@@ -27,7 +27,7 @@ from cluster.placement import actor_environment
 from configs.engine import ResolvedConfig
 from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
-from workers.worker import Worker, WorkerReport
+from workers.worker import GRACE_S, Worker, WorkerReport
 
 INLINE_PLAN_BYTES = 64 * 1024
 SWITCH_INTERVAL_S = 0.0002  # the thread that computes gets the interpreter back from Ray's threads within this
@@ -142,8 +142,11 @@ class WorkerGroup:
         self._pending[plan.step_id] = [actor.step.remote(data) for actor in self._ranks]
 
     def result(self, step_id: int) -> StepResult:
-        """Wait for a step on every rank. Raises `WorkerError` or `StepTimeoutError`, naming rank and step."""
-        limit = self._config.engine.step_timeout_s
+        """Wait for a step on every rank, the one before having been read.
+
+        Raises `WorkerError` or `StepTimeoutError`, naming rank and step. A rank that knows it is late says so first.
+        """
+        limit = self._config.engine.step_timeout_s + 2 * GRACE_S
         refs = self._pending.pop(step_id)
         results: list[StepResult] = [pickle.loads(data) for data in self._all(refs, f"step {step_id}", limit)]
         digests = [result.digest for result in results]

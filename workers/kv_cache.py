@@ -136,7 +136,9 @@ def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
     """Where tensors of `num_bytes` in all are made: raises `ConfigError` if the memory cannot be had."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for a CPU
+    except (MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "alloc" not in str(error):  # torch has no error of its own for a CPU
+            raise
         raise ConfigError(f"{what} needs {_megabytes(num_bytes)}, which cannot be had: lower {lower}") from error
 
 

@@ -34,6 +34,8 @@ from workers.models.qwen3 import Qwen3
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 1.0  # beyond the limit of a step, for an error that says more: that of a collective, which began later
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
@@ -64,6 +66,7 @@ class Worker:
         self._failed: str | None = None  # why the rest of this epoch does not run
         self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
         self._changed = threading.Condition()
+        self._finishing = threading.Lock()
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -145,11 +148,12 @@ class Worker:
         """The tokens of a step, which may be launched later. Rank 0's result has the logprobs.
 
         Raises what the step raised (as `WorkerError` if it was none of our errors), `StepTimeoutError` when it is not
-        launched within `step_timeout_s`, and `WorkerError` when `reset` has ended its epoch.
+        launched within `step_timeout_s` after the one before, and `WorkerError` when `reset` has ended its epoch.
         """
         key, limit_s = (epoch, step_id), self.config.engine.step_timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: key in self._outcomes or epoch < self.epoch, timeout=limit_s)
+            while key not in self._outcomes and epoch >= self.epoch and self._changed.wait(limit_s + GRACE_S):
+                pass  # another step was launched: the clock starts anew
             outcome = self._outcomes.pop(key, None)
             current = self.epoch
         if outcome is None and epoch < current:
@@ -161,7 +165,8 @@ class Worker:
         if isinstance(outcome, Exception):
             raise WorkerError(f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}") from outcome
         started = time.perf_counter()
-        token_ids, logprobs = outcome.finish(limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}")
+        with self._finishing:  # one after another, as the device runs them: a step's clock starts with its turn
+            token_ids, logprobs = outcome.finish(limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}")
         return StepResult(
             step_id=step_id,
             epoch=epoch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import signal
 import time
 from typing import Any
 
@@ -55,6 +56,27 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
         assert gap is None or gap <= NEAR_TIE
 
 
+def test_a_rank_that_is_stuck_is_named_by_its_peer(users_ray: None, small_model: SmallModel) -> None:
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5)
+    placement = place(2, "cpu")
+    group = WorkerGroup(config, placement)
+    try:
+        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
+        engine.add(Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling))
+        engine.step()
+        stuck = ray.get(group._ranks[1].__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(stuck, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 0: WorkerError: .* of rank 1 did not come"):
+            for _ in range(3):
+                engine.step()
+        assert time.monotonic() - began < 5
+    finally:
+        group.close()
+        remove_placement_group(placement)
+
+
 def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
     placement: Any = None
     group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2, **options), placement)
@@ -75,7 +97,7 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
 ) -> None:
     done = ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints())))
     never = ray.remote(num_cpus=0)(lambda: time.sleep(20)).remote()
-    with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 0.5 s on rank \[1\]"):
+    with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 2.5 s on rank \[1\]"):
         group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
     ray.cancel(never, force=True)
 

@@ -11,6 +11,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,13 @@ import torch
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan
 from tests.workers.conftest import config_of
+from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
 from tests.workers.pool import WorkerPool, executor_of
-from workers.device import open_device
+from workers import worker as worker_module
+from workers.device import Device, open_device
 from workers.in_process import InProcessExecutor
+from workers.model_runner import PendingStep
 from workers.worker import Worker
 
 
@@ -67,6 +71,37 @@ def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> 
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.1), rank=0)
     with pytest.raises(StepTimeoutError, match=r"rank 0: step 5 of epoch 0 did not run in 0\.1 s"):
         worker.result(5, 0)
+
+
+def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.0)
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
+    launchers = [threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))]
+    for launcher in launchers:
+        launcher.start()
+    with pytest.raises(WorkerError, match="step 1 of epoch 0 was not run"):  # it was never started, but not late
+        worker.result(1, 0)
+
+
+def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(small_checkpoint: Path) -> None:
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
+    events = [LateEvent(), LateEvent()]
+    for i, event in enumerate(events):
+        pending = PendingStep(
+            device=Device(torch.device("cpu")), num_rows=1, token_ids_R=torch.tensor([i]), copied=event
+        )
+        worker._outcomes[0, i] = pending
+    with ThreadPoolExecutor() as threads:
+        results = []
+        for i in range(2):
+            results.append(threads.submit(worker.result, i, 0))
+            time.sleep(0.05)
+        for i in range(2):
+            time.sleep(0.3)
+            events[i].passed = True
+        assert [result.result().token_ids.tolist() for result in results] == [[0], [1]]
 
 
 @pytest.mark.parametrize(("skip", "due"), [(1, 0), (0, 1)])
