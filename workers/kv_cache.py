@@ -137,7 +137,8 @@ def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "alloc" not in str(error):  # torch has no error of its own for a CPU
+        # torch has no error of its own for the memory of a CPU.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(error):
             raise
         raise ConfigError(f"{what} needs {_megabytes(num_bytes)}, which cannot be had: lower {lower}") from error
 
