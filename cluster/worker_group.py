@@ -191,6 +191,8 @@ class WorkerGroup:
         except GetTimeoutError:
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in enumerate(refs) if ref not in done]
+            if not late:  # the last came just now
+                return self._all(refs, what, limit_s)
             raise StepTimeoutError(f"{what} did not finish within {limit_s:g} s on rank {late}") from None
         except (RayTaskError, RayActorError) as error:
             raise _explain(error, refs, what) from error

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import remove_placement_group
 
 from cluster import worker_group
@@ -100,6 +101,24 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
     with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 2.5 s on rank \[1\]"):
         group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
     ray.cancel(never, force=True)
+
+
+def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, calls = ray.get, 0
+
+    def get_too_late(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise GetTimeoutError
+        return get(*args, **options)
+
+    done = [ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints([3])))) for _ in range(2)]
+    monkeypatch.setattr(ray, "get", get_too_late)
+    assert group_with(small_model, done).result(7).token_ids.tolist() == [3]
+    assert calls == 2
 
 
 class SeeingRankActor(RankActor):
