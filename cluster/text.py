@@ -14,6 +14,8 @@ from scheduler.errors import ConfigError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MAX_UNFINISHED = 3  # at the end of a text that may become another character: it has up to three bytes of four so far
+CONTEXT = 10  # tokens decoded with new ones: the bytes of as many replacement characters and one character before them
 Message = dict[str, Any]
 
 
@@ -76,9 +78,9 @@ class TextStream:
         self._min_tokens = min_tokens if stop else 0
         self._searched_from = 0
         self._longest_stop = max(map(len, self._stop), default=0)
-        self._ids: list[int] = []
-        self._start = 0  # tokens from here are decoded together, as context for the new ones
-        self._read = 0  # tokens before here are in `_decoded`
+        self._num_tokens = 0
+        self._recent: list[int] = []
+        self._num_known = 0  # characters of their text that are in `_decoded`
         self._decoded = ""
         self.text = ""
         self.stopped = False
@@ -92,31 +94,30 @@ class TextStream:
 
     def _push(self, token_ids: Seq[int]) -> bool:
         """Decode tokens together; True if a stop string is complete with them."""
-        self._ids += token_ids
-        known = self._tokenizer.decode(self._ids[self._start : self._read])
-        whole = self._tokenizer.decode(self._ids[self._start :])
-        if whole.endswith(UNFINISHED):
-            return False
-        if len(whole) <= len(known):  # special tokens: without text, and without need for what came before
-            self._start, self._read = self._read, len(self._ids)
-            return False
-        self._start, self._read = self._read, len(self._ids)
-        return self._extend(whole[len(known) :])
+        self._num_tokens += len(token_ids)
+        self._recent += token_ids
+        text = self._tokenizer.decode(self._recent)
+        certain = max(len(text.rstrip(UNFINISHED)), len(text) - MAX_UNFINISHED)
+        dropped = 0  # characters that `_recent` no longer gives
+        if len(self._recent) > 2 * CONTEXT:
+            del self._recent[:-CONTEXT]
+            dropped = len(text) - len(self._tokenizer.decode(self._recent))
+        certain = max(certain, dropped, self._num_known)
+        new, self._num_known = text[self._num_known : certain], certain - dropped
+        return self._extend(new)
 
     def finish(self) -> None:
         """No token comes after: what was held is text now."""
         if self.stopped:
             return
-        known = self._tokenizer.decode(self._ids[self._start : self._read])
-        whole = self._tokenizer.decode(self._ids[self._start :])
-        if not self._extend(whole[len(known) :]):
+        if not self._extend(self._tokenizer.decode(self._recent)[self._num_known :]):
             self.text = self._decoded
 
     def _extend(self, text: str) -> bool:
         """Add decoded text; True if it completes a stop string."""
         searched = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
         self._decoded += text
-        if len(self._ids) <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens:
             self.text = self._decoded
             self._searched_from = len(self._decoded)
             return False

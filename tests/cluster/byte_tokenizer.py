@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 PIECES = (
     b"Hello", b" wor", b"ld", b"EN", b"END", b"one END two", b"aSTOPbENDc", "ü".encode(), "🦅".encode(),
     "🦅".encode()[:2], "🦅".encode()[2:], b"x" + "🦅".encode()[:1], "🦅".encode()[1:] + b"y", "\ufffd".encode(),
+    "🦅".encode()[1:] + "🦅".encode()[:1],
 )  # fmt: skip
 SPECIAL = ("<|end|>", "<|pad|>")
 NUM_IDS = 256 + len(PIECES) + len(SPECIAL)

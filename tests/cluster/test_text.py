@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.text import TextStream, Tokenizer, load_tokenizer
+from cluster.text import CONTEXT, TextStream, Tokenizer, load_tokenizer
 from scheduler.errors import ConfigError, RequestError
 from tests.cluster.byte_tokenizer import END_ID, NUM_IDS, PIECES, ids, write_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 # Letters of one to four bytes, few of them, so that stop strings match often.
 FEW_LETTERS = st.text(alphabet="abü€🦅", min_size=1, max_size=4)
-ANY_IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=40)
+ANY_IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=80)
 FEW_IDS = st.lists(
     st.sampled_from([*ids("a", "b", "ü", "🦅"), *"ü€🦅".encode(), *ids(*PIECES[10:14])]), min_size=1, max_size=24
 )
@@ -53,10 +53,10 @@ def test_a_character_split_over_tokens_comes_when_it_is_complete(tokenizer: Toke
     assert texts(TextStream(tokenizer), token_ids) == ["a", "a", "a", "a", "a🦅", "a🦅b", "a🦅b"]
 
 
-def test_a_token_that_ends_one_character_and_begins_another_gives_what_is_certain_later(tokenizer: Tokenizer) -> None:
+def test_a_token_that_ends_one_character_and_begins_another_gives_what_is_certain(tokenizer: Tokenizer) -> None:
     eagle = "🦅".encode()
     token_ids = ids(b"x" + eagle[:1], eagle[1:] + b"y")
-    assert texts(TextStream(tokenizer), token_ids) == ["", "x🦅y", "x🦅y"]
+    assert texts(TextStream(tokenizer), token_ids) == ["x", "x🦅y", "x🦅y"]
 
 
 def test_unfinished_bytes_at_the_end_become_a_replacement_character(tokenizer: Tokenizer) -> None:
@@ -65,6 +65,33 @@ def test_unfinished_bytes_at_the_end_become_a_replacement_character(tokenizer: T
 
 def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer: Tokenizer) -> None:
     assert texts(TextStream(tokenizer), ids("a", "\ufffd", "b"))[-1] == "a\ufffdb"
+
+
+def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(tokenizer: Tokenizer) -> None:
+    stuck = "🦅".encode()[:1]
+    counts: list[int] = []
+
+    class Counting:
+        def decode(self, token_ids: list[int]) -> str:
+            counts.append(len(token_ids))
+            return tokenizer.decode(token_ids)
+
+    counting: Any = Counting()
+    stream = TextStream(counting, ["END"])
+    for i in range(1, 201):
+        assert stream.push([*stuck]) is None
+        assert stream.text == "\ufffd" * (i - 3)
+    assert max(counts) <= 2 * CONTEXT + 1
+    assert [stream.push([token]) for token in ids("a", "EN", "D")] == [None, None, 1]
+    assert stream.text == "\ufffd" * 200 + "a"
+
+
+def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> None:
+    eagle = "🦅".encode()
+    token_ids = ids(b"x" + eagle[:1], *[eagle[1:] + eagle[:1]] * 80, eagle[1:] + b"y")
+    seen = texts(TextStream(tokenizer), token_ids)
+    assert seen[-1] == "x" + "🦅" * 81 + "y"
+    assert not any("\ufffd" in text for text in seen)
 
 
 class WordTokenizer:
@@ -76,7 +103,7 @@ class WordTokenizer:
 
 def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
     words: Any = WordTokenizer()
-    assert texts(TextStream(words), [1, 2, 3])[-1] == "w1 w2 w3"
+    assert texts(TextStream(words), [*range(100)])[-1] == " ".join(f"w{i}" for i in range(100))
 
 
 def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
@@ -205,7 +232,7 @@ def by_search(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> tu
     seen: list[str] = []
     for count in range(1, len(token_ids) + 1):
         whole = tokenizer.decode(token_ids[:count])
-        complete = complete if whole.endswith("\ufffd") else whole
+        complete = max(whole.rstrip("\ufffd"), whole[:-3], complete, key=len)
         found = [place for place in (complete.find(text) for text in stop) if place >= 0]
         if found:
             return count, [*seen, complete[: min(found)]]
