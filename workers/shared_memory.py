@@ -379,6 +379,7 @@ def _advance(state: Any, source: int, target: int, num_bytes: int, kind: int, sp
     base, rank, size = state[_BASE], state[_RANK], state[_SIZE]
     if kind == _LEAVE:
         _store_release(_closed(base, rank), 1)
+        return 0  # another thread may be inside an operation: its state stays
     label = num_bytes * 8 + kind
     while state[_OFFSET] < num_bytes:
         part, offset = state[_PART], state[_OFFSET]

@@ -392,6 +392,15 @@ def test_closing_from_another_thread_ends_a_wait() -> None:
     assert in_threads(2, run)[0] == "rank 0 of 2 has left its tensor-parallel group"
 
 
+def test_closing_leaves_the_state_of_an_operation_to_the_thread_inside() -> None:
+    def run(reducer: SharedMemoryReducer) -> int:
+        reducer._state[shared_memory._OFFSET] = PART_BYTES  # as in the second part
+        reducer.close()
+        return int(reducer._state[shared_memory._OFFSET])
+
+    assert in_threads(2, run) == [PART_BYTES] * 2
+
+
 def test_interrupted_operation_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
