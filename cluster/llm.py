@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.checkpoint import find_model, generation_defaults
 from cluster.driver import Driver, EngineReport
-from cluster.frontend import Chunk, CompletionOutput, Frontend, Generation, call
+from cluster.frontend import CALL_TIMEOUT_S, Chunk, CompletionOutput, Frontend, Generation, call
 from cluster.placement import SESSION, actor_environment, pick_device, place
 from cluster.progress import ProgressBar
 from cluster.prompts import Prompt, as_list, check_token_ids, conversations, form_of, one_each
@@ -265,7 +265,7 @@ class LLM:
         self._exit.callback(self._frontend.close)
         starting = self._driver.start.remote()
         self._tokenizer = self._load_tokenizer(tokenizer_dir)  # while the ranks start
-        report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s)
+        report: EngineReport = call(starting, "start the engine", self.config.start_timeout_s + CALL_TIMEOUT_S)
         self._frontend.tokenizer = self._tokenizer
         for line in report.lines:
             logger.info(line)

@@ -69,6 +69,11 @@ class RankActor:
         self._computing.submit(self._worker.allocate_cache, num_blocks).result()
 
     @ray.method(concurrency_group="steps")
+    def phase(self) -> str:
+        """What the start is at, while it is."""
+        return self._worker.phase
+
+    @ray.method(concurrency_group="steps")
     def step(self, data: bytes) -> bytes:
         """Run a step in its turn, which the threads of a concurrency group may not keep. Raises what it raised.
 
@@ -117,17 +122,21 @@ class WorkerGroup:
         self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
 
     def start(self) -> GroupReport:
-        """Start all ranks together and give them their caches. Raises the first rank's error, naming the rank."""
-        began = time.perf_counter()
+        """Start all ranks together and give them their caches. Raises the first rank's error, naming the rank, or
+        `WorkerError` that says what each rank was at when time was up."""
+        began, limit = time.perf_counter(), self._config.engine.start_timeout_s
         size = self._config.engine.tensor_parallel_size
         self._ranks = [self._create(rank) for rank in range(size)]
         on_node = self._ranks_on_node()
         address = self._ranks[0].open_rendezvous.remote()
-        reports: list[WorkerReport] = self._all(
-            [actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)], "start"
-        )
-        num_blocks = min(report.num_kv_blocks for report in reports)
-        self._all([actor.allocate_cache.remote(num_blocks) for actor in self._ranks], "allocate the KV cache")
+        starting = [actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)]
+        try:
+            reports: list[WorkerReport] = self._all(starting, "start", limit)
+            num_blocks = min(report.num_kv_blocks for report in reports)
+            allocating = [actor.allocate_cache.remote(num_blocks) for actor in self._ranks]
+            self._all(allocating, "allocate the KV cache", max(0.0, limit - (time.perf_counter() - began)))
+        except StepTimeoutError:
+            raise WorkerError(f"the ranks did not start within {limit:g} s: {self._phases()}") from None
         slowest = {name: max(r.seconds[name] for r in reports) for name in reports[0].seconds}
         total = time.perf_counter() - began
         seconds = {"processes": max(0.0, total - sum(slowest.values())), **slowest}
@@ -182,9 +191,17 @@ class WorkerGroup:
         nodes = [by_bundle[rank] for rank in range(len(self._ranks))]
         return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
 
-    def _all(self, refs: Seq[ray.ObjectRef[Any]], what: str, limit_s: float | None = None) -> list[Any]:
+    def _phases(self) -> str:
+        """What of its start each rank is at."""
+        refs = [actor.phase.remote() for actor in self._ranks]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+        return ", ".join(
+            f"rank {rank} is at {ray.get(ref)}" if ref in done else f"the process of rank {rank} does not answer"
+            for rank, ref in enumerate(refs)
+        )
+
+    def _all(self, refs: Seq[ray.ObjectRef[Any]], what: str, limit_s: float) -> list[Any]:
         """The values of one ref a rank; turns Ray's errors into ours."""
-        limit_s = limit_s or self._config.engine.start_timeout_s
         try:
             values: list[Any] = ray.get(list(refs), timeout=limit_s)
             return values

@@ -55,6 +55,7 @@ class Worker:
         self.config = config
         self.rank = rank
         self.epoch = 0
+        self.phase = "start"  # what the start is at; read from any thread
         self._device: Device | None = None  # opened on the thread that will launch
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
@@ -123,6 +124,7 @@ class Worker:
         device, group, kernels, model = self._device, self._group, self._kernels, self._model
         if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
+        self.phase = "allocate_cache"
         self._runner = None  # the memory of an earlier one goes first
         self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
 
@@ -234,6 +236,7 @@ class Worker:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
+        self.phase = name
         try:
             yield
         finally:

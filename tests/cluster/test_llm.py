@@ -287,3 +287,8 @@ def test_a_failed_start_names_the_rank_and_leaves_no_actor(users_ray: None, smal
     with pytest.raises((ConfigError, WorkerError), match="block"):
         LLM(small_model.path, device="cpu", kv_cache_bytes=10, tensor_parallel_size=2)
     wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)
+
+
+def test_a_start_that_takes_too_long_names_the_ranks(users_ray: None, small_model: SmallModel) -> None:
+    with pytest.raises(WorkerError, match=r"did not start within 0.1 s: .*rank 0 .*rank 1 "):
+        LLM(small_model.path, tensor_parallel_size=2, start_timeout_s=0.1, **OPTIONS)

@@ -26,6 +26,7 @@ from scheduler.messages import Request, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
+from tests.cluster.processes import wait_until
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, limits_of, prompts
 
@@ -73,6 +74,18 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(users_ray: None, small_model:
             for _ in range(3):
                 engine.step()
         assert time.monotonic() - began < 5
+    finally:
+        group.close()
+        remove_placement_group(placement)
+
+
+def test_a_start_that_takes_too_long_says_what_each_rank_is_at(users_ray: None, small_model: SmallModel) -> None:
+    placement = place(2, "cpu")
+    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2), placement)
+    try:
+        group._ranks = [group._create(rank) for rank in range(2)]
+        group._ranks[0].start.remote(group._ranks[0].open_rendezvous.remote(), 0, 2)  # its peer does not come
+        wait_until(lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start", "the rendezvous", 30.0)
     finally:
         group.close()
         remove_placement_group(placement)
