@@ -62,8 +62,7 @@ _LINE = 128  # two cache lines: processors fetch them in pairs
 _SLOT_BYTES = _LINE + PART_BYTES
 _TILE = 1024  # elements added at a time, so that the float32 sums stay in the first-level cache
 
-_SPINS = 300  # about 8 us; then Python looks around
-_SHORT_SPINS = 40
+_SPINS = 40  # about 1 us; then Python looks around
 _YIELD_S = 0.002  # for so long a rank that waits only yields, then it sleeps between looks
 _MAX_SLEEP_S = 0.001
 _LOOK_S = 0.005  # between looks whether the peers live
@@ -94,7 +93,6 @@ class SharedMemoryReducer:
         self._process_ids = process_ids
         self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
         self._state = np.array([self._memory.ctypes.data, rank, self.size, 1, 0], np.int64)
-        self._spins = _SPINS if self.size <= _num_cores() else _SHORT_SPINS  # else a peer needs the core we spin on
         self._unusable = ""
         self._leaving = threading.Lock()
         self._watched: dict[int, int] = {}  # rank by file descriptor
@@ -181,7 +179,7 @@ class SharedMemoryReducer:
         if memory is None:
             raise WorkerError(f"rank {self.rank} of {self.size} {self._unusable}")
         try:
-            if _advance(self._state, source, target, num_bytes, kind, self._spins):
+            if _advance(self._state, source, target, num_bytes, kind, _SPINS):
                 self._wait(name, source, target, num_bytes, kind)
         except BaseException as error:  # an interrupt as well: the operation is half done
             self._leave(f"has failed before: {str(error) or type(error).__name__}")
@@ -191,7 +189,7 @@ class SharedMemoryReducer:
         """Go on with an operation until it is done, a peer is dead or gone, or time is up."""
         started = time.monotonic()
         next_look_s = _LOOK_S
-        while code := _advance(self._state, *operation, _SHORT_SPINS):
+        while code := _advance(self._state, *operation, _SPINS):
             outcome, peer = divmod(code, _OUTCOME)
             waited_s = time.monotonic() - started
             if self._memory is None:  # another thread has closed
@@ -208,7 +206,7 @@ class SharedMemoryReducer:
                 dead = self._dead_peer()
                 if dead is not None:
                     # What it has published before it died may have been all we waited for.
-                    if not _advance(self._state, *operation, _SHORT_SPINS):
+                    if not _advance(self._state, *operation, _SPINS):
                         return
                     self._fail(name, f"rank {dead} (process {self._process_ids[dead]}) has died")
             if waited_s < _YIELD_S:
@@ -299,10 +297,6 @@ def _host() -> str:
         return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return platform.node()
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -- compiled -------------------------------------------------------------------------------------------------------
