@@ -54,7 +54,7 @@ class _Frontend:
     last_seen_s: float
     request_ids: set[str]  # unfinished
 
-    def fail(self, request_ids: list[str], error: str) -> None:
+    def fail(self, request_ids: list[str], error: EaglerayError) -> None:
         """End requests with an error."""
         for request_id in request_ids:
             self.mailbox.put(request_id, News(first_index=0, finish_reason="error", error=error))
@@ -215,7 +215,7 @@ class Driver:
         """The engine is dead: every unfinished request ends with the reason, those still in the inbox, too."""
         self._dead = reason
         for frontend in self._frontends.values():
-            frontend.fail(list(frontend.request_ids), reason)
+            frontend.fail(list(frontend.request_ids), EngineDeadError(reason))
 
     async def _drop_silent_frontends(self) -> None:
         """Abort the requests of frontends that have stopped polling, and forget those frontends."""
@@ -227,7 +227,8 @@ class Driver:
                 if silent_s > limit and frontend.request_ids:
                     logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                     request_ids = list(frontend.request_ids)
-                    frontend.fail(request_ids, f"the frontend did not poll for {limit:g} s: its requests were aborted")
+                    error = EngineError(f"the frontend did not poll for {limit:g} s: its requests were aborted")
+                    frontend.fail(request_ids, error)
                     self._post_finish(request_ids, "abort")
                 elif silent_s > 2 * limit:  # it had time to come back for the news
                     del self._frontends[frontend_id]

@@ -167,7 +167,7 @@ class Generation:
             self.num_cached_tokens = news.num_cached_tokens
         stopped = output.take(news)
         if news.error is not None:
-            self.fail(EngineDeadError(news.error))
+            self.fail(news.error)
         elif all(c.finish_reason is not None for c in self.completions):
             self.end()
         return stopped

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from scheduler.errors import EaglerayError
 from scheduler.messages import Deltas, TokenLogprobs
 
 
@@ -22,7 +23,7 @@ class News:
     logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
-    error: str | None = None
+    error: EaglerayError | None = None
 
     def extend(self, later: News) -> None:
         """Add what came after."""

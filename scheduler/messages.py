@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from scheduler.errors import EaglerayError
 from scheduler.params import Sampling
 
 
@@ -116,5 +117,5 @@ class Deltas:
     num_cached_tokens: array[int]
     token_ids: array[int]
     finish_reasons: dict[str, str]
-    errors: dict[str, str]
+    errors: dict[str, EaglerayError]
     logprobs: dict[str, list[TokenLogprobs | None]]

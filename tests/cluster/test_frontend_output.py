@@ -223,8 +223,8 @@ def test_an_error_of_the_engine_fails_the_generation_with_its_words(tokenizer: T
     follower = Follower(tokenizer)
     generation = generation_of(follower)
     generation.take(follower.output, News(first_index=0, token_ids=ids("a")))
-    generation.take(follower.output, News(first_index=0, finish_reason="error", error="rank 1 died"))
-    with pytest.raises(EngineDeadError, match="rank 1 died"):
+    generation.take(follower.output, News(first_index=0, finish_reason="error", error=EngineError("rank 1 died")))
+    with pytest.raises(EngineError, match="rank 1 died"):
         generation.done.result(timeout=0)
     assert follower.chunks[-1].finish_reason == "error"
     assert follower.output.completion.text == "a"

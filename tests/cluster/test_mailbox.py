@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.mailbox import Mailbox, News, unpack
+from scheduler.errors import EngineDeadError
 from scheduler.messages import Deltas, TokenLogprobs
+
+DEAD = EngineDeadError("the engine has stopped")
 
 
 def tokens(first_index: int, *token_ids: int, **fields: object) -> News:
@@ -32,11 +35,11 @@ def test_what_was_put_comes_back_whole() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11, num_cached_tokens=16))
     mailbox.put("b", tokens(3, 21, 22, logprobs=[logprob(-1.0), None], finish_reason="length"))
-    mailbox.put("c", tokens(0, finish_reason="error", error="the engine has stopped"))
+    mailbox.put("c", tokens(0, finish_reason="error", error=DEAD))
     assert dict(unpack(mailbox.collect(0))) == {
         "a": tokens(0, 11, num_cached_tokens=16),
         "b": tokens(3, 21, 22, logprobs=[logprob(-1.0), None], finish_reason="length"),
-        "c": tokens(0, finish_reason="error", error="the engine has stopped"),
+        "c": tokens(0, finish_reason="error", error=DEAD),
     }
 
 
@@ -61,16 +64,16 @@ def test_news_of_several_steps_become_one_entry() -> None:
 
 def test_an_end_stays_known_whatever_comes_after_it() -> None:
     mailbox = Mailbox()
-    mailbox.put("a", tokens(0, 11, finish_reason="stop", error="why"))
+    mailbox.put("a", tokens(0, 11, finish_reason="stop", error=DEAD))
     mailbox.put("a", tokens(1))
-    assert only(mailbox.collect(0)) == tokens(0, 11, finish_reason="stop", error="why")
+    assert only(mailbox.collect(0)) == tokens(0, 11, finish_reason="stop", error=DEAD)
 
 
 def test_an_error_joins_the_tokens_that_came_before_it() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
-    mailbox.put("a", tokens(0, finish_reason="error", error="rank 1 died"))
-    assert only(mailbox.collect(0)) == tokens(0, 11, finish_reason="error", error="rank 1 died")
+    mailbox.put("a", tokens(0, finish_reason="error", error=DEAD))
+    assert only(mailbox.collect(0)) == tokens(0, 11, finish_reason="error", error=DEAD)
 
 
 def test_an_empty_mailbox_gives_an_empty_reply_with_a_new_number() -> None:
