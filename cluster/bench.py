@@ -26,7 +26,6 @@ import torch
 from cluster.batch import BatchRequest, read_requests, tokenize_batch
 from cluster.checkpoint import find_model
 from cluster.llm import LLM
-from cluster.placement import pick_device
 from cluster.timing import TimedRun, due_times, run_timed
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
@@ -150,8 +149,7 @@ def _probe(config: ResolvedConfig) -> Machine | None:
 def _line(
     llm: LLM, config: ResolvedConfig, run: TimedRun, before: dict[str, float], machine: Machine | None
 ) -> dict[str, Any]:
-    stats, engine = llm.stats(), config.engine
-    device = pick_device(engine.device, engine.tensor_parallel_size)
+    stats, engine, device = llm.stats(), config.engine, llm.report.device
     works = works_of(
         [g.prompt_token_ids for g in run.generations for _ in g.completions],
         [len(c.token_ids) for g in run.generations for c in g.completions],

@@ -42,6 +42,7 @@ logger = logging.getLogger("eagleray.driver")
 class EngineReport:
     """What a frontend needs to know of a started engine."""
 
+    device: str
     limits: SchedulerLimits
     seconds: dict[str, float]
     lines: tuple[str, ...]
@@ -106,7 +107,7 @@ class Driver:
         gc.freeze()  # no later collection walks over the blocks
         self._thread.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
-        return EngineReport(limits=self._limits, seconds=report.seconds, lines=report.lines)
+        return EngineReport(device=self._config.device, limits=self._limits, seconds=report.seconds, lines=report.lines)
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run, `EngineDeadError`."""

@@ -141,7 +141,7 @@ class _Output:
 
 
 class NoAnswerError(EngineError):
-    """The driver did not answer in time."""
+    """A call to the driver, or to where the ranks run, was not answered in time."""
 
 
 class Generation:
@@ -371,7 +371,7 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
     try:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:
-        raise NoAnswerError(f"could not {what}: the driver did not answer within {limit_s:g} s") from None
+        raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s") from None
     except SystemExit as error:
         if not hasattr(error, "ray_terminate_msg"):  # the program's own
             raise

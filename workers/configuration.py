@@ -34,20 +34,16 @@ def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, de
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
     """What the engine will run as far as that is known before the cluster is: with device "auto", a configuration that
     only one device can run is no mistake yet. Raises `ConfigError` for one that none can."""
-    gpu_engine = engine
-    if engine.attention_backend == "flash_attn" and not torch.cuda.is_available():
-        gpu_engine = dataclasses.replace(engine, attention_backend="auto")  # the ranks may have what is missing here
-    if engine.device == "cuda":
-        return resolve_config(gpu_engine, model, model_dir, "cuda")
-    try:
-        return resolve_config(engine, model, model_dir, "cpu")
-    except ConfigError as error:
-        if engine.device == "cpu":
-            raise
+    refused: list[ConfigError] = []
+    for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
+        known = engine
+        if device == "cuda" and engine.attention_backend == "flash_attn" and not torch.cuda.is_available():
+            known = dataclasses.replace(engine, attention_backend="auto")  # the ranks may have what is missing here
         try:
-            return resolve_config(gpu_engine, model, model_dir, "cuda")
-        except ConfigError:
-            raise error from None
+            return resolve_config(known, model, model_dir, device)
+        except ConfigError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def find_kernels(config: ResolvedConfig) -> Kernels:

@@ -110,7 +110,7 @@ class SharedMemoryReducer:
         """Map a new segment on every rank, or say on every rank why that cannot be. `exchange` gives every rank the
         texts of all, in rank order; they have less than 1000 bytes. `timeout_s` bounds every later operation.
         Raises what `exchange` does."""
-        _advance(np.zeros(_STATE_SIZE, np.int64), 0, 0, 0, _GATHER, 0)  # compiled before anything is to be removed
+        _advance(np.zeros(_STATE_SIZE, np.int64), 0, 0, 0, _GATHER)  # compiled before anything is to be removed
         token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
         descriptor, reducer = -1, None
         try:
@@ -179,7 +179,7 @@ class SharedMemoryReducer:
         if memory is None:
             raise WorkerError(f"rank {self.rank} of {self.size} {self._unusable}")
         try:
-            if _advance(self._state, source, target, num_bytes, kind, _SPINS):
+            if _advance(self._state, source, target, num_bytes, kind):
                 self._wait(name, source, target, num_bytes, kind)
         except BaseException as error:  # an interrupt as well: the operation is half done
             self._leave(f"has failed before: {str(error) or type(error).__name__}")
@@ -189,7 +189,7 @@ class SharedMemoryReducer:
         """Go on with an operation until it is done, a peer is dead or gone, or time is up."""
         started = time.monotonic()
         next_look_s = _LOOK_S
-        while code := _advance(self._state, *operation, _SPINS):
+        while code := _advance(self._state, *operation):
             outcome, peer = divmod(code, _OUTCOME)
             waited_s = time.monotonic() - started
             if self._memory is None:  # another thread has closed
@@ -206,7 +206,7 @@ class SharedMemoryReducer:
                 dead = self._dead_peer()
                 if dead is not None:
                     # What it has published before it died may have been all we waited for.
-                    if not _advance(self._state, *operation, _SPINS):
+                    if not _advance(self._state, *operation):
                         return
                     self._fail(name, f"rank {dead} (process {self._process_ids[dead]}) has died")
             if waited_s < _YIELD_S:
@@ -242,7 +242,7 @@ class SharedMemoryReducer:
             if memory is None:
                 return
             self._unusable = why
-            _advance(self._state, 0, 0, 0, _LEAVE, 0)
+            _advance(self._state, 0, 0, 0, _LEAVE)
             for descriptor in self._watched:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
@@ -367,10 +367,10 @@ def _slot(base: int, size: int, rank: int, part: int) -> int:
 
 
 @exact_jit
-def _advance(state: Any, source: int, target: int, num_bytes: int, kind: int, spins: int) -> int:
-    """Go on with an operation from `source` to `target` (addresses), waiting at most `spins` turns. 0 when it is done,
+def _advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> int:
+    """Go on with an operation from `source` to `target` (addresses), waiting at most `_SPINS` turns. 0 when it is done,
     else an outcome; called again with the same arguments it goes on where it was."""
-    base, rank, size = state[_BASE], state[_RANK], state[_SIZE]
+    base, rank, size, spins = state[_BASE], state[_RANK], state[_SIZE], _SPINS
     if kind == _LEAVE:
         _store_release(_closed(base, rank), 1)
         return 0  # another thread may be inside an operation: its state stays
