@@ -30,6 +30,10 @@ def test_flash_attn_may_be_where_the_ranks_run(small_checkpoint: Path, device: s
         foresee_config(EngineConfig(device="cpu", attention_backend="flash_attn"), model, small_checkpoint)
 
 
-def test_what_no_device_can_run_is_refused_with_device_auto(small_checkpoint: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
+    small_checkpoint: Path, backend: str
+) -> None:
+    engine = EngineConfig(max_model_len=100000, attention_backend=backend)
     with pytest.raises(ConfigError, match="max_model_len 100000 is beyond"):
-        foresee_config(EngineConfig(max_model_len=100000), ModelConfig.from_dir(small_checkpoint), small_checkpoint)
+        foresee_config(engine, ModelConfig.from_dir(small_checkpoint), small_checkpoint)
