@@ -16,15 +16,15 @@ from configs.model import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> torch.Tensor:
-    """float32 [L, D]: cosines in the first half of a row, sines in the last, times the attention factor of the scaling.
+    """float32 [L, D]: cosines in the first half of each row, sines in the second, times the scaling's attention factor.
 
-    Computed on the host, so that every rank and device has the same bits.
+    Computed on the host, so that every rank and device has the same bits. The angles are float32, as in the reference;
+    their cosines and sines are taken in float64 and rounded, because the first float32 `cos` or `sin` of a process may
+    come back in low accuracy (errors to 1.5e-4) when it runs on several threads, and this table is that first call.
     """
     frequencies_F, attention_factor = inverse_frequencies(rope, head_dim)
-    angles_LF = torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F
-    cos_sin_LD = torch.empty(length, head_dim)
-    torch.cos(angles_LF, out=cos_sin_LD[:, : head_dim // 2])
-    torch.sin(angles_LF, out=cos_sin_LD[:, head_dim // 2 :])
+    angles_LF = (torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F).to(torch.float64)
+    cos_sin_LD = torch.cat((angles_LF.cos(), angles_LF.sin()), dim=1).to(torch.float32)
     return cos_sin_LD.mul_(attention_factor).to(device)
 
 

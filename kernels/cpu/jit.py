@@ -33,7 +33,9 @@ if not numba.config.CACHE_DIR and os.access(_CACHE.parent.parent, os.W_OK):
     numba.config.CACHE_DIR = str(_CACHE)
 
 # Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep their meaning.
-FAST = {"contract", "reassoc", "nsz", "arcp"}
+# Reciprocals stay exact ("arcp" is left out): the processor's estimate of 1 / sqrt(x) has other bits on each vendor's
+# chips, and 1 / sqrt(1) must be 1 on all of them.
+FAST = {"contract", "reassoc", "nsz"}
 # Plain loops whose results must not depend on where a loop is cut into vectors: without reassociation or contraction.
 exact_jit = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy")
 exact_parallel_jit = functools.partial(exact_jit, parallel=True)
