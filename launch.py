@@ -5,7 +5,9 @@
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
-Exit codes: 0; 2 for what the user did wrong; 1 for a fault of ours; 130 after Ctrl-C.
+Exit codes: 0; 2 for a mistake in what was asked; 1 for a fault of the engine; 130 after Ctrl-C.
+
+The flags of the engine and of sampling are derived from the fields of `EngineConfig` and `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import inspect
 import logging
 import signal
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from configs.engine import ATTENTION_BACKENDS, DEVICES, LOG_LEVELS, EngineConfig
+from configs.engine import EngineConfig
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
 
@@ -34,167 +37,163 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Tensor-parallel inference for Qwen3 on a Ray cluster.",
 )
-ENGINE, SAMPLING, WORKLOAD = "Engine", "Sampling", "Made-up requests"
-DEFAULT = EngineConfig()
+MADE_UP = "Made-up requests"
 
 
-def _engine(flags: str, text: str) -> Any:
-    return typer.Option(flags, help=text, rich_help_panel=ENGINE)
+def _engine_flags() -> dict[str, inspect.Parameter]:
+    """A parameter for each field of `EngineConfig` that has a flag."""
+    types = typing.get_type_hints(EngineConfig)
+    flags = {}
+    for field in dataclasses.fields(EngineConfig):
+        flag, default = field.metadata["flag"], field.metadata["flag_default"]
+        if flag is not None:
+            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Engine")
+            kind = types[field.name] if default is not None else types[field.name] | None
+            flags[field.name] = _parameter(field.name, Annotated[kind, option], default)
+    return flags
 
 
-def _sampling(flags: str, text: str) -> Any:
-    return typer.Option(flags, help=text, rich_help_panel=SAMPLING)
+def _sampling_flags() -> dict[str, inspect.Parameter]:
+    """A parameter for each field of `SamplingParams` that has a help text; the others are set per request."""
+    types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
+    flags = {}
+    for field in dataclasses.fields(SamplingParams):
+        if field.metadata["help"]:
+            flag = "--" + field.name.replace("_", "-")
+            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Sampling")
+            flags[field.name] = _parameter(field.name, Annotated[types[field.name], option], None)
+    return flags
 
 
-def _workload(flags: str, text: str, default: float) -> Any:
-    return typer.Option(flags, help=f"{text} [made-up requests; {default}]", rich_help_panel=WORKLOAD)
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=annotation, default=default)
 
 
-def _engine_config(
-    model: Annotated[str | None, _engine("--model", "Directory or hub id; a small model of ours if left out.")] = None,
-    tp: Annotated[int, _engine("--tp", "Tensor-parallel size: ranks, each an actor with a share.")] = 1,
-    tokenizer: Annotated[str | None, _engine("--tokenizer", "Directory or hub id of another tokenizer.")] = None,
-    revision: Annotated[str | None, _engine("--revision", "Revision of a hub id.")] = None,
-    device: Annotated[str, _engine("--device", f"One of {', '.join(DEVICES)}.")] = DEFAULT.device,
-    dtype: Annotated[str, _engine("--dtype", "auto (the checkpoint's), float32, bfloat16 or float16.")] = DEFAULT.dtype,
-    attention_backend: Annotated[
-        str, _engine("--attention-backend", f"One of {', '.join(ATTENTION_BACKENDS)}.")
-    ] = DEFAULT.attention_backend,
-    block_size: Annotated[int | None, _engine("--block-size", "Tokens a KV block; the backend's best.")] = None,
-    num_kv_blocks: Annotated[int | None, _engine("--num-kv-blocks", "KV blocks, instead of a memory size.")] = None,
-    kv_cache_bytes: Annotated[
-        int, _engine("--kv-cache-bytes", "KV cache of all ranks together on CPU.")
-    ] = DEFAULT.kv_cache_bytes,
-    max_num_seqs: Annotated[int, _engine("--max-num-seqs", "Sequences running at once.")] = DEFAULT.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int | None, _engine("--max-num-batched-tokens", "Tokens in one step; the device's best.")
-    ] = None,
-    max_model_len: Annotated[int | None, _engine("--max-model-len", "Tokens of prompt and output.")] = None,
-    gpu_memory_utilization: Annotated[
-        float, _engine("--gpu-memory-utilization", "Share of a GPU's memory to use.")
-    ] = DEFAULT.gpu_memory_utilization,
-    prefix_caching: Annotated[
-        bool, typer.Option("--prefix-caching/--no-prefix-caching", rich_help_panel=ENGINE)
-    ] = DEFAULT.enable_prefix_caching,
-    enforce_eager: Annotated[bool, _engine("--enforce-eager", "No CUDA graphs.")] = False,
-    num_steps_ahead: Annotated[
-        int, _engine("--num-steps-ahead", "Steps submitted beyond the last unread result; 0 waits for each.")
-    ] = DEFAULT.num_steps_ahead,
-    seed: Annotated[int | None, _engine("--seed", "Makes unseeded sampling repeatable.")] = None,
-    ray_address: Annotated[str | None, _engine("--ray-address", "Ray cluster to join.")] = None,
-    log_level: Annotated[str, _engine("--log-level", f"One of {', '.join(LOG_LEVELS)}.")] = DEFAULT.log_level,
-) -> EngineConfig:
-    """The flags of an engine, declared once for every command that starts one."""
-    options: dict[str, Any] = {} if model is None else {"model": model}
-    return EngineConfig(
-        **options, tokenizer=tokenizer, revision=revision, tensor_parallel_size=tp, device=device, dtype=dtype,
-        attention_backend=attention_backend, block_size=block_size, num_kv_blocks=num_kv_blocks,
-        kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
-        enable_prefix_caching=prefix_caching, enforce_eager=enforce_eager, num_steps_ahead=num_steps_ahead,
-        seed=seed, ray_address=ray_address, log_level=log_level,
-    )  # fmt: skip
+def _engine_config(values: dict[str, Any]) -> EngineConfig:
+    if values["model"] is None:
+        del values["model"]
+    return EngineConfig(**values)
 
 
-def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the flags of `_engine_config` in place of its parameter `config`, which gets what they make."""
-    flags = inspect.signature(_engine_config, eval_str=True).parameters
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        parameters += flags.values() if parameter.name == "config" else [parameter]
+def _sampling_params(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values | {"stop": values["stop"] or None})
+
+
+# What a command may ask for as a whole: the flags that take its place, and what makes it of their values.
+GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
+    "config": (_engine_flags(), _engine_config),
+    "defaults": (_sampling_flags(), _sampling_params),
+}
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with flags in place of its parameters `config` and `defaults`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    groups = {name: GROUPS[name] for name in own if name in GROUPS}
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name not in groups]
+    for flags, _ in groups.values():
+        parameters += flags.values()
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         with _exit_codes():
-            config = _engine_config(**{name: values.pop(name) for name in flags})
-            command(config=config, **values)
+            for name, (flags, make) in groups.items():
+                values[name] = make({flag: values.pop(flag) for flag in flags})
+            command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
 @app.command()
-@_with_engine_flags
+@_with_flags
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Questions; asked through the chat template if there is one.")
+        list[str] | None,
+        typer.Argument(help="Questions; asked through the chat template if there is one."),
     ] = None,
     input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="JSONL file of answers; else standard output.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it stands, without chat template.")] = False,
-    config: EngineConfig = DEFAULT,
-    max_tokens: Annotated[int | None, _sampling("--max-tokens", "Longest output; 256 if unset.")] = None,
-    temperature: Annotated[float | None, _sampling("--temperature", "0 is greedy.")] = None,
-    top_k: Annotated[int | None, _sampling("--top-k", "0 keeps all.")] = None,
-    top_p: Annotated[float | None, _sampling("--top-p", "Nucleus.")] = None,
-    min_p: Annotated[float | None, _sampling("--min-p", "Least share of the best token's probability.")] = None,
-    repetition_penalty: Annotated[float | None, _sampling("--repetition-penalty", "1 is none.")] = None,
-    presence_penalty: Annotated[float | None, _sampling("--presence-penalty", "0 is none.")] = None,
-    frequency_penalty: Annotated[float | None, _sampling("--frequency-penalty", "0 is none.")] = None,
-    stop: Annotated[list[str] | None, _sampling("--stop", "End before this text; may be repeated.")] = None,
-    min_tokens: Annotated[int | None, _sampling("--min-tokens", "No end before so many tokens.")] = None,
-    ignore_eos: Annotated[bool | None, _sampling("--ignore-eos", "Do not end at end-of-sequence.")] = None,
-    n: Annotated[int | None, _sampling("--n", "Outputs a request.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")] = False,
+    *,
+    config: EngineConfig,
+    defaults: SamplingParams,
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
-    defaults = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty, stop=stop or None, min_tokens=min_tokens, ignore_eos=ignore_eos, n=n,
-    )  # fmt: skip
     _start_logging(config.log_level)
-    from cluster.generate import GenerateJob, run_generate  # loads torch and Ray
+    from cluster.commands.generate import GenerateJob, run_generate  # loads Ray
 
     run_generate(
-        GenerateJob(config=config, defaults=defaults, prompts=tuple(prompts or ()), input=input, output=output, raw=raw)
+        GenerateJob(
+            config=config,
+            defaults=defaults,
+            prompts=tuple(prompts or ()),
+            input=input,
+            output=output,
+            raw=raw,
+        )
+    )
+
+
+def _made_up(flag: str, text: str, default: float) -> Any:
+    return typer.Option(flag, help=f"{text} [made-up requests; {default}]", rich_help_panel=MADE_UP)
+
+
+@app.command()
+@_with_flags
+def bench(
+    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")] = None,
+    num_seqs: Annotated[int | None, _made_up("--num-seqs", "Number of requests.", 256)] = None,
+    max_input: Annotated[int | None, _made_up("--max-input", "Longest prompt; the shortest is a tenth.", 1024)] = None,
+    max_output: Annotated[
+        int | None, _made_up("--max-output", "Longest output; the shortest is a tenth.", 1024)
+    ] = None,
+    temperature: Annotated[float | None, _made_up("--temperature", "0 is greedy.", 0.6)] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option("--request-rate", help="Requests per second, Poisson; all at once if left out."),
+    ] = None,
+    num_warmup: Annotated[int, typer.Option("--num-warmup", help="Tiny requests sent first, which are not timed.")] = 1,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Time a file of requests, or made-up ones, and print one JSON line. --seed (default 0) also draws prompts, lengths
+    and arrivals."""
+    config = dataclasses.replace(config, seed=config.seed or 0)
+    _start_logging(config.log_level)
+    from cluster.commands.bench import BenchJob, run_bench  # loads Ray and torch
+
+    run_bench(
+        BenchJob(
+            config=config,
+            input=input,
+            num_seqs=num_seqs,
+            max_input=max_input,
+            max_output=max_output,
+            temperature=temperature,
+            request_rate=request_rate,
+            num_warmup=num_warmup,
+        )
     )
 
 
 @app.command()
-@_with_engine_flags
-def bench(
-    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")] = None,
-    num_seqs: Annotated[int | None, _workload("--num-seqs", "Requests.", 256)] = None,
-    max_input: Annotated[int | None, _workload("--max-input", "Longest prompt; the shortest is a tenth.", 1024)] = None,
-    max_output: Annotated[
-        int | None, _workload("--max-output", "Longest output; the shortest is a tenth.", 1024)
-    ] = None,
-    temperature: Annotated[float | None, _workload("--temperature", "0 is greedy.", 0.6)] = None,
-    request_rate: Annotated[
-        float | None, typer.Option("--request-rate", help="Requests a second, Poisson; all at once if left out.")
-    ] = None,
-    num_warmup: Annotated[int, typer.Option("--num-warmup", help="Tiny requests before, which are not timed.")] = 1,
-    config: EngineConfig = DEFAULT,
-) -> None:
-    """Time a file of requests, or made-up ones, and print one JSON line. --seed (here 0) draws prompts, lengths and
-    arrivals, too."""
-    config = dataclasses.replace(config, seed=config.seed or 0)
-    _start_logging(config.log_level)
-    from cluster.bench import BenchJob, run_bench  # loads torch and Ray
-
-    run_bench(
-        BenchJob(
-            config=config, input=input, num_seqs=num_seqs, max_input=max_input, max_output=max_output,
-            temperature=temperature, request_rate=request_rate, num_warmup=num_warmup,
-        )
-    )  # fmt: skip
-
-
-@app.command()
 def doctor() -> None:
-    """Say what is installed, which devices there are, which backend would run, and what clashes."""
+    """Report what is installed, which devices there are, which kernels would run, and what is wrong."""
     with _exit_codes():
-        from cluster.doctor import examine
+        from cluster.commands.doctor import examine
 
-        lines, wrong = examine()
+        lines, problems = examine()
         for line in lines:
             print(line)
-        for line in wrong:
-            print(f"WRONG: {line}")
-        print("nothing clashes" if not wrong else f"{len(wrong)} to put right")
-        if wrong:
+        for problem in problems:
+            print(f"PROBLEM: {problem}")
+        plural = "" if len(problems) == 1 else "s"
+        print(f"{len(problems)} problem{plural} found" if problems else "no problems found")
+        if problems:
             raise typer.Exit(2)
 
 
@@ -208,7 +207,7 @@ def _start_logging(level: str) -> None:
 
 @contextlib.contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Errors made on purpose become one line and an exit code; SIGTERM stops as Ctrl-C does."""
+    """Our errors become one line and an exit code; SIGTERM stops the program as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common import alternate, median, model_or_random, write_result
 from benchmarks.dispatch_actors import DEVICE_STEP_S, OneCoreDriver, SleepingDriver, TimedDriver
 from benchmarks.dispatch_ways import Measure, with_ray, without_ray
-from configs.engine import DEFAULT_MODEL_DIR
+from configs.paths import DEFAULT_MODEL_DIR
 
 
 def main() -> None:

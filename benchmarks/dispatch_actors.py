@@ -7,15 +7,15 @@ import os
 import threading
 import time
 import zlib
+from typing import Any
 
-import cluster.worker_group
-from cluster.driver import Driver, EngineReport
-from cluster.mailbox import News
-from cluster.worker_group import RankActor
+from cluster.engine.driver import Driver
+from cluster.engine.rank_actor import RankActor
+from cluster.engine.report import EngineReport
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan, StepResult, ints
-from scheduler.scheduler import StepOutput
-from workers.worker import Worker, WorkerReport
+from workers.report import WorkerReport
+from workers.worker import Worker
 
 DEVICE_STEP_S = 0.003
 
@@ -23,17 +23,29 @@ DEVICE_STEP_S = 0.003
 class TimedDriver(Driver):
     """Notes the moment at which the result of each step has been applied."""
 
-    _moments: list[float] | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._moments: list[float] = []
 
-    def _news(self, output: StepOutput) -> dict[str, dict[str, News]]:
-        self._moments = self._moments or []
-        self._moments.append(time.perf_counter())
-        return super()._news(output)
+    async def start(self) -> EngineReport:
+        report = await super().start()
+        assert self._engine_loop is not None
+        engine = self._engine_loop.engine
+        step = engine.step
+
+        def timed_step() -> Any:
+            output = step()
+            if output is not None:
+                self._moments.append(time.perf_counter())
+            return output
+
+        engine.step = timed_step  # type: ignore[method-assign]
+        return report
 
     async def take_moments(self) -> list[float]:
         """Seconds, since the last call."""
         moments, self._moments = self._moments, []
-        return moments or []
+        return moments
 
 
 class OneCoreRankActor(RankActor):
@@ -46,9 +58,7 @@ class OneCoreRankActor(RankActor):
 class OneCoreDriver(TimedDriver):
     """A timed driver whose ranks take one core each."""
 
-    async def start(self) -> EngineReport:
-        cluster.worker_group.RankActor = OneCoreRankActor  # type: ignore[misc]  # in this actor's process alone
-        return await super().start()
+    rank_actor = OneCoreRankActor
 
 
 class SleepingWorker(Worker):
@@ -89,6 +99,4 @@ class SleepingRankActor(RankActor):
 class SleepingDriver(TimedDriver):
     """A timed driver whose ranks sleep."""
 
-    async def start(self) -> EngineReport:
-        cluster.worker_group.RankActor = SleepingRankActor  # type: ignore[misc]  # in this actor's process alone
-        return await super().start()
+    rank_actor = SleepingRankActor

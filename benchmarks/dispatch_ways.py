@@ -19,14 +19,15 @@ from unittest import mock
 import ray
 
 from cluster import LLM, SamplingParams
-from cluster.checkpoint import find_model
-from cluster.driver import Driver
+from cluster.client.model_files import find_model
+from cluster.engine.driver import Driver
+from cluster.limits import limits_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import Scheduler
 from tests.workers.pool import WorkerPool
 from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
@@ -44,13 +45,13 @@ def _step_ms(moments: list[float]) -> float:
 @contextmanager
 def with_ray(driver: type[Driver], ahead: int, steps: int, options: dict[str, Any]) -> Iterator[Measure]:
     """An engine with a `TimedDriver`, `ahead` steps submitted beyond the unread one."""
-    with mock.patch("cluster.llm.Driver", driver):
+    with mock.patch("cluster.engine.start.Driver", driver):
         llm = LLM(num_steps_ahead=ahead, **options)
 
     def run(size: int) -> float:
         params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0)
         llm.generate([_prompt(row) for row in range(size)], params)
-        return _step_ms(ray.get(llm._driver.take_moments.remote()))
+        return _step_ms(ray.get(llm._engine.driver.take_moments.remote()))
 
     with llm:
         yield run
@@ -86,14 +87,7 @@ def _add_batch(engine: Engine | Scheduler, size: int, steps: int) -> None:
 
 
 def _scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
-    engine = config.engine
-    return Scheduler(
-        SchedulerLimits(
-            num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-            vocab_size=config.model.vocab_size, enable_prefix_caching=engine.enable_prefix_caching,
-        )
-    )  # fmt: skip
+    return Scheduler(limits_of(config, num_blocks))
 
 
 def start_in_process(config: ResolvedConfig, num_threads: int) -> Engine:

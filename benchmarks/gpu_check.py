@@ -35,9 +35,10 @@ from benchmarks.gpu_check_engine import decode_steps, throughput, tokens
 from benchmarks.gpu_check_numerics import numerics
 from benchmarks.gpu_check_process import Section, run_process, run_section, write_json
 from benchmarks.gpu_check_speed import speed
-from kernels.backend import Kernels, select_backend
+from kernels.interface import Kernels
+from kernels.select import select_backend
 from workers.device import CudaDevice
-from workers.group import TensorParallelGroup, _connect, open_rendezvous
+from workers.parallel.group import TensorParallelGroup, _connect, open_rendezvous
 from workers.roofline import Machine
 
 
@@ -47,7 +48,7 @@ def machine(check: Check) -> None:
     check.add("ceilings", lambda: _ceilings(check))
     check.add("process group", lambda: _process_group(check))
     for name in ("triton", "flash_attn"):
-        found = check.backends[name].description if name in check.backends else "no"
+        found = check.backends[name].capabilities.description if name in check.backends else "no"
         check.add(name, partial(dict, found=found))
 
 

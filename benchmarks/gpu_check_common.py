@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels.backend import Kernels
+from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from workers.device import CudaDevice
 from workers.roofline import Machine

@@ -24,14 +24,15 @@ from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, rounded
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from kernels.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED
 from scheduler.engine import Engine
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
-from workers.layers import WeightSlice
+from workers.models.layers import WeightSlice
 from workers.roofline import floor_s, layer_parameters, works_of
 
 QWEN3_8B = QWEN3_0_6B | {

@@ -20,13 +20,13 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check_common import Check, Row, attention_of, rounded
-from kernels.activation import silu_and_mul_reference
-from kernels.attention import paged_attention_reference
-from kernels.backend import Kernels
-from kernels.norm import rms_norm_reference
-from kernels.rope import qk_norm_rope_reference
-from kernels.sampling import RADIX_PASSES, TOP_P_ONE, GapRows, SamplingKernels
-from kernels.sampling import REFERENCE as SAMPLING_REFERENCE
+from kernels.interface import GapRows, Kernels, SamplingKernels
+from kernels.reference.activation import silu_and_mul_reference
+from kernels.reference.attention import paged_attention_reference
+from kernels.reference.backend import REFERENCE_SAMPLING as SAMPLING_REFERENCE
+from kernels.reference.norm import rms_norm_reference
+from kernels.reference.rope import qk_norm_rope_reference
+from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
 
 EPS = 1e-6
 # float32's own roundings, in parts of one to 16 bits.
@@ -137,7 +137,7 @@ def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: 
 def attention(check: Check, backend: str, kernels: Kernels) -> None:
     """Every kind of batch, for the groups, head dims and block sizes that models and the engine use."""
     for heads, kv_heads, dim, block_size in [(2, 1, 64, None)] if check.small else _ATTENTION_CASES:
-        block_size = block_size or kernels.default_block_size
+        block_size = block_size or kernels.capabilities.default_block_size
         for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _BATCHES).items():
             case = partial(_attention_case, check, kernels, heads, kv_heads, dim, block_size, seq_lens, query_lens)
             name = f"{backend} {kind} {heads}/{kv_heads} x {dim}, block {block_size}"
@@ -154,7 +154,7 @@ def _attention_case(
     block_ids = torch.randperm(num_blocks)
     attn = attention_of(seq_lens, query_lens, block_ids[1:], block_size, check.device, bound)
     # FlashAttention multiplies what lies past a row by 0: only what is a number may stand there.
-    poison = torch.nan if kernels.name == "triton" else 1e4
+    poison = torch.nan if kernels.capabilities.name == "triton" else 1e4
     k_cache, v_cache = (check.normal(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     for cache in (k_cache, v_cache):
         cache[block_ids[0]] = poison

@@ -19,8 +19,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check_common import Check, Row, attention_of, median_us, num_sets, rounded, share
-from kernels.backend import Kernels
-from kernels.sampling import GapRows
+from kernels.interface import GapRows, Kernels
 
 EPS = 1e-6
 Call = Callable[[], object]
@@ -104,7 +103,11 @@ def _attention(
     elements = 2 * kv_heads * sum(seq_lens) + 2 * num_heads * sum(query_lens)
     num_bytes, flops = check.dtype.itemsize * dim * elements, 4 * num_heads * dim * seen
     runs = [(f"block_{size}", check.backends["triton"], size) for size in ((16,) if check.small else (16, 256))]
-    runs += [(name, other, other.default_block_size) for name, other in check.backends.items() if name != "triton"]
+    runs += [
+        (name, other, other.capabilities.default_block_size)
+        for name, other in check.backends.items()
+        if name != "triton"
+    ]
 
     def measure() -> Row:
         times: dict[str, float] = {}

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.common import alternate, median, model_or_random, write_result
 from cluster import LLM, SamplingParams
-from cluster.batch import BatchRequest
-from cluster.bench import synthetic_requests
-from cluster.timing import due_times, percentiles, run_timed
+from cluster.commands.batch import BatchRequest
+from cluster.commands.bench import synthetic_requests
+from cluster.commands.timing import due_times, percentiles, run_timed
 
 DECODE_PROMPT = 16
 ARRIVED_PROMPT = 1000

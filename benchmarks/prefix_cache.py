@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.common import alternate, median, model_or_random, write_result
 from cluster import LLM, SamplingParams
-from cluster.batch import BatchRequest
-from cluster.timing import run_timed
+from cluster.commands.batch import BatchRequest
+from cluster.commands.timing import run_timed
 
 
 def main() -> None:

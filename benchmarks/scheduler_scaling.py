@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from benchmarks.common import alternate, median, write_result
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 LIMIT = "256 running sequences: schedule_ms + apply_ms below 1"

@@ -8,18 +8,17 @@ weights and keys and values at the memory speed measured before.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kernels.cpu.backend as cpu
 from benchmarks.common import QWEN3_0_6B, model_or_random, write_result
 from benchmarks.dispatch_ways import start_in_process
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
+from kernels.cpu.backend import CPU_KERNELS
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from workers.configuration import resolve_config
@@ -93,10 +92,10 @@ def with_clocks(seconds: dict[str, float]) -> None:
 
         return run
 
-    fields: dict[str, Any] = {name: clocked(name, getattr(cpu.CPU, name)) for name in (*KERNELS, "linear")}
-    sampling = dataclasses.asdict(cpu.CPU.sampling)
-    fields["sampling"] = type(cpu.CPU.sampling)(**{name: clocked("sampling", run) for name, run in sampling.items()})
-    cpu.CPU = dataclasses.replace(cpu.CPU, **fields)
+    for name in (*KERNELS, "linear"):
+        setattr(CPU_KERNELS, name, clocked(name, getattr(CPU_KERNELS, name)))
+    for name in (name for name in dir(CPU_KERNELS.sampling) if not name.startswith("_")):
+        setattr(CPU_KERNELS.sampling, name, clocked("sampling", getattr(CPU_KERNELS.sampling, name)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,36 @@
-"""Everything that knows Ray. Users start here: `from cluster import LLM, SamplingParams`."""
+"""Everything that knows Ray. Users start here: `from cluster import LLM, SamplingParams`.
 
-from cluster.authentication import use_token_if_there_is_one
+Names are loaded on first use: importing this package loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from cluster.resources.authentication import use_token_if_there_is_one
+
+if TYPE_CHECKING:
+    from cluster.client.outputs import Chunk, CompletionOutput, RequestOutput
+    from cluster.llm import LLM
+    from scheduler.messages import EngineStats
+    from scheduler.params import SamplingParams
+
+__all__ = ["LLM", "Chunk", "CompletionOutput", "EngineStats", "RequestOutput", "SamplingParams"]
+
+_MODULES = {
+    "LLM": "cluster.llm",
+    "Chunk": "cluster.client.outputs",
+    "CompletionOutput": "cluster.client.outputs",
+    "RequestOutput": "cluster.client.outputs",
+    "EngineStats": "scheduler.messages",
+    "SamplingParams": "scheduler.params",
+}
 
 use_token_if_there_is_one()  # before anything imports Ray
 
-from cluster.frontend import Chunk, CompletionOutput  # noqa: E402
-from cluster.llm import LLM, RequestOutput  # noqa: E402
-from scheduler.params import SamplingParams  # noqa: E402
 
-__all__ = ["LLM", "Chunk", "CompletionOutput", "RequestOutput", "SamplingParams"]
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

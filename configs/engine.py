@@ -2,6 +2,7 @@
 
 Everything that can be known to be wrong is refused here, before any actor starts: `EngineConfig` checks each field and
 how they go together, `resolve` checks them against the checkpoint and the device. Unknown keys are refused by name.
+An option is declared once, as a field with its limits and its flag; the command line is derived from that.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.model import DTYPES, ModelConfig, rope_max_length
+from configs.options import check_option, option
+from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import ConfigError
 
-DEFAULT_MODEL_DIR = Path(__file__).parent / "default_model"
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -24,69 +26,95 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # GPU fewer would take less time than the host needs to launch the step of a small model.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_MAX_MODEL_LEN = 40960
-MAX_TIMEOUT_S = 86400  # a day
+MAX_TIMEOUT_S = 86400.0  # a day
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. None means: chosen from the checkpoint, the backend or the device.
+    """Options of one engine. None means: chosen from the checkpoint, the backend or the device. Times are seconds.
 
-    model: a checkpoint directory or a hub id. `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over
-    the ranks; on a GPU its size follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
-    `num_steps_ahead` is how many steps are submitted beyond the last unread result. Times are seconds.
+    `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over the ranks; on a GPU the size of the cache
+    follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
     """
 
-    model: str = str(DEFAULT_MODEL_DIR)
-    tokenizer: str | None = None
-    revision: str | None = None
-    tensor_parallel_size: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    attention_backend: str = "auto"
-    block_size: int | None = None
-    num_kv_blocks: int | None = None
-    kv_cache_bytes: int = 2**30
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    enforce_eager: bool = False
-    num_steps_ahead: int = 1
-    seed: int | None = None
-    ray_address: str | None = None
-    start_timeout_s: float = 300.0
-    step_timeout_s: float = 120.0
-    frontend_timeout_s: float = 60.0
-    log_level: str = "info"
+    model: str = option(
+        str(DEFAULT_MODEL_DIR),
+        flag="--model",
+        help="Directory or hub id; the small default model if left out.",
+        flag_default=None,
+    )
+    tokenizer: str | None = option(None, flag="--tokenizer", help="Directory or hub id of another tokenizer.")
+    revision: str | None = option(None, flag="--revision", help="Revision of a hub id.")
+    tensor_parallel_size: int = option(1, flag="--tp", help="Number of tensor-parallel ranks.", at_least=1)
+    device: str = option("auto", flag="--device", choices=DEVICES)
+    dtype: str = option(
+        "auto",
+        flag="--dtype",
+        help="auto (the checkpoint's), float32, bfloat16 or float16.",
+        choices=("auto", *DTYPES),
+    )
+    attention_backend: str = option("auto", flag="--attention-backend", choices=ATTENTION_BACKENDS)
+    block_size: int | None = option(
+        None,
+        flag="--block-size",
+        help="Tokens per KV block; by default the backend's best.",
+        at_least=1,
+        at_most=2**20,
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        flag="--num-kv-blocks",
+        help="Number of KV blocks, instead of a memory size.",
+        at_least=1,
+        at_most=2**31 - 1,  # block ids are 32-bit numbers
+    )
+    kv_cache_bytes: int = option(
+        2**30, flag="--kv-cache-bytes", help="KV cache of all ranks together, on CPU.", at_least=1
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        flag="--gpu-memory-utilization",
+        help="Share of a GPU's memory to use.",
+        above=0,
+        at_most=1,
+    )
+    enable_prefix_caching: bool = option(True, flag="--prefix-caching/--no-prefix-caching")
+    max_num_seqs: int = option(
+        64,
+        flag="--max-num-seqs",
+        help="Sequences running at once.",
+        at_least=1,
+        at_most=65536,  # each is a row of tables
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        flag="--max-num-batched-tokens",
+        help="Tokens per step; by default the device's best.",
+        at_least=1,
+    )
+    max_model_len: int | None = option(None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2)
+    enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
+    num_steps_ahead: int = option(
+        1,
+        flag="--num-steps-ahead",
+        help="Steps submitted beyond the last unread result; 0 waits for each.",
+        at_least=0,
+        at_most=8,  # each is a thread of every rank
+    )
+    seed: int | None = option(None, flag="--seed", help="Makes unseeded sampling repeatable.", at_least=0)
+    ray_address: str | None = option(None, flag="--ray-address", help="Ray cluster to join; local for a new one.")
+    start_timeout_s: float = option(300.0, above=0, at_most=MAX_TIMEOUT_S)
+    step_timeout_s: float = option(120.0, above=0, at_most=MAX_TIMEOUT_S)
+    frontend_timeout_s: float = option(60.0, above=0, at_most=MAX_TIMEOUT_S)
+    log_level: str = option("info", flag="--log-level", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
-        for name in _WHOLE_AT_LEAST:
-            value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_NONE:
-                _check_whole(name, value, _WHOLE_AT_LEAST[name], _WHOLE_AT_MOST.get(name))
-        for name in ("start_timeout_s", "step_timeout_s", "frontend_timeout_s"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 < value <= MAX_TIMEOUT_S:
-                raise ConfigError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S} seconds, got {value!r}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("model", "tokenizer", "revision", "ray_address"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "model"):
-                raise ConfigError(f"{name} must be text, got {value!r}")
-        utilization = self.gpu_memory_utilization
-        if not _is_number(utilization) or not 0 < utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization!r}")
-        _check_choice("device", self.device, DEVICES)
-        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        for field in dataclasses.fields(self):
+            check_option(field, getattr(self, field.name))
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
-                "every running sequence needs one token a step; raise the first or lower the second"
+                "every running sequence needs one token per step; raise the first or lower the second"
             )
 
     @classmethod
@@ -164,27 +192,3 @@ def resolve(
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
     )
-
-
-_WHOLE_AT_LEAST = {
-    "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
-    "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
-}  # fmt: skip
-# A step ahead is a thread of every rank; a sequence a row of tables; block ids are 32-bit numbers.
-_WHOLE_AT_MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**20, "num_kv_blocks": 2**31 - 1}
-_MAY_BE_NONE = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
-
-
-def _check_whole(name: str, value: object, least: int, most: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
-        raise ConfigError(f"{name} must be a whole number of {limits}, got {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf

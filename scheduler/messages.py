@@ -103,6 +103,23 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Sequences and blocks at the moment; steps, preemptions and tokens since the start.
+
+    num_prompt_tokens, num_cached_tokens: of first admissions, and how many of them were found in the prefix cache.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deltas:
     """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
 

@@ -19,15 +19,20 @@ MAX_LOGPROBS = 20
 SEED_LIMIT = 2**63
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0), "top_k": (-1, 2**31 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
-    "seed": (0, SEED_LIMIT - 1), "min_tokens": (0, 2**31 - 1), "max_tokens": (1, 2**31 - 1),
-    "logprobs": (0, MAX_LOGPROBS), "n": (1, 128),
-}  # fmt: skip
-_WHOLE = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n"})
-_COPIED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-           "min_tokens", "max_tokens")  # fmt: skip
+def _parameter(
+    default: Any = None,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    whole: bool = False,
+    help: str = "",
+) -> Any:
+    """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from `low` to `high`.
+
+    One with `help` has a flag on the command line.
+    """
+    limits = {"default": default, "low": low, "high": high, "whole": whole, "help": help}
+    return dataclasses.field(default=None, metadata=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +70,30 @@ class SamplingParams:
     end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs, each with a seed of its own.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] | None = None
-    stop_token_ids: tuple[int, ...] | list[int] | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    ignore_eos: bool | None = None
-    logprobs: int | None = None
-    n: int | None = None
+    temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
+    top_k: int | None = _parameter(0, low=-1, high=2**31 - 1, whole=True, help="0 keeps all tokens.")
+    top_p: float | None = _parameter(1.0, low=0.0, high=1.0, help="Probability mass of the nucleus.")
+    min_p: float | None = _parameter(0.0, low=0.0, high=1.0, help="Least share of the best token's probability.")
+    repetition_penalty: float | None = _parameter(1.0, low=0.0, high=100.0, help="1 means none.")
+    presence_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
+    frequency_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
+    logit_bias: Mapping[int, float] | None = _parameter()
+    seed: int | None = _parameter(low=0, high=SEED_LIMIT - 1, whole=True)
+    stop: str | tuple[str, ...] | list[str] | None = _parameter(
+        help="End the output before this text; may be repeated."
+    )
+    stop_token_ids: tuple[int, ...] | list[int] | None = _parameter()
+    min_tokens: int | None = _parameter(0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens.")
+    max_tokens: int | None = _parameter(256, low=1, high=2**31 - 1, whole=True, help="Longest output; 256 if unset.")
+    ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
+    logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
+    n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None:
-                _check_number(name, value, low, high, whole=name in _WHOLE)
+        for field in dataclasses.fields(self):
+            value, limits = getattr(self, field.name), field.metadata
+            if value is not None and limits["low"] is not None:
+                _check_number(field.name, value, limits["low"], limits["high"], whole=limits["whole"])
         if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
         if self.repetition_penalty == 0:
@@ -126,14 +133,16 @@ class SamplingParams:
         stop_token_ids = frozenset(full.stop_token_ids or ())
         if not full.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        copied = {name: getattr(full, name) for name in _COPIED}
+        values = {field.name: getattr(full, field.name) for field in dataclasses.fields(Sampling)}
         return Sampling(
-            **copied,
-            seed=derive_seed(seed, index),
-            top_k=max(0, full.top_k or 0),
-            logit_bias=tuple(sorted((full.logit_bias or {}).items())),
-            stop_token_ids=stop_token_ids,
-            logprobs=-1 if full.logprobs is None else full.logprobs,
+            **values
+            | {
+                "seed": derive_seed(seed, index),
+                "top_k": max(0, full.top_k or 0),
+                "logit_bias": tuple(sorted((full.logit_bias or {}).items())),
+                "stop_token_ids": stop_token_ids,
+                "logprobs": -1 if full.logprobs is None else full.logprobs,
+            }
         )
 
 
@@ -192,7 +201,4 @@ def _token_id_key(key: object) -> object:
     return key
 
 
-DEFAULTS = SamplingParams(
-    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-    frequency_penalty=0.0, min_tokens=0, max_tokens=256, ignore_eos=False, n=1,
-)  # fmt: skip
+DEFAULTS = SamplingParams(**{f.name: f.metadata["default"] for f in dataclasses.fields(SamplingParams)})

@@ -17,33 +17,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from scheduler.block_manager import BlockManager
-from scheduler.errors import EngineError, RequestError
-from scheduler.messages import AdmittedRows, Request, StepPlan, StepResult, TokenLogprobs, ints
+from scheduler.errors import EngineError
+from scheduler.limits import SchedulerLimits, check_request
+from scheduler.messages import AdmittedRows, EngineStats, Request, StepPlan, StepResult, TokenLogprobs, ints
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
 RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Sizes the scheduler works within, in tokens, blocks and sequences."""
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    enable_prefix_caching: bool = True
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Longest sequence that can be held, prompt and output."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(slots=True)
@@ -61,7 +43,6 @@ class SchedulerStats:
     """Counters since the start."""
 
     num_steps: int = 0
-    num_scheduled_tokens: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -151,7 +132,6 @@ class Scheduler:
         plan = self._plan(step)
         self.submitted.append(_Submitted(plan.step_id, plan.epoch, step.sampling_sequences))
         self.stats.num_steps += 1
-        self.stats.num_scheduled_tokens += self.limits.max_num_batched_tokens - step.budget
         return plan
 
     def apply(self, result: StepResult) -> StepOutput:
@@ -193,6 +173,19 @@ class Scheduler:
         self._released_slots.clear()
         self._next_step_id = 0
         self.epoch += 1
+
+    def snapshot(self) -> EngineStats:
+        """What the scheduler holds at the moment, and its counters."""
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_blocks=self.block_manager.num_free_blocks,
+            num_blocks=self.limits.num_blocks,
+            num_steps=self.stats.num_steps,
+            num_preemptions=self.stats.num_preemptions,
+            num_prompt_tokens=self.stats.num_prompt_tokens,
+            num_cached_tokens=self.stats.num_cached_tokens,
+        )
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -368,31 +361,6 @@ class Scheduler:
         in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
         assert not in_prompt or in_prompt == self.running[-1:], f"in the middle of a prompt, but not last: {in_prompt}"
         self.block_manager.check(self.running)
-
-
-def check_request(request: Request, limits: SchedulerLimits) -> None:
-    """Raise `RequestError` unless the prompt can be run to at least one new token."""
-    tokens, most = request.token_ids, limits.max_total_tokens
-    if not 1 <= request.num_prompt_tokens <= len(tokens):
-        given = f"{request.num_prompt_tokens} of {len(tokens)} tokens are the prompt" if tokens else "it is empty"
-        raise RequestError(f"the prompt needs at least one token; {given}", "prompt")
-    if request.num_prompt_tokens >= most:
-        by_model = most == limits.max_model_len
-        bound = "max_model_len" if by_model else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
-        remedy = "max_model_len" if by_model else "num_kv_blocks or the memory of the cache"
-        raise RequestError(
-            f"the prompt has {request.num_prompt_tokens} tokens; at most {most - 1} are possible, one less "
-            f"than {bound} allows for prompt and output. Shorten the prompt or raise {remedy}",
-            "prompt",
-        )
-    check_vocabulary(tokens, limits.vocab_size)
-
-
-def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise `RequestError` for a token of a prompt that the model does not know."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab_size} ids", "prompt")
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

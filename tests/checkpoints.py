@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from configs.model import ModelConfig
-from workers.checkpoint import SINGLE_NAME, expected_tensors
+from workers.models.checkpoint import SINGLE_NAME, expected_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

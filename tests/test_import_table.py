@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -46,8 +47,9 @@ def is_within(module: str, allowed: set[str]) -> bool:
 
 
 def imports_in(package: str) -> Iterator[tuple[str, str]]:
-    """File and module of each import statement of a package, those inside functions too."""
-    for path in sorted((ROOT / package).rglob("*.py")):
+    """File and module of each import statement of a package, also of those inside functions."""
+    files = [ROOT / "launch.py"] if package == "launch" else sorted((ROOT / package).rglob("*.py"))
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
@@ -83,3 +85,28 @@ def test_import_inside_a_function_obeys_the_table_too(package: str) -> None:
 @pytest.mark.parametrize("package", ["kernels", "workers"])
 def test_what_runs_in_a_rank_never_imports_ray_or_transformers(package: str) -> None:
     assert [found for found in imports_in(package) if found[1].split(".")[0] in NEVER[package]] == []
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours, by its dotted name."""
+    paths = [path for package in (*ALLOWED, "benchmarks") for path in (ROOT / package).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (*paths, ROOT / "launch.py")]
+    return dict(zip((name.removesuffix(".__init__") for name in names), (*paths, ROOT / "launch.py"), strict=True))
+
+
+def test_no_module_imports_itself_through_others_not_even_inside_functions() -> None:
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        imported = [found for file, found in imports_in(name.split(".")[0]) if ROOT / file == path]
+        ours = {target if target in known else target.rpartition(".")[0] for target in imported}
+        graph[name] = {target for target in ours if target in known}
+    assert len(graph) > 60 and "kernels.select" in graph["workers.configuration"]
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
+
+
+@pytest.mark.parametrize("module", ["cluster.llm", "cluster.engine.driver", "cluster.commands.generate"])
+def test_client_and_driver_load_neither_torch_nor_numba_nor_transformers(module: str) -> None:
+    program = f"import sys, {module}; print(sorted({{'torch', 'numba', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

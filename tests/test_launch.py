@@ -18,13 +18,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import cluster
-import cluster.bench
-import cluster.doctor
-import cluster.generate
+import cluster.commands.bench
+import cluster.commands.doctor
+import cluster.commands.generate
 import launch
-from cluster.bench import BenchJob
-from cluster.generate import GenerateJob
-from cluster.placement import SESSION
+from cluster.commands.bench import BenchJob
+from cluster.commands.generate import GenerateJob
+from cluster.resources.session import SESSION
 from configs.engine import EngineConfig
 from scheduler.errors import EngineError
 from scheduler.params import SamplingParams
@@ -246,7 +246,7 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
     def fail(_: GenerateJob) -> None:
         raise error
 
-    monkeypatch.setattr(cluster.generate, "run_generate", fail)
+    monkeypatch.setattr(cluster.commands.generate, "run_generate", fail)
     run = invoke("generate", "Hi")
     assert (run.exit_code, run.stderr) == (exit_code, message)
 
@@ -311,7 +311,7 @@ def words(flags_and_values: dict[str, Any]) -> list[str]:
 
 def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[GenerateJob] = []
-    monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
+    monkeypatch.setattr(cluster.commands.generate, "run_generate", jobs.append)
     values = [*words(ENGINE_FLAGS_AND_VALUES), *words(SAMPLING_FLAGS_AND_VALUES), *ENGINE_SWITCHES]
     switches = ["--raw", "--ignore-eos", "--stop", "x", "--stop", "y", "--output", "answers.jsonl"]
     run = invoke("generate", "one", "two", *values, *switches)
@@ -333,7 +333,7 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
 
 def test_every_flag_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[BenchJob] = []
-    monkeypatch.setattr(cluster.bench, "run_bench", jobs.append)
+    monkeypatch.setattr(cluster.commands.bench, "run_bench", jobs.append)
     workload = {"--num-seqs": 3, "--max-input": 4, "--max-output": 5, "--temperature": 0.25, "--request-rate": 6.5,
                 "--num-warmup": 7, "--input": "x.jsonl"}  # fmt: skip
     run = invoke("bench", *words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(workload))
@@ -348,7 +348,7 @@ def test_every_flag_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[BenchJob] = []
-    monkeypatch.setattr(cluster.bench, "run_bench", jobs.append)
+    monkeypatch.setattr(cluster.commands.bench, "run_bench", jobs.append)
     assert invoke("bench").exit_code == 0
     nothing = dict.fromkeys(("input", "num_seqs", "max_input", "max_output", "temperature", "request_rate"))
     assert jobs == [BenchJob(config=EngineConfig(seed=0), num_warmup=1, **nothing)]
@@ -356,13 +356,20 @@ def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.M
 
 def test_without_flags_engine_and_sampling_have_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[GenerateJob] = []
-    monkeypatch.setattr(cluster.generate, "run_generate", jobs.append)
+    monkeypatch.setattr(cluster.commands.generate, "run_generate", jobs.append)
     assert invoke("generate", "Hi").exit_code == 0
     assert (jobs[0].config, jobs[0].defaults) == (EngineConfig(), SamplingParams())
 
 
 def test_the_names_to_import_from_cluster_are_these() -> None:
-    assert set(cluster.__all__) == {"LLM", "Chunk", "CompletionOutput", "RequestOutput", "SamplingParams"}
+    assert set(cluster.__all__) == {
+        "LLM",
+        "Chunk",
+        "CompletionOutput",
+        "EngineStats",
+        "RequestOutput",
+        "SamplingParams",
+    }
     assert all(hasattr(cluster, name) for name in cluster.__all__)
 
 
@@ -396,10 +403,10 @@ def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
 
 
 def test_doctor_names_what_clashes_and_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.doctor, "_clashes", lambda: ["the moon is in the way"])
+    monkeypatch.setattr(cluster.commands.doctor, "_clashes", lambda: ["the moon is in the way"])
     run = invoke("doctor")
     assert run.exit_code == 2
-    assert run.stdout.endswith("WRONG: the moon is in the way\n1 to put right\n")
+    assert run.stdout.endswith("PROBLEM: the moon is in the way\n1 problem found\n")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")
@@ -407,8 +414,8 @@ def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) ->
     class Usage:
         free = 64 * 2**20
 
-    monkeypatch.setattr("cluster.doctor.shutil.disk_usage", lambda _: Usage)
-    assert any("/dev/shm has 64 MiB free" in line for line in cluster.doctor._clashes())
+    monkeypatch.setattr("cluster.commands.doctor.shutil.disk_usage", lambda _: Usage)
+    assert any("/dev/shm has 64 MiB free" in line for line in cluster.commands.doctor._clashes())
 
 
 def test_transformers_imports_beside_our_kernels() -> None:

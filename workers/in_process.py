@@ -8,7 +8,8 @@ from __future__ import annotations
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError
 from scheduler.messages import StepPlan, StepResult
-from workers.worker import Worker, WorkerReport
+from workers.report import WorkerReport
+from workers.worker import Worker
 
 
 class InProcessExecutor:

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 
 from configs.engine import ResolvedConfig
-from kernels.backend import Kernels
+from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
-from kernels.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED
 from scheduler.messages import StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
-from workers.batch_state import BatchState, StepRows
-from workers.decode_graphs import DecodeGraphs
+from workers.batch.decode_graphs import DecodeGraphs
+from workers.batch.kv_cache import KVCache, room_for
+from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
-from workers.group import TensorParallelGroup
-from workers.kv_cache import KVCache, room_for
 from workers.models.qwen3 import Qwen3
-from workers.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
+from workers.parallel.group import TensorParallelGroup
+from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,13 @@ def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGrou
     """The sampler of this rank's shard of the vocabulary."""
     start, shard = model.head.first_id, model.head.shard
     return Sampler(
-        group, kernels.sampling, config.model.vocab_size, start, start + shard, config.engine.max_num_seqs, group.device
+        group,
+        kernels.sampling,
+        config.model.vocab_size,
+        start,
+        start + shard,
+        config.engine.max_num_seqs,
+        group.device,
     )
 
 

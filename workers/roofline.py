@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from configs.model import ModelConfig
-from workers.kv_cache import torch_dtype
+from workers.batch.kv_cache import torch_dtype
 
 PROBE_BYTES = 256 * 2**20
 PROBE_SIZE = 2048

@@ -10,42 +10,33 @@ then steps, and `reset` for each new epoch.
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from configs.engine import ResolvedConfig
-from kernels.backend import Kernels
+from kernels.interface import Kernels
 from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
+from workers.batch.kv_cache import gpu_budget, torch_dtype
+from workers.batch.kv_plan import plan_kv_cache
+from workers.compilation import compile_first_step, compile_other_steps_beside
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
-from workers.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
-from workers.kv_cache import KVCacheLedger, gpu_budget, plan_kv_cache, torch_dtype
-from workers.loader import LoadingBar, load_weights
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
+from workers.models.loader import LoadingBar, load_weights
 from workers.models.qwen3 import Qwen3
+from workers.parallel.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
+from workers.report import GRACE_S, WorkerReport
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 1.0  # beyond the limit of a step, for an error that says more: that of a collective, which began later
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
-    """What `start` came to on one rank. `seconds` holds the time of each phase by name."""
-
-    rank: int
-    backend: str
-    seconds: dict[str, float]
-    num_kv_blocks: int
-    ledger: KVCacheLedger
 
 
 class Worker:
@@ -68,6 +59,7 @@ class Worker:
         self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
         self._changed = threading.Condition()
         self._finishing = threading.Lock()
+        self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -88,32 +80,24 @@ class Worker:
             group = TensorParallelGroup.create(
                 self.rank, engine.tensor_parallel_size, address, device.torch, engine.start_timeout_s
             )
-        with self._phase("compile"):  # the first rank, for the others find what it has compiled
-            for turn in (group.rank == 0, group.rank != 0):
-                if turn:
-                    kernels.compile(torch_dtype(self.config.dtype))
-                group.barrier()
+        with self._phase("compile"):
+            compile_first_step(kernels, group, self.config.dtype)
+        group.share_memory(engine.start_timeout_s)
         with self._phase("load"):
             model = self._load(group, kernels)
         if self.config.device == "cuda":
             with self._phase("warm_up"):
                 warm_up(self.config, model, group, kernels)
         with self._phase("kv_cache"):
-            ledger = plan_kv_cache(
-                self.config, kernels, self.rank,
-                lambda: gpu_budget(
-                    self.config, device,
-                    lambda: run_largest_step(self.config, model, group, kernels),
-                    lambda: ModelRunner(self.config, model, group, kernels, device, num_blocks=1),
-                ),
-            )  # fmt: skip
+            measure = partial(self._gpu_budget, model, group, kernels, device)
+            ledger = plan_kv_cache(self.config, self.rank, measure)
         with self._phase("wait_for_peers"):
             group.barrier()
         group.set_timeout(engine.step_timeout_s)
         self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(
             rank=self.rank,
-            backend=kernels.description,
+            backend=kernels.capabilities.description,
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
@@ -127,6 +111,11 @@ class Worker:
         self.phase = "allocate_cache"
         self._runner = None  # the memory of an earlier one goes first
         self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
+
+    def compile_other_steps_beside(self) -> None:
+        """On the first rank of a CPU: fill the cache of compiled kernels with what only other steps need."""
+        if self.rank == 0 and self.config.attention_backend == "cpu":
+            self._compiling = compile_other_steps_beside(self.config.dtype)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -224,6 +213,17 @@ class Worker:
             raise WorkerError(f"{where} came when step {self._next_step_id} was due")
         if self._runner is None:
             raise WorkerError(f"{where} came before allocate_cache")
+
+    def _gpu_budget(
+        self, model: Qwen3, group: TensorParallelGroup, kernels: Kernels, device: Device
+    ) -> list[tuple[str, int]]:
+        def run_step() -> None:
+            run_largest_step(self.config, model, group, kernels)
+
+        def make_runner() -> ModelRunner:
+            return ModelRunner(self.config, model, group, kernels, device, num_blocks=1)
+
+        return gpu_budget(self.config, device, run_step, make_runner)
 
     def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
         config = self.config

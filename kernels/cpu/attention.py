@@ -111,43 +111,76 @@ def _softmax_block(s_MP: Array, acc_MD: Array, max_M: Array, sum_M: Array, ends_
             s_MP[m, p] = np.float32(0)
 
 
-@fast_parallel_jit
-def _paged_attention(
-    q_THD: Array, k_NKDP: Array, v_NKPD: Array, out_THD: Array, starts_B1: Array, lens_B: Array, table_BW: Array,
+@fast_jit
+def _attend_tile(
+    q_THD: Array,
+    k_NKDP: Array,
+    v_NKPD: Array,
+    out_THD: Array,
+    first_token: int,
+    num_queries: int,
+    first_position: int,
+    table_W: Array,
+    head: int,
     scale: np.float32,
-) -> None:  # fmt: skip
+) -> None:
+    """One tile: `num_queries` queries of a row from token `first_token` on, against KV head `head`."""
     kv_heads, dim, size = k_NKDP.shape[1:]
     group = q_THD.shape[1] // kv_heads
+    rows = num_queries * group
+    q_MD = np.empty((rows, dim), np.float32)
+    acc_MD = np.zeros((rows, dim), np.float32)
+    s_MP = np.empty((rows, size), np.float32)
+    max_M = np.full(rows, -np.inf, np.float32)
+    sum_M = np.zeros(rows, np.float32)
+    ends_M = np.empty(rows, np.int64)
+    for i in range(num_queries):
+        for g in range(group):
+            ends_M[i * group + g] = first_position + i + 1
+            for d in range(dim):
+                q_MD[i * group + g, d] = widen(q_THD[first_token + i, head * group + g, d]) * scale
+    end = first_position + num_queries
+    for block in range((end + size - 1) // size):
+        block_id = np.int64(table_W[block])
+        s_MP[:] = np.float32(0)
+        _add_product(q_MD, k_NKDP[block_id, head], s_MP, dim)
+        _softmax_block(s_MP, acc_MD, max_M, sum_M, ends_M, block * size)
+        _add_product(s_MP, v_NKPD[block_id, head], acc_MD, min(size, end - block * size))
+    for i in range(num_queries):
+        for g in range(group):
+            m = i * group + g
+            inverse = np.float32(1) / sum_M[m]
+            for d in range(dim):
+                out_THD[first_token + i, head * group + g, d] = narrow(acc_MD[m, d] * inverse, out_THD[0, 0, 0])
+
+
+@fast_parallel_jit
+def _paged_attention(
+    q_THD: Array,
+    k_NKDP: Array,
+    v_NKPD: Array,
+    out_THD: Array,
+    starts_B1: Array,
+    lens_B: Array,
+    table_BW: Array,
+    scale: np.float32,
+) -> None:
     tiles = _tiles(starts_B1, _TILE)
     num_tiles = len(tiles)
     # Heads outside, tiles inside: threads take equal parts of every row, whatever the lengths of the rows.
-    for task in numba.prange(kv_heads * num_tiles):
-        head, tile = task // num_tiles, task % num_tiles
-        row, first_query, num_queries = tiles[tile]
-        start = starts_B1[row] + first_query
-        offset = lens_B[row] - (starts_B1[row + 1] - starts_B1[row]) + first_query  # position of the first query
-        rows = num_queries * group
-        q_MD = np.empty((rows, dim), np.float32)
-        acc_MD = np.zeros((rows, dim), np.float32)
-        s_MP = np.empty((rows, size), np.float32)
-        max_M = np.full(rows, -np.inf, np.float32)
-        sum_M = np.zeros(rows, np.float32)
-        ends_M = np.empty(rows, np.int64)
-        for i in range(num_queries):
-            for g in range(group):
-                ends_M[i * group + g] = offset + i + 1
-                for d in range(dim):
-                    q_MD[i * group + g, d] = widen(q_THD[start + i, head * group + g, d]) * scale
-        end = offset + num_queries
-        for block in range((end + size - 1) // size):
-            block_id = np.int64(table_BW[row, block])
-            s_MP[:] = np.float32(0)
-            _add_product(q_MD, k_NKDP[block_id, head], s_MP, dim)
-            _softmax_block(s_MP, acc_MD, max_M, sum_M, ends_M, block * size)
-            _add_product(s_MP, v_NKPD[block_id, head], acc_MD, min(size, end - block * size))
-        for i in range(num_queries):
-            for g in range(group):
-                m = i * group + g
-                inverse = np.float32(1) / sum_M[m]
-                for d in range(dim):
-                    out_THD[start + i, head * group + g, d] = narrow(acc_MD[m, d] * inverse, out_THD[0, 0, 0])
+    for index in numba.prange(k_NKDP.shape[1] * num_tiles):
+        task = np.int64(index)  # an index of `prange` is unsigned, which would compile its helpers a second time
+        row, first_query, num_queries = tiles[task % num_tiles]
+        start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
+        _attend_tile(
+            q_THD,
+            k_NKDP,
+            v_NKPD,
+            out_THD,
+            start + np.int64(first_query),
+            np.int64(num_queries),
+            np.int64(lens_B[row]) - (end - start) + np.int64(first_query),
+            table_BW[row],
+            task // num_tiles,
+            scale,
+        )

@@ -82,13 +82,18 @@ def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> N
         _norm_row(x_TE[t], weight_E, eps, out_TE[t])
 
 
+@fast_jit
+def _add_row(x_E: Array, residual_E: Array, total_E: Array) -> None:
+    for e in range(len(x_E)):
+        total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
+
+
 @fast_parallel_jit
 def _add_rms_norm(
     x_TE: Array, residual_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array, total_TE: Array
 ) -> None:
     for t in numba.prange(len(x_TE)):
-        for e in range(x_TE.shape[1]):
-            total_TE[t, e] = narrow(widen(x_TE[t, e]) + widen(residual_TE[t, e]), total_TE[t, e])
+        _add_row(x_TE[t], residual_TE[t], total_TE[t])
         _norm_row(total_TE[t], weight_E, eps, out_TE[t])
 
 
@@ -110,37 +115,65 @@ def _norm_rope_head(x_D: Array, weight_D: Array, eps: np.float32, cos_sin_D: Arr
         out_D[half + d] = high * cos + low * sin
 
 
+@fast_jit
+def _store_token(
+    qkv_XD: Array,
+    q_weight_D: Array,
+    k_weight_D: Array,
+    eps: np.float32,
+    cos_sin_D: Array,
+    k_NKDP: Array,
+    v_NKPD: Array,
+    slot: int,
+    q_HD: Array,
+) -> None:
+    """All heads of one token: queries to `q_HD`, keys and values to `slot` of the caches, nowhere if it is -1."""
+    num_heads, dim = q_HD.shape
+    kv_heads, size = v_NKPD.shape[1:3]
+    turned_D = np.empty(dim, np.float32)
+    for h in range(num_heads):
+        _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, turned_D)
+        for d in range(dim):
+            q_HD[h, d] = narrow(turned_D[d], q_HD[h, d])
+    if slot < 0:
+        return
+    block, place = slot // size, slot % size
+    for k in range(kv_heads):
+        _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
+        for d in range(dim):
+            k_NKDP[block, k, d, place] = narrow(turned_D[d], k_NKDP[block, k, d, place])
+            v_NKPD[block, k, place, d] = qkv_XD[num_heads + kv_heads + k, d]
+
+
 @fast_parallel_jit
 def _qk_norm_rope_store(
-    qkv_TXD: Array, q_weight_D: Array, k_weight_D: Array, eps: np.float32, cos_sin_LD: Array, positions_T: Array,
-    k_NKDP: Array, v_NKPD: Array, slots_T: Array, q_THD: Array,
-) -> None:  # fmt: skip
-    num_heads, dim = q_THD.shape[1:]
-    kv_heads, size = v_NKPD.shape[1:3]
+    qkv_TXD: Array,
+    q_weight_D: Array,
+    k_weight_D: Array,
+    eps: np.float32,
+    cos_sin_LD: Array,
+    positions_T: Array,
+    k_NKDP: Array,
+    v_NKPD: Array,
+    slots_T: Array,
+    q_THD: Array,
+) -> None:
     for t in numba.prange(len(qkv_TXD)):
-        turned_D = np.empty(dim, np.float32)
         cos_sin_D = cos_sin_LD[positions_T[t]]
-        for h in range(num_heads):
-            _norm_rope_head(qkv_TXD[t, h], q_weight_D, eps, cos_sin_D, turned_D)
-            for d in range(dim):
-                q_THD[t, h, d] = narrow(turned_D[d], q_THD[t, h, d])
-        slot = slots_T[t]
-        if slot < 0:
-            continue
-        block, place = slot // size, slot % size
-        for k in range(kv_heads):
-            _norm_rope_head(qkv_TXD[t, num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
-            for d in range(dim):
-                k_NKDP[block, k, d, place] = narrow(turned_D[d], k_NKDP[block, k, d, place])
-                v_NKPD[block, k, place, d] = qkv_TXD[t, num_heads + kv_heads + k, d]
+        _store_token(qkv_TXD[t], q_weight_D, k_weight_D, eps, cos_sin_D, k_NKDP, v_NKPD, slots_T[t], q_THD[t])
+
+
+@fast_jit
+def _silu_and_mul_row(gate_up_2F: Array, out_F: Array) -> None:
+    width = len(out_F)
+    for f in range(width):
+        gate = widen(gate_up_2F[f])
+        small = exp_nonpositive(-abs(gate))
+        sigmoid = (np.float32(1) if gate >= np.float32(0) else small) / (np.float32(1) + small)
+        out_F[f] = narrow(gate * sigmoid * widen(gate_up_2F[width + f]), out_F[f])
 
 
 @fast_parallel_jit
 def _silu_and_mul(gate_up_T2F: Array, out_TF: Array) -> None:
-    width = out_TF.shape[1]
     for t in numba.prange(len(out_TF)):
-        for f in range(width):
-            gate = widen(gate_up_T2F[t, f])
-            small = exp_nonpositive(-abs(gate))
-            sigmoid = (np.float32(1) if gate >= np.float32(0) else small) / (np.float32(1) + small)
-            out_TF[t, f] = narrow(gate * sigmoid * widen(gate_up_T2F[t, width + f]), out_TF[t, f])
+        _silu_and_mul_row(gate_up_T2F[t], out_TF[t])

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from kernels.cpu.cache import use_content_cache
+
 Array = npt.NDArray[Any]
 
-# What is compiled into a cached function from another file is not looked at when that file changes: a cache a version.
-_SOURCES = (*Path(__file__).parent.glob("*.py"), Path(__file__).parent.parent / "sampling.py")
-_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_SOURCES))).hexdigest()[:12]
-_CACHE = Path(__file__).parent / "__pycache__" / _VERSION
-if not numba.config.CACHE_DIR and os.access(_CACHE.parent.parent, os.W_OK):
-    numba.config.CACHE_DIR = str(_CACHE)
+use_content_cache()
 
 # Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep their meaning.
 # Reciprocals stay exact ("arcp" is left out): the processor's estimate of 1 / sqrt(x) has other bits on each vendor's
 # chips, and 1 / sqrt(1) must be 1 on all of them.
 FAST = {"contract", "reassoc", "nsz"}
-# Plain loops whose results must not depend on where a loop is cut into vectors: without reassociation or contraction.
-exact_jit = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy")
-exact_parallel_jit = functools.partial(exact_jit, parallel=True)
-fast_jit = functools.partial(exact_jit, fastmath=FAST)
-fast_parallel_jit = functools.partial(exact_jit, parallel=True, fastmath=FAST)
+_jit = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+# `exact_*` for loops whose results must not depend on where a loop is cut into vectors: without reassociation or
+# contraction. `*_jit` is for functions that only compiled code calls: a wrapper for Python takes time to compile.
+exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
+exact_entry_jit = _jit
+exact_parallel_jit = functools.partial(_jit, parallel=True)
+fast_jit = functools.partial(_jit, fastmath=FAST, no_cpython_wrapper=True)
+fast_parallel_jit = functools.partial(_jit, parallel=True, fastmath=FAST)
 
 
 def share_torch_threads() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 _ROWS_HINT = 16
 
 
-def has_bfloat16() -> bool:
+def _has_bfloat16() -> bool:
     """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
@@ -23,7 +23,7 @@ def has_bfloat16() -> bool:
 
 def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
     """The weight as `linear` wants it: a copy in oneDNN's layout, which only `linear` can read, or the same tensor."""
-    if weight_YX.dtype is not torch.bfloat16 or not has_bfloat16():
+    if weight_YX.dtype is not torch.bfloat16 or not _has_bfloat16():
         return weight_YX
     return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
 

@@ -1,10 +1,10 @@
-"""Sampling on a CPU: the kernels of `kernels/sampling.py`, each one walk over the logits it needs.
+"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each one walk over the logits it needs.
 
 bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read: after `row_best`,
 most kernels look at few blocks. Tasks are runs of blocks, so that one row uses every thread. Compiled without
 reassociation or contraction: a gap or a weight has the same bits in a vector loop, in its tail and alone; sums are of
 integers.
-Legend: as `kernels/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter.
+Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from kernels import sampling
 from kernels.cpu.jit import (
     Array,
     as_array,
     bits_of_float,
+    exact_entry_jit,
     exact_jit,
     exact_parallel_jit,
     exp_nonpositive,
     float_of_bits,
     widen,
 )
-from kernels.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE, GapRows, SamplingKernels
+from kernels.interface import GapRows
+from kernels.reference import sampling
+from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 
 _TASK = 64  # blocks
 _WEIGHTLESS = np.float32(28.0)  # exp(-28) * 2**40 < 1
@@ -39,7 +41,7 @@ _LOW_32 = (1 << 32) - 1
 
 
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.row_best`."""
+    """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK), dtype=torch.float32)
     max_B, column_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
@@ -48,7 +50,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.block_weights`."""
+    """See `kernels.reference.sampling.block_weights`."""
     sums_RX = torch.empty(len(gaps.rows_R), gaps.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gaps.rows_R), dtype=torch.int64)
     _block_weights(*_arrays(gaps), limit_R.numpy(), sums_RX.numpy(), total_R.numpy())
@@ -56,7 +58,7 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """See `kernels.sampling.pick_column`."""
+    """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(index_R)
     logits_BV, _, *rows = _arrays(gaps)
     _pick_column(logits_BV, *rows, limit_R.numpy(), sums_RX.numpy(), index_R.numpy(), column_R.numpy())
@@ -64,7 +66,7 @@ def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, ind
 
 
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """See `kernels.sampling.list_nearest`."""
+    """See `kernels.reference.sampling.list_nearest`."""
     list_RK = torch.empty(len(gaps.rows_R), max_top_k, dtype=torch.int64)
     _list_nearest(*_arrays(gaps), top_k_R.numpy(), list_RK.numpy())
     return list_RK
@@ -73,7 +75,7 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 def listed_limits(
     list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.listed_limits`."""
+    """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = torch.empty_like(max_gap_R), torch.empty(list_NRK.shape[:2], dtype=torch.int64)
     arrays = (tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR))
     _listed_limits(*arrays)
@@ -83,7 +85,7 @@ def listed_limits(
 def gap_histogram(
     gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
-    """See `kernels.sampling.gap_histogram`."""
+    """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gaps.rows_R)
     # A histogram a task: few rows are cut into one for each thread.
@@ -95,31 +97,31 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-CPU = SamplingKernels(
-    row_best=row_best,
-    pack=sampling.pack,
-    unpack=sampling.unpack,
-    block_weights=block_weights,
-    draw_index=sampling.draw_index,
-    pick_column=pick_column,
-    list_nearest=list_nearest,
-    listed_limits=listed_limits,
-    gap_histogram=gap_histogram,
-)
+class CpuSampling:
+    """`SamplingKernels` on a CPU."""
+
+    row_best = staticmethod(row_best)
+    pack = staticmethod(sampling.pack)
+    unpack = staticmethod(sampling.unpack)
+    block_weights = staticmethod(block_weights)
+    draw_index = staticmethod(sampling.draw_index)
+    pick_column = staticmethod(pick_column)
+    list_nearest = staticmethod(list_nearest)
+    listed_limits = staticmethod(listed_limits)
+    gap_histogram = staticmethod(gap_histogram)
 
 
-def compile_for(dtype: torch.dtype) -> None:
-    """Run every kernel once over one logit of this dtype and over one of float32: adjusted logits are that."""
-    for each in {dtype, torch.float32}:
-        logits_BV = torch.zeros(1, 1, dtype=each)
-        max_B, column_B, block_max_BX = row_best(logits_BV)
-        gaps = GapRows(
-            logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=column_B, max_R=max_B, temperature_R=max_B + 1
-        )
-        one_R = column_B + 1
-        limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
-        gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
-        pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
+def run_each_once(dtype: torch.dtype) -> None:
+    """Run every kernel on one logit."""
+    logits_BV = torch.zeros(1, 1, dtype=dtype)
+    max_B, column_B, block_max_BX = row_best(logits_BV)
+    gaps = GapRows(
+        logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=column_B, max_R=max_B, temperature_R=max_B + 1
+    )
+    one_R = column_B + 1
+    limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
+    gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
+    pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
 
 
 def _arrays(gaps: GapRows) -> tuple[Array, ...]:
@@ -189,25 +191,36 @@ def _largest(logits: Array) -> Any:
     return _key_value(largest)
 
 
+@exact_jit
+def _largest_of_blocks(logits_V: Array, first: int, block_max_X: Array) -> None:
+    """The largest logit of each of `_TASK` blocks from `first` on."""
+    for block in range(first, min(first + _TASK, len(block_max_X))):
+        block_max_X[block] = _largest(logits_V[block * BLOCK : (block + 1) * BLOCK])
+
+
+@exact_jit
+def _best_of_row(logits_V: Array, block_max_X: Array) -> Any:
+    """(the largest logit, its first column), from the largest of each block."""
+    best = 0
+    for block in range(len(block_max_X)):
+        if block_max_X[block] > block_max_X[best]:
+            best = block
+    for column in range(best * BLOCK, min((best + 1) * BLOCK, len(logits_V))):
+        if widen(logits_V[column]) == block_max_X[best]:
+            return block_max_X[best], column
+    return block_max_X[best], best * BLOCK
+
+
 @exact_parallel_jit
 def _row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Array) -> None:
     num_rows, num_blocks = block_max_BX.shape
     num_tasks = (num_blocks + _TASK - 1) // _TASK
-    for task in numba.prange(num_rows * num_tasks):
-        row, first = task // num_tasks, task % num_tasks * _TASK
-        for block in range(first, min(first + _TASK, num_blocks)):
-            block_max_BX[row, block] = _largest(logits_BV[row, block * BLOCK : (block + 1) * BLOCK])
+    for index in numba.prange(num_rows * num_tasks):
+        task = np.int64(index)
+        row = task // num_tasks
+        _largest_of_blocks(logits_BV[row], task % num_tasks * _TASK, block_max_BX[row])
     for row in range(num_rows):
-        best = 0
-        for block in range(num_blocks):
-            if block_max_BX[row, block] > block_max_BX[row, best]:
-                best = block
-        max_B[row] = block_max_BX[row, best]
-        column_B[row] = best * BLOCK
-        for column in range(best * BLOCK, min((best + 1) * BLOCK, logits_BV.shape[1])):
-            if widen(logits_BV[row, column]) == max_B[row]:
-                column_B[row] = column
-                break
+        max_B[row], column_B[row] = _best_of_row(logits_BV[row], block_max_BX[row])
 
 
 # Weights
@@ -233,27 +246,42 @@ def _sum_of_weights(logits: Array, largest: Any, temperature: Any, limit: Any) -
     return total
 
 
+@exact_jit
+def _weights_of_blocks(
+    logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, limit: Any, first: int, sums_X: Array
+) -> None:
+    """The weight of each of `_TASK` blocks from `first` on; a block beyond the limit is not read."""
+    limit = min(limit, _WEIGHTLESS)
+    for block in range(first, min(first + _TASK, len(sums_X))):
+        sums_X[block] = 0
+        if _gap(block_max_X[block], largest, temperature) <= limit:
+            logits = logits_V[block * BLOCK : (block + 1) * BLOCK]
+            sums_X[block] = _sum_of_weights(logits, largest, temperature, limit)
+
+
 @exact_parallel_jit
 def _block_weights(
-    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, limit_R: Array,
-    sums_RX: Array, total_R: Array,
-) -> None:  # fmt: skip
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    limit_R: Array,
+    sums_RX: Array,
+    total_R: Array,
+) -> None:
     num_rows, num_blocks = sums_RX.shape
     num_tasks = (num_blocks + _TASK - 1) // _TASK
-    for task in numba.prange(num_rows * num_tasks):
+    for index in numba.prange(num_rows * num_tasks):
+        task = np.int64(index)
         r, first = task // num_tasks, task % num_tasks * _TASK
-        row, largest, temperature = rows_R[r], max_R[r], temperature_R[r]
-        limit = min(limit_R[r], _WEIGHTLESS)
-        for block in range(first, min(first + _TASK, num_blocks)):
-            sums_RX[r, block] = 0
-            if _gap(block_max_BX[row, block], largest, temperature) <= limit:
-                logits = logits_BV[row, block * BLOCK : (block + 1) * BLOCK]
-                sums_RX[r, block] = _sum_of_weights(logits, largest, temperature, limit)
+        row = rows_R[r]
+        _weights_of_blocks(logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], limit_R[r], first, sums_RX[r])
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()
 
 
-@exact_jit
+@exact_entry_jit
 def _pick_column(
     logits_BV: Array, rows_R: Array, max_R: Array, temperature_R: Array, limit_R: Array, sums_RX: Array,
     index_R: Array, column_R: Array,
@@ -279,20 +307,42 @@ def _pick_column(
 
 
 @exact_jit
+def _sift_down(heap: Array, gap: Any) -> None:
+    """Put `gap` in place of the root of a heap whose root is the largest of all."""
+    place, child = 0, 1
+    while child < len(heap):
+        if child + 1 < len(heap) and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= gap:
+            break
+        heap[place] = heap[child]
+        place, child = child, 2 * child + 1
+    heap[place] = gap
+
+
+@exact_jit
 def _keep_nearest(heap: Array, gaps: Array) -> None:
-    """Let smaller gaps take the places of the largest ones in `heap`, whose root is the largest of all."""
+    """Let smaller gaps take the places of the largest ones in `heap`."""
     for i in range(len(gaps)):
-        gap = gaps[i]
-        if gap < heap[0]:
-            place, child = 0, 1
-            while child < len(heap):
-                if child + 1 < len(heap) and heap[child + 1] > heap[child]:
-                    child += 1
-                if heap[child] <= gap:
-                    break
-                heap[place] = heap[child]
-                place, child = child, 2 * child + 1
-            heap[place] = gap
+        if gaps[i] < heap[0]:
+            _sift_down(heap, gaps[i])
+
+
+@exact_jit
+def _sort_heap(heap: Array) -> None:
+    """Ascending order, in place. numba's own sort takes seconds to compile."""
+    for end in range(len(heap) - 1, 0, -1):
+        largest, last = heap[0], heap[end]
+        _sift_down(heap[:end], last)
+        heap[end] = largest
+
+
+@exact_jit
+def _count_equal(gaps: Array, gap: Any) -> int:
+    count = 0
+    for i in range(len(gaps)):
+        count += gaps[i] == gap
+    return count
 
 
 @exact_jit
@@ -304,7 +354,10 @@ def _gaps_of(logits: Array, largest: Any, temperature: Any, out: Array) -> None:
 @exact_jit
 def _gaps_within(logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any) -> Array:
     """Gaps of every token of the blocks that reach into the bound."""
-    out = np.empty(BLOCK * (block_gaps <= bound).sum(), np.float32)
+    num_blocks = 0
+    for block in range(len(block_gaps)):
+        num_blocks += block_gaps[block] <= bound
+    out = np.empty(BLOCK * num_blocks, np.float32)
     size = 0
     for block in range(len(block_gaps)):
         if block_gaps[block] <= bound:
@@ -314,27 +367,37 @@ def _gaps_within(logits: Array, block_gaps: Array, bound: Any, largest: Any, tem
     return out[:size]
 
 
+@exact_jit
+def _list_row(logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, top_k: int, list_K: Array) -> None:
+    block_gaps = np.empty(len(block_max_X), np.float32)
+    _gaps_of(block_max_X, largest, temperature, block_gaps)
+    nearest = np.full(top_k, _INFINITY, np.float32)
+    _keep_nearest(nearest, block_gaps)  # k blocks have a token within nearest[0]
+    gaps = _gaps_within(logits_V, block_gaps, nearest[0], largest, temperature)
+    nearest[:] = _INFINITY
+    _keep_nearest(nearest, gaps)
+    _sort_heap(nearest)
+    last = nearest[top_k - 1]
+    for k in range(len(list_K)):
+        gap = nearest[k] if k < top_k else _INFINITY
+        list_K[k] = (np.int64(bits_of_float(gap)) << 32) + (1 if gap < _INFINITY else 0)
+    if last < _INFINITY:
+        list_K[top_k - 1] += _count_equal(gaps, last) - _count_equal(nearest, last)
+
+
 @exact_parallel_jit
 def _list_nearest(
-    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, top_k_R: Array,
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    top_k_R: Array,
     list_RK: Array,
-) -> None:  # fmt: skip
+) -> None:
     for r in numba.prange(len(rows_R)):
-        row, top_k = rows_R[r], top_k_R[r]
-        block_gaps = np.empty(block_max_BX.shape[1], np.float32)
-        _gaps_of(block_max_BX[row], max_R[r], temperature_R[r], block_gaps)
-        nearest = np.full(top_k, _INFINITY, np.float32)
-        _keep_nearest(nearest, block_gaps)  # k blocks have a token within nearest[0]
-        gaps = _gaps_within(logits_BV[row], block_gaps, nearest[0], max_R[r], temperature_R[r])
-        nearest[:] = _INFINITY
-        _keep_nearest(nearest, gaps)
-        nearest.sort()
-        last = nearest[top_k - 1]
-        for k in range(list_RK.shape[1]):
-            gap = nearest[k] if k < top_k else _INFINITY
-            list_RK[r, k] = (np.int64(bits_of_float(gap)) << 32) + (1 if gap < _INFINITY else 0)
-        if last < _INFINITY:
-            list_RK[r, top_k - 1] += (gaps == last).sum() - (nearest == last).sum()
+        row = rows_R[r]
+        _list_row(logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], top_k_R[r], list_RK[r])
 
 
 @exact_jit
@@ -344,7 +407,7 @@ def _gap_of_entry(entry: Any) -> Any:
 
 @exact_jit
 def _top_p_target(mass: Any, top_p: Any) -> Any:
-    """As `kernels.sampling.top_p_target`."""
+    """As `kernels.reference.sampling.top_p_target`."""
     high, low = mass >> 31, mass & _LOW_31
     return max(1, high * top_p * 2 + ((low * top_p + (TOP_P_ONE - 1)) >> 30))
 
@@ -370,7 +433,7 @@ def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     return limit
 
 
-@exact_jit
+@exact_entry_jit
 def _listed_limits(
     list_NRK: Array, top_k_R: Array, top_p_R: Array, max_gap_R: Array, limit_R: Array, kept_NR: Array
 ) -> None:
@@ -406,24 +469,66 @@ def _weights_of(gaps: Array, limit: Any, out: Array) -> None:
         out[i] = _weight(gaps[i], limit)
 
 
+@exact_jit
+def _count_part(
+    logits_V: Array,
+    block_max_X: Array,
+    largest: Any,
+    temperature: Any,
+    within: Any,
+    prefix: int,
+    shift: int,
+    num_bits: int,
+    by_weight: bool,
+    part: int,
+    histogram_SX: Array,
+) -> None:
+    """Count one part of a row's blocks into a histogram of its own."""
+    num_parts, num_bins = histogram_SX.shape
+    num_blocks = len(block_max_X)
+    gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)
+    for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
+        nearest = _gap(block_max_X[block], largest, temperature)
+        if nearest <= within and np.int64(bits_of_float(nearest)) >> (shift + num_bits) <= prefix:
+            logits = logits_V[block * BLOCK : (block + 1) * BLOCK]
+            _gaps_of(logits, largest, temperature, gaps)
+            size = _compact(gaps[: len(logits)], within, prefix, shift + num_bits)
+            if by_weight:
+                _weights_of(gaps[:size], within, amounts)
+            for i in range(size):
+                digit = (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)
+                histogram_SX[part, digit] += amounts[i]
+
+
 @exact_parallel_jit
 def _gap_histogram(
-    logits_BV: Array, block_max_BX: Array, rows_R: Array, max_R: Array, temperature_R: Array, within_R: Array,
-    prefix_R: Array, shift: int, num_bits: int, by_weight: bool, histogram_RSX: Array,
-) -> None:  # fmt: skip
-    num_rows, num_parts, num_bins = histogram_RSX.shape
-    num_blocks = block_max_BX.shape[1]
-    for task in numba.prange(num_rows * num_parts):
-        r, part = task // num_parts, task % num_parts
-        row, largest, temperature, within = rows_R[r], max_R[r], temperature_R[r], within_R[r]
-        gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)
-        for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
-            nearest = _gap(block_max_BX[row, block], largest, temperature)
-            if nearest <= within and np.int64(bits_of_float(nearest)) >> (shift + num_bits) <= prefix_R[r]:
-                logits = logits_BV[row, block * BLOCK : (block + 1) * BLOCK]
-                _gaps_of(logits, largest, temperature, gaps)
-                size = _compact(gaps[: len(logits)], within, prefix_R[r], shift + num_bits)
-                if by_weight:
-                    _weights_of(gaps[:size], within, amounts)
-                for i in range(size):
-                    histogram_RSX[r, part, (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)] += amounts[i]
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    within_R: Array,
+    prefix_R: Array,
+    shift: int,
+    num_bits: int,
+    by_weight: bool,
+    histogram_RSX: Array,
+) -> None:
+    num_rows, num_parts, _ = histogram_RSX.shape
+    for index in numba.prange(num_rows * num_parts):
+        task = np.int64(index)
+        r = task // num_parts
+        row = rows_R[r]
+        _count_part(
+            logits_BV[row],
+            block_max_BX[row],
+            max_R[r],
+            temperature_R[r],
+            within_R[r],
+            prefix_R[r],
+            shift,
+            num_bits,
+            by_weight,
+            task % num_parts,
+            histogram_RSX[r],
+        )

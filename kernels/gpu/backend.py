@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
+import torch
 from torch.nn import functional
 
-from kernels.backend import Kernels, token_major_shapes
-from kernels.gpu import attention, elementwise, sampling
-from kernels.gpu.flash_attn import find_flash_attn
-
-TRITON = Kernels(
-    name="triton",
-    description="triton",
-    default_block_size=16,
-    check=lambda head_dim, block_size: None,
-    dtypes=("float32", "bfloat16", "float16"),
-    fast_dtypes=("float32", "bfloat16", "float16"),
-    kv_cache_shapes=token_major_shapes,
-    set_num_threads=lambda num_threads: None,
-    compile=lambda dtype: None,  # at its first use
-    pack_weight=lambda weight: weight,
-    linear=functional.linear,
-    qk_norm_rope_store=elementwise.qk_norm_rope_store,
-    paged_attention=attention.paged_attention,
-    rms_norm=elementwise.rms_norm,
-    add_rms_norm=elementwise.add_rms_norm,
-    silu_and_mul=elementwise.silu_and_mul,
-    sampling=sampling.GPU,
-)
+from kernels.gpu import attention, elementwise
+from kernels.gpu.capabilities import TRITON
+from kernels.gpu.flash_attn import FlashAttn
+from kernels.gpu.sampling import GpuSampling
+from kernels.interface import Capabilities, Kernels, SamplingKernels
+from kernels.reference.backend import token_major_shapes
 
 
-def flash_attn_backend() -> Kernels:
-    """Raises `ValueError` when no flash-attn that runs on this device can be imported."""
-    found = find_flash_attn()
-    if found is None:
-        raise ValueError(
-            "attention_backend 'flash_attn' needs the package flash-attn (FlashAttention-2) or, on Hopper, fa3-fwd "
-            "(FlashAttention-3), and neither can be imported here; install one, or take 'triton'"
-        )
-    return dataclasses.replace(
-        TRITON,
-        name="flash_attn",
-        description=f"flash_attn ({found.version}), triton for the rest",
-        default_block_size=found.default_block_size,
-        check=found.check,
-        dtypes=found.dtypes,
-        fast_dtypes=found.dtypes,
-        paged_attention=found.paged_attention,
-    )
+class TritonKernels:
+    """`Kernels` in Triton, which compiles each kernel at its first use."""
+
+    capabilities: Capabilities = TRITON
+    sampling: SamplingKernels = GpuSampling()
+    kv_cache_shapes = staticmethod(token_major_shapes)
+    linear = staticmethod(functional.linear)
+    qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
+    paged_attention = staticmethod(attention.paged_attention)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    silu_and_mul = staticmethod(elementwise.silu_and_mul)
+
+    def set_num_threads(self, num_threads: int, /) -> None:
+        """A GPU does not use threads of the host."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing: Triton compiles at the first use, see `model_runner.warm_up`."""
+        return []
+
+    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing, as above."""
+        return []
+
+    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+        """The weight as it is."""
+        return weight_YE
+
+
+class FlashAttnKernels(TritonKernels):
+    """Attention by a flash-attn library, everything else in Triton."""
+
+    def __init__(self, library: FlashAttn) -> None:
+        self.capabilities = library.capabilities
+        self.paged_attention = library.paged_attention  # type: ignore[assignment]
+
+
+TRITON_KERNELS: Kernels = TritonKernels()

@@ -56,39 +56,6 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def store_kv(
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> None:
-    """As `store_kv_reference`, into contiguous caches. A program a block of features of a token."""
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
-    num_tokens, kv_heads, dim = k_TKD.shape
-    block = min(_BLOCK, triton.next_power_of_2(kv_heads * dim))
-    _store_kv[(num_tokens * triton.cdiv(kv_heads * dim, block),)](
-        k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T, _row_stride(k_TKD), _row_stride(v_TKD),
-        E=kv_heads * dim, BLOCK=block, num_warps=_num_warps(block),
-    )  # fmt: skip
-
-
-def qk_norm_rope(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
-    eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `qk_norm_rope_reference`, with a contiguous table. One launch for the queries and one for the keys."""
-    return (
-        _norm_rope_heads(q_THD, q_weight_D, eps, cos_sin_LD, positions_T),
-        _norm_rope_heads(k_TKD, k_weight_D, eps, cos_sin_LD, positions_T),
-    )
-
-
 def qk_norm_rope_store(
     qkv_TXD: torch.Tensor,
     q_weight_D: torch.Tensor,
@@ -112,19 +79,6 @@ def qk_norm_rope_store(
         H=num_heads, K=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=_HEADS, num_warps=2,
     )  # fmt: skip
     return q_THD
-
-
-def _norm_rope_heads(
-    x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_sin_LD: torch.Tensor, positions_T: torch.Tensor
-) -> torch.Tensor:
-    assert cos_sin_LD.is_contiguous()
-    num_tokens, num_heads, dim = x_THD.shape
-    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    _norm_rope[(num_tokens * triton.cdiv(num_heads, _HEADS),)](
-        x_THD, weight_D, cos_sin_LD, positions_T, out_THD, _row_stride(x_THD), eps,
-        H=num_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=_HEADS, num_warps=2,
-    )  # fmt: skip
-    return out_THD
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -188,18 +142,6 @@ def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _store_kv(  # type: ignore[no-untyped-def]
-    k_TE, v_TE, k_cache, v_cache, slots_T, k_stride, v_stride, E: tl.constexpr, BLOCK: tl.constexpr
-):
-    token = (tl.program_id(0) // tl.cdiv(E, BLOCK)).to(tl.int64)
-    e = tl.program_id(0) % tl.cdiv(E, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_T + token).to(tl.int64)
-    mask = (e < E) & (slot >= 0)
-    tl.store(k_cache + slot * E + e, tl.load(k_TE + token * k_stride + e, mask=mask), mask=mask)
-    tl.store(v_cache + slot * E + e, tl.load(v_TE + token * v_stride + e, mask=mask), mask=mask)
-
-
-@triton.jit
 def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Halves of heads, [heads, D/2], normalised and rotated in float32; the norm is rounded as the reference's is."""
     dtype: tl.constexpr = low.dtype
@@ -208,27 +150,6 @@ def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexp
     low_wide = _weighted(low_wide, scale, low_weight).to(dtype).to(tl.float32)
     high_wide = _weighted(high_wide, scale, high_weight).to(dtype).to(tl.float32)
     return (low_wide * cos - high_wide * sin).to(dtype), (high_wide * cos + low_wide * sin).to(dtype)
-
-
-@triton.jit
-def _norm_rope(  # type: ignore[no-untyped-def]
-    x_THD, weight_D, cos_sin_LD, positions_T, out_THD, row_stride, eps,
-    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    token = (tl.program_id(0) // tl.cdiv(H, HEADS)).to(tl.int64)
-    head = (tl.program_id(0) % tl.cdiv(H, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, HALF)[None, :] + head * 0  # of the tile's shape: loads in one layout need no shared memory
-    mask = (d < D // 2) & (head < H)
-    x = x_THD + token * row_stride + head * D + d
-    table = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
-    low, high = _norm_turn(
-        tl.load(x, mask=mask, other=0.0), tl.load(x + D // 2, mask=mask, other=0.0),
-        tl.load(weight_D + d, mask=mask, other=0.0), tl.load(weight_D + D // 2 + d, mask=mask, other=0.0),
-        tl.load(table, mask=mask, other=0.0), tl.load(table + D // 2, mask=mask, other=0.0), eps, D,
-    )  # fmt: skip
-    out = out_THD + (token * H + head) * D + d
-    tl.store(out, low, mask=mask)
-    tl.store(out + D // 2, high, mask=mask)
 
 
 @triton.jit

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import ClassVar
 
 import torch
 
+from kernels.interface import Capabilities
 from kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -44,19 +44,30 @@ _MAX_SPLIT_TOKENS = 512
 class FlashAttn:
     """A library that is installed and runs on this GPU.
 
-    version: which it is, for a log line.
-    dtypes, head_dims: those it computes; block sizes are the multiples of `block_multiple`.
+    version: which one, for the log.
+    dtypes, head_dims: what it computes; block sizes are multiples of `block_multiple`.
     paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as `paged_attention_reference`; 0 for a
     row without tokens. Never waits for the device.
     """
 
-    name: ClassVar[str] = "flash_attn"
     version: str
     dtypes: tuple[str, ...]
     head_dims: range
     default_block_size: int
     block_multiple: int
     paged_attention: PagedAttention
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a backend with this attention can do."""
+        return Capabilities(
+            name="flash_attn",
+            description=f"flash_attn ({self.version}), triton for the rest",
+            default_block_size=self.default_block_size,
+            dtypes=self.dtypes,
+            fast_dtypes=self.dtypes,
+            check_shape=self.check,
+        )
 
     def check(self, head_dim: int, block_size: int) -> None:
         """Raise `ValueError` for a head dim that it cannot compute or a block size that it cannot page by."""
@@ -75,6 +86,17 @@ class FlashAttn:
                 f"block_size {block_size} is not possible with {self.version}; possible are multiples of "
                 f"{self.block_multiple}. Choose {self.default_block_size}, or another attention_backend"
             )
+
+
+def installed_flash_attn() -> FlashAttn:
+    """`find_flash_attn`. Raises `ValueError` when nothing that runs on this device can be imported."""
+    found = find_flash_attn()
+    if found is None:
+        raise ValueError(
+            "attention_backend 'flash_attn' needs the package flash-attn (FlashAttention-2) or, on Hopper, fa3-fwd "
+            "(FlashAttention-3), and neither can be imported here; install one, or choose 'triton'"
+        )
+    return found
 
 
 def find_flash_attn() -> FlashAttn | None:

@@ -1,12 +1,12 @@
-"""Sampling on a GPU: the kernels of `kernels/sampling.py` in Triton.
+"""Sampling on a GPU: the kernels of `kernels/reference/sampling.py` in Triton.
 
 A program takes tiles of `_TILE` blocks of one row; few rows are spread over many programs. As on a CPU, a block whose
 largest logit lies beyond a limit is never read. Nothing waits for the device and grids depend on shapes alone. All
 arguments are contiguous.
 Bits: a subtraction, then a division rounded as IEEE 754 says; every product that is added to something is a named fused
 operation, and no other can become one. So a gap or a weight is the same in every kernel and on every chip.
-Legend: as `kernels/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter. Inside a program X is the
-blocks of a tile or of the row, C the columns of a block or the entries of a list.
+Legend: as `kernels/reference/sampling.py`; a block is `BLOCK` columns of a row, the last one shorter. Inside a program
+X is the blocks of a tile or of the row, C the columns of a block or the entries of a list.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from kernels import sampling
-from kernels.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_PASSES, TOP_P_ONE, GapRows, SamplingKernels
+from kernels.interface import GapRows
+from kernels.reference import sampling
+from kernels.reference.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_PASSES, TOP_P_ONE
 
 _TILE = 8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
 _PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
@@ -38,7 +39,7 @@ _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.row_best`."""
+    """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     num_blocks = triton.cdiv(num_columns, BLOCK)
     block_max_BX = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
@@ -50,27 +51,27 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """See `kernels.sampling.pack`; of one dimension."""
+    """See `kernels.reference.sampling.pack`; of one dimension."""
     packed = torch.empty_like(ids)
     _pack[(triton.cdiv(len(ids), _ROWS),)](values, ids, packed, len(ids), ROWS=_ROWS, num_warps=1)
     return packed
 
 
 def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.unpack`; of one dimension."""
+    """See `kernels.reference.sampling.unpack`; of one dimension."""
     values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
     _unpack[(triton.cdiv(len(packed), _ROWS),)](packed, values, ids, len(packed), ROWS=_ROWS, num_warps=1)
     return values, ids
 
 
 def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.block_weights`."""
+    """See `kernels.reference.sampling.block_weights`."""
     sums_RX = _sums_within(gaps, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
 def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int) -> torch.Tensor:
-    """See `kernels.sampling.draw_index`."""
+    """See `kernels.reference.sampling.draw_index`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
     index_R = torch.empty_like(positions_R)
@@ -81,7 +82,7 @@ def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.
 
 
 def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """See `kernels.sampling.pick_column`."""
+    """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
     _pick_column[(len(index_R),)](
@@ -92,7 +93,7 @@ def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, ind
 
 
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """See `kernels.sampling.list_nearest`.
+    """See `kernels.reference.sampling.list_nearest`.
 
     The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere, so the list is that
     of these blocks alone, left to `torch.topk`. Only ties with the last one may lie elsewhere: they are counted apart.
@@ -120,7 +121,7 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 def listed_limits(
     list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.sampling.listed_limits`."""
+    """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
     limit_R = torch.empty_like(max_gap_R)
@@ -135,7 +136,7 @@ def listed_limits(
 def gap_histogram(
     gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
-    """See `kernels.sampling.gap_histogram`."""
+    """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
     num_copies = triton.cdiv(_COPIES, max(1, num_rows))
@@ -147,17 +148,18 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-GPU = SamplingKernels(
-    row_best=row_best,
-    pack=pack,
-    unpack=unpack,
-    block_weights=block_weights,
-    draw_index=draw_index,
-    pick_column=pick_column,
-    list_nearest=list_nearest,
-    listed_limits=listed_limits,
-    gap_histogram=gap_histogram,
-)
+class GpuSampling:
+    """`SamplingKernels` in Triton."""
+
+    row_best = staticmethod(row_best)
+    pack = staticmethod(pack)
+    unpack = staticmethod(unpack)
+    block_weights = staticmethod(block_weights)
+    draw_index = staticmethod(draw_index)
+    pick_column = staticmethod(pick_column)
+    list_nearest = staticmethod(list_nearest)
+    listed_limits = staticmethod(listed_limits)
+    gap_histogram = staticmethod(gap_histogram)
 
 
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
@@ -260,7 +262,7 @@ def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.c
 
 @triton.jit
 def _ordered(bits):  # type: ignore[no-untyped-def]
-    """As `kernels.sampling._ordered`."""
+    """As `kernels.reference.sampling._ordered`."""
     return bits ^ ((bits >> 63) & 0x7FFFFFFF)
 
 
@@ -304,7 +306,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(z):  # type: ignore[no-untyped-def]
-    """As `kernels.sampling._mix`; the masks are what a shift of an unsigned number leaves."""
+    """As `kernels.reference.sampling._mix`; the masks are what a shift of an unsigned number leaves."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -314,7 +316,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
 def _draw_index(  # type: ignore[no-untyped-def]
     seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
 ):  # fmt: skip
-    """As `kernels.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
+    """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = rows < num_rows
     start = _mix(tl.load(seeds_R + rows, mask=real, other=0) + _GOLDEN)
@@ -395,13 +397,13 @@ def _listed_weights(list_C, limit):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_gap(gaps_C, amounts_C, wanted):  # type: ignore[no-untyped-def]
-    """As `kernels.sampling._first_gap`; gaps ascend."""
+    """As `kernels.reference.sampling._first_gap`; gaps ascend."""
     return tl.min(tl.where(tl.cumsum(amounts_C, 0) >= wanted, gaps_C, _INFINITY), 0)
 
 
 @triton.jit
 def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
-    """As `kernels.sampling.top_p_target`."""
+    """As `kernels.reference.sampling.top_p_target`."""
     high, low = mass >> 31, mass & 0x7FFFFFFF
     return tl.maximum(high * top_p * 2 + ((low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
 

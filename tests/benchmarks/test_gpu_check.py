@@ -20,11 +20,13 @@ import torch
 from benchmarks import gpu_check, gpu_check_common, gpu_check_engine, gpu_check_numerics, gpu_check_speed
 from benchmarks.gpu_check_common import Check, attention_of
 from benchmarks.gpu_check_process import Section, run_section
-from kernels.backend import REFERENCE, Kernels
 from kernels.gpu import attention as gpu_attention
 from kernels.gpu import backend
-from kernels.gpu.backend import TRITON
+from kernels.gpu.backend import TRITON_KERNELS as TRITON
+from kernels.interface import Kernels
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.kernels.gpu_device import DEVICE
+from tests.kernels.replaced import Replaced
 from tests.workers.fake_gpu import FakeGpu
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +96,7 @@ def reads_too_far(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     ],
 )
 def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, Any]) -> None:
-    kernels = dataclasses.replace(TRITON, **wrong)
+    kernels = Replaced(TRITON, **wrong)
     check = small(kernels)
     part(check, *(["triton"] if part is gpu_check_numerics.attention else []), kernels)
     failed = {row["name"].split()[0] for row in check.rows if not row["passed"]}
@@ -146,12 +148,12 @@ def test_wrong_sampling_does_not_pass(name: str, wrong: Callable[..., Any]) -> N
         "pick_column": gpu_check_numerics._same_picks,
         "draw_index": lambda kernels, gaps: gpu_check_numerics._same_draws(small(), kernels),
     }[name]  # fmt: skip
-    assert not part(dataclasses.replace(TRITON.sampling, **{name: wrong}), gaps)["passed"]
+    assert not part(Replaced(TRITON.sampling, **{name: wrong}), gaps)["passed"]
 
 
 def test_backend_with_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = dataclasses.replace(TRITON, silu_and_mul=lambda gate_up: -TRITON.silu_and_mul(gate_up))
-    monkeypatch.setattr(backend, "TRITON", wrong)
+    wrong = Replaced(TRITON, silu_and_mul=lambda gate_up: -TRITON.silu_and_mul(gate_up))
+    monkeypatch.setattr(backend, "TRITON_KERNELS", wrong)
     check = small(wrong)
     gpu_check_engine.tokens(check)
     assert "float32 triton eager" in {row["name"] for row in check.rows if not row.get("passed", True)}

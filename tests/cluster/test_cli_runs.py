@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cluster.placement import CHECKOUT
+from configs.paths import CHECKOUT
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 

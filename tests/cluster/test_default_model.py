@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import LLM, SamplingParams
-from configs.engine import DEFAULT_MODEL_DIR
+from configs.paths import DEFAULT_MODEL_DIR
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 NEEDED = 0.95

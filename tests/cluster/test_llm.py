@@ -36,7 +36,7 @@ def test_four_ranks_with_a_tight_cache_equal_transformers(users_ray: None, small
     with LLM(small_model.path, tensor_parallel_size=4, **options) as engine:
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
         stats = engine.stats()
-    assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
+    assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
 
 
 def test_triton_kernels_on_two_ranks_equal_transformers(
@@ -48,7 +48,7 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
     with LLM(small_model.path, tensor_parallel_size=2, dtype="float32", **options) as engine:
         assert "kernels: triton" in engine.report.lines
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
-        assert engine.stats()["num_cached_tokens"] > 0
+        assert engine.stats().num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -58,7 +58,7 @@ def test_engine_on_gpus_equals_transformers(users_ray: None, small_model: SmallM
     options = OPTIONS | {"device": "cuda", "max_num_seqs": 6, "max_num_batched_tokens": 40}
     with LLM(small_model.path, tensor_parallel_size=tp, dtype="float32", **options) as engine:
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
-        assert engine.stats()["num_cached_tokens"] > 0
+        assert engine.stats().num_cached_tokens > 0
 
 
 def test_waiting_for_each_result_gives_the_same_tokens_as_running_ahead(
@@ -110,7 +110,7 @@ def test_end_of_sequence_ids_stop_unless_ignored(llm: LLM) -> None:
 
 
 def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None:
-    steps = llm.stats()["num_steps"]
+    steps = llm.stats().num_steps
     for bad, match in (
         ([], "empty"),
         ([1] * 300, "at most 255"),
@@ -122,7 +122,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_runs(llm: LLM) -> None
             llm.generate([[1, 2], bad], GREEDY)
     with pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate("text", GREEDY)
-    assert llm.stats()["num_steps"] == steps
+    assert llm.stats().num_steps == steps
 
 
 def test_a_stream_and_a_check_refuse_parameters_that_are_a_dict(llm: LLM) -> None:
@@ -132,9 +132,9 @@ def test_a_stream_and_a_check_refuse_parameters_that_are_a_dict(llm: LLM) -> Non
         await anext(llm.astream([1, 2], params))
 
     for use in (lambda: next(llm.stream([1, 2], params)), lambda: asyncio.run(stream())):
-        with pytest.raises(RequestError, match="a SamplingParams or a list of one a prompt, got dict"):
+        with pytest.raises(RequestError, match="a SamplingParams or a list with one per prompt, got dict"):
             use()
-    with pytest.raises(RequestError, match="a SamplingParams or a list of one a prompt, got dict"):
+    with pytest.raises(RequestError, match="a SamplingParams or a list with one per prompt, got dict"):
         llm.check_prompt([1, 2], params)
 
 
@@ -148,7 +148,7 @@ def test_a_stream_brings_the_tokens_of_the_whole_output(llm: LLM) -> None:
 
 def idle(llm: LLM) -> bool:
     stats = llm.stats()
-    return stats["num_running"] == stats["num_waiting"] == 0 and stats["num_free_blocks"] == stats["num_blocks"]
+    return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 
 
 def test_a_stream_left_early_frees_its_blocks(llm: LLM) -> None:
@@ -178,7 +178,7 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cluster.frontend.call", interrupt)
+        patch.setattr("cluster.client.frontend.call", interrupt)
         llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))  # too large to go inline
     ray.get(submitted[0])
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
@@ -213,11 +213,11 @@ def test_cancelling_an_async_call_frees_its_blocks(llm: LLM) -> None:
 
 def test_a_frontend_that_stops_polling_has_its_requests_aborted(users_ray: None, small_model: SmallModel) -> None:
     with LLM(small_model.path, frontend_timeout_s=1.0, **OPTIONS) as engine:
-        silent = engine._generation(list(range(8)))
-        requests = engine._requests(silent, SamplingParams(max_tokens=240, ignore_eos=True), [1], lambda _: None)
-        ray.get(engine._driver.submit.remote("silent", requests))
-        wait_until(lambda: engine.stats()["num_waiting"] + engine.stats()["num_running"] == 0, "the abort", 8.0)
-        assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+        params = SamplingParams(max_tokens=240, ignore_eos=True)
+        silent = engine.client.builder.build(list(range(8)), params, lambda _: None)
+        ray.get(engine._engine.driver.submit.remote("silent", silent.requests))
+        wait_until(lambda: engine.stats().num_waiting + engine.stats().num_running == 0, "the abort", 8.0)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(users_ray: None, small_model: SmallModel) -> None:
@@ -260,7 +260,7 @@ def test_a_cluster_with_too_few_cpus_is_refused_with_what_each_node_has(
     from configs.model import ModelConfig
 
     assert 16 not in ModelConfig.from_dir(small_model.path).possible_tensor_parallel_sizes()
-    from cluster.placement import place
+    from cluster.resources.placement import place
 
     with pytest.raises(ConfigError, match=r"needed 16 CPU; nodes have \[.*12 CPU"):
         place(16, "cpu")

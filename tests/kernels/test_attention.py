@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention import paged_attention_reference
-from kernels.backend import select_backend
 from kernels.metadata import AttentionMetadata
+from kernels.reference.attention import paged_attention_reference
+from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
 CPU.set_num_threads(2)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from kernels import backend
-from kernels.backend import REFERENCE, Kernels, select_backend
+from kernels import select
+from kernels.cpu.capabilities import has_bfloat16
+from kernels.interface import Capabilities
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.select import choose, select_backend
 
+ROOT = Path(__file__).parents[2]
 CPU = select_backend("cpu", "cpu")
-
-
-FLASH_ATTN = dataclasses.replace(
-    REFERENCE,
-    name="flash_attn",
-    default_block_size=256,
-    dtypes=("bfloat16",),
-    check=lambda head_dim, size: refuse(head_dim, size),
-)
 
 
 def refuse(head_dim: int, block_size: int) -> None:
@@ -28,20 +28,35 @@ def refuse(head_dim: int, block_size: int) -> None:
         raise ValueError(f"block_size {block_size} must be a multiple of 256")
 
 
-def absent() -> Kernels:
+FLASH_ATTN = Capabilities(
+    name="flash_attn",
+    description="flash-attn",
+    default_block_size=256,
+    dtypes=("bfloat16",),
+    fast_dtypes=("bfloat16",),
+    check_shape=refuse,
+)
+
+
+def absent() -> Capabilities:
     raise ValueError("flash-attn is not installed")
+
+
+def have(monkeypatch: pytest.MonkeyPatch, describe: Callable[[], Capabilities]) -> None:
+    backend = dataclasses.replace(select.BACKENDS["cuda"]["flash_attn"], describe=describe)
+    monkeypatch.setitem(select.BACKENDS["cuda"], "flash_attn", backend)
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has flash-attn."""
-    monkeypatch.setitem(backend._POSSIBLE["cuda"], "flash_attn", lambda: FLASH_ATTN)
+    have(monkeypatch, lambda: FLASH_ATTN)
 
 
 def test_auto_takes_the_best_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend._POSSIBLE["cuda"], "flash_attn", absent)
+    have(monkeypatch, absent)
     assert select_backend("cpu") is CPU
-    assert select_backend("cuda:1").name == "triton"
+    assert choose("cuda:1").name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -57,24 +72,22 @@ def test_auto_takes_the_best_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_passes_over_what_cannot_do_what_is_asked(
     installed: None, dtype: str | None, head_dim: int, block_size: int | None, name: str
 ) -> None:
-    assert select_backend("cuda", dtype=dtype, head_dim=head_dim, block_size=block_size).name == name
+    assert choose("cuda", dtype=dtype, head_dim=head_dim, block_size=block_size).name == name
 
 
 def test_named_backend_is_taken(installed: None) -> None:
     assert select_backend("cpu", "reference") is REFERENCE
     assert select_backend("cpu", "cpu") is CPU
-    assert select_backend("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, (
-        "its dtypes are checked with the model's"
-    )
+    assert choose("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, "its dtypes are checked with the model's"
     with pytest.raises(ValueError, match="block_size 16 must be a multiple of 256"):
-        select_backend("cuda", "flash_attn", block_size=16)
+        choose("cuda", "flash_attn", block_size=16)
 
 
 def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert select_backend("cpu", "triton").name == "triton"
+    assert choose("cpu", "triton").name == "triton"
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match=r"Triton's interpreter alone.*set TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"only in Triton's interpreter.*set TRITON_INTERPRET=1"):
         select_backend("cpu", "triton")
 
 
@@ -89,6 +102,20 @@ def test_unknown_device_is_refused_with_the_possible_ones() -> None:
         select_backend("tpu")
 
 
-def test_backends_are_frozen() -> None:
+def test_capabilities_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        CPU.name = "other"  # type: ignore[misc]
+        CPU.capabilities.name = "other"  # type: ignore[misc]
+
+
+def test_bfloat16_is_told_from_the_processor_as_onednn_tells_it() -> None:
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert has_bfloat16() is supported
+
+
+def test_choosing_loads_neither_torch_nor_numba() -> None:
+    program = (
+        "import sys; from kernels.select import choose; choose('cpu'); choose('cuda', 'triton'); "
+        "print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

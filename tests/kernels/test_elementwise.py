@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 
-from kernels.backend import REFERENCE, Kernels, select_backend
-from kernels.rope import qk_norm_rope_reference
+from kernels.interface import Kernels
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.reference.rope import qk_norm_rope_reference
+from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
 CPU.set_num_threads(2)
-BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name)
 SHAPES = pytest.mark.parametrize("shape", [(1, 16), (7, 64), (15, 127), (300, 96), (0, 64)])
 EPS = 1e-6
 

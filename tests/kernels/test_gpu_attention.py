@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import paged_attention_reference
 from kernels.gpu import attention
 from kernels.metadata import AttentionMetadata
+from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.activation import silu_and_mul_reference
 from kernels.gpu import elementwise
-from kernels.kv_store import store_kv_reference
-from kernels.norm import add_rms_norm_reference, rms_norm_reference
-from kernels.rope import qk_norm_rope_reference, qk_norm_rope_store_reference
+from kernels.reference.activation import silu_and_mul_reference
+from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.reference.rope import qk_norm_rope_store_reference
 from tests.kernels.gpu_device import DEVICE
 
 EPS = 1e-6
@@ -219,67 +218,16 @@ def test_fused_kernel_without_tokens_writes_nothing() -> None:
     assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "heads", "kv_heads"),
-    [(torch.float32, 80, 9, 3), (torch.float16, 128, 4, 1), (BFLOAT16, 64, 8, 8)],
-    ids=str,
-)
-def test_queries_and_keys_of_a_slice_are_turned_without_a_cache(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
-) -> None:
-    qkv = normal(4, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    q_weight, k_weight = normal(head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3, dtype=dtype)
-    positions = torch.tensor([7, 0, 49, 7], dtype=torch.int32, device=DEVICE)
-    args = (q, k, q_weight, k_weight, EPS, make_cos_sin(50, head_dim), positions)
-    for got, want in zip(elementwise.qk_norm_rope(*args), qk_norm_rope_reference(*args), strict=True):
-        assert_near(got, want, largest=LARGEST)
-
-
-# The store
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cache_dtype", "head_dim", "kv_heads", "block_size"),
-    [
-        (torch.float32, torch.float32, 80, 1, 16), (torch.float16, torch.float16, 128, 9, 256),
-        (torch.bfloat16, torch.bfloat16, 64, 8, 16), (torch.float32, BFLOAT16, 64, 2, 256),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_tokens_of_a_slice_land_in_their_slots_and_minus_one_writes_nothing(
-    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, kv_heads: int, block_size: int
-) -> None:
-    _, k, v = normal(12, 5 * kv_heads, head_dim, dtype=dtype).split((3 * kv_heads, kv_heads, kv_heads), dim=1)
-    caches = make_caches(512 // block_size, block_size, kv_heads, head_dim, cache_dtype)
-    want = clones(caches)
-    slots = make_slots(12, 512)
-    store_kv_reference(k, v, *inner(want), slots)
-    elementwise.store_kv(k, v, *inner(caches), slots)
-    assert torch.equal(caches[0], want[0]) and torch.equal(caches[1], want[1])
-
-
-def test_stores_of_no_tokens_and_of_padding_write_nothing() -> None:
-    caches = make_caches(1, 16, 2, 64, torch.float32)
-    before = clones(caches)
-    for num_tokens in (0, 3):
-        k = normal(num_tokens, 2, 64)
-        elementwise.store_kv(k, k, *inner(caches), torch.full((num_tokens,), -1, device=DEVICE))
-    assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
-
-
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     """Element offsets past int32: the caches lie in virtual memory, of which on a CPU only few pages become real."""
     num_blocks = (1 << 31) // (16 * 8 * 128) + 8
     caches = [torch.empty(num_blocks, 16, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)]
     slots = torch.tensor([num_blocks * 16 - 1], device=DEVICE)
     k, v = normal(1, 8, 128, seed=1, dtype=torch.float16), normal(1, 8, 128, seed=2, dtype=torch.float16)
-    elementwise.store_kv(k, v, caches[0], caches[1], slots)
-    assert torch.equal(caches[0][-1, -1], k[0]) and torch.equal(caches[1][-1, -1], v[0])
     weight, positions = normal(128, seed=3, dtype=torch.float16), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     table = make_cos_sin(1, 128)
     elementwise.qk_norm_rope_store(
-        torch.cat((k, k, v), dim=1), weight, weight, EPS, table, positions, caches[0], caches[1], slots - 1
+        torch.cat((k, k, v), dim=1), weight, weight, EPS, table, positions, caches[0], caches[1], slots
     )
-    assert_near(caches[0][-1, -2], rms_norm_reference(k, weight, EPS)[0])
-    assert torch.equal(caches[1][-1, -2], v[0])
+    assert_near(caches[0][-1, -1], rms_norm_reference(k, weight, EPS)[0])
+    assert torch.equal(caches[1][-1, -1], v[0])

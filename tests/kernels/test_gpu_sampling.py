@@ -14,15 +14,17 @@ import pytest
 import torch
 
 from kernels.gpu import sampling
-from kernels.gpu.sampling import GPU
-from kernels.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE, GapRows, SamplingKernels
-from kernels.sampling import REFERENCE as reference
+from kernels.gpu.sampling import GpuSampling
+from kernels.interface import GapRows, SamplingKernels
+from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
+from tests.kernels.replaced import Replaced, functions_of
 from tests.kernels.test_sampling_backends import COLUMNS, KINDS, assert_same_best, gaps_of, limits_of, make_logits
 from tests.kernels.test_sampling_backends import make_rows as make_some_rows
-from workers.group import TensorParallelGroup
-from workers.sampler import Sampler
+from workers.parallel.group import TensorParallelGroup
+from workers.sampling.sampler import Sampler
 
 # Numpy, which interprets, warns where float arithmetic does what the kernels count on.
 pytestmark = [
@@ -56,9 +58,8 @@ def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: moved(kernel(*moved(arguments, DEVICE)), torch.device("cpu"))
 
 
-gpu = SamplingKernels(
-    **{field.name: on_device(getattr(GPU, field.name)) for field in dataclasses.fields(SamplingKernels)}
-)
+GPU = GpuSampling()
+gpu: Any = Replaced(GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)})
 
 
 def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import REFERENCE, Kernels, select_backend
-from kernels.kv_store import store_kv_reference
+from kernels.interface import Kernels
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.reference.kv_store import store_kv_reference
+from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
 CPU.set_num_threads(2)
-BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
+BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name)
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import sampling as kernels
+from kernels.interface import GapRows
+from kernels.reference import sampling as kernels
 from tests.kernels.sampling_reference import chi_square, chi_square_limit, splitmix64
 
 torch.set_num_threads(1)
@@ -108,11 +109,11 @@ def test_gap_of_a_tiny_temperature_is_zero_for_the_best_and_never_a_nan() -> Non
     assert gaps.tolist() == [[0.0, torch.inf, torch.inf, torch.inf]]
 
 
-def rows_of(gaps: torch.Tensor) -> kernels.GapRows:
+def rows_of(gaps: torch.Tensor) -> GapRows:
     """Rows with these gaps."""
     num_rows = len(gaps)
     _, _, block_max = kernels.row_best(-gaps)
-    return kernels.GapRows(
+    return GapRows(
         logits_BV=-gaps,
         block_max_BX=block_max,
         rows_R=torch.arange(num_rows),

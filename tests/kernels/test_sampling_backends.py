@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.backend import select_backend
-from kernels.sampling import BLOCK, MAX_LISTED, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE, GapRows, SamplingKernels
-from kernels.sampling import REFERENCE as reference
+from kernels.interface import GapRows, SamplingKernels
+from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference.sampling import BLOCK, MAX_LISTED, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
+from kernels.select import select_backend
 
 set_num_threads = select_backend("cpu").set_num_threads
 set_num_threads(1)

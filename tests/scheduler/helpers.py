@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.block_manager import BlockManager
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
+from scheduler.scheduler import Scheduler, StepOutput
 from tests.scheduler.fake_model import VOCAB_SIZE, FakeRank, salt_of
 
 BLOCK = 4

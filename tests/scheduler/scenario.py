@@ -13,9 +13,9 @@ from random import Random
 import xxhash
 
 from scheduler.block_manager import HashFunction
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import SchedulerLimits
 from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, salt_of
 
 BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)

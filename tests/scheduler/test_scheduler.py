@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.errors import EngineError, RequestError
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepResult, TokenLogprobs, ints
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_SLOT, SequenceStatus
 from tests.scheduler.helpers import BLOCK, give, make_limits, make_request, must_schedule, rows, run_step
 

@@ -18,9 +18,10 @@ import torch
 
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, ints
 from scheduler.params import SamplingParams
-from scheduler.scheduler import Scheduler, SchedulerLimits
+from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
 from tests.workers.pool import WorkerPool, executor_of

@@ -14,11 +14,11 @@ import torch
 
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
-from kernels.cpu.linear import has_bfloat16
+from kernels.cpu.capabilities import has_bfloat16
 from tests.checkpoints import write_fast_checkpoint
 from tests.workers.conftest import config_of
 from tests.workers.pool import WorkerPool
-from workers.checkpoint import expected_tensors
+from workers.models.checkpoint import expected_tensors
 
 MIB = 2**20
 CONFIG = {

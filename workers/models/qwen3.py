@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from configs.model import ModelConfig
-from kernels.backend import Kernels
+from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
-from workers.group import TensorParallelGroup
-from workers.layers import (
+from workers.models.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
@@ -25,7 +24,8 @@ from workers.layers import (
     VocabParallelEmbedding,
     WeightSlice,
 )
-from workers.rope import cos_sin_table
+from workers.models.rope import cos_sin_table
+from workers.parallel.group import TensorParallelGroup
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 

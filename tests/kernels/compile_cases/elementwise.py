@@ -42,30 +42,10 @@ def _silu_and_mul(features: int, dtype: str = "bf16") -> CompileCase:
     )  # fmt: skip
 
 
-def _store_kv(features: int) -> CompileCase:
-    pointers = dict.fromkeys(("k_TE", "v_TE", "k_cache", "v_cache"), "*bf16") | {"slots_T": "*i64"}
-    strides = {"k_stride": "i32:16", "v_stride": "i32:16"}
-    return CompileCase(
-        name=f"store_kv-{features}", kernel=elementwise._store_kv,
-        num_warps=elementwise._num_warps(elementwise._BLOCK),
-        signature=pointers | strides | {"E": "constexpr", "BLOCK": "constexpr"},
-        constexprs={"E": features, "BLOCK": elementwise._BLOCK},
-    )  # fmt: skip
-
-
 def _heads(head_dim: int, **counts: int) -> tuple[dict[str, str], dict[str, Any]]:
     """(signature, values) of the constants of a kernel over heads."""
     values = counts | {"D": head_dim, "HALF": next_power_of_2(head_dim // 2), "HEADS": elementwise._HEADS}
     return dict.fromkeys(values, "constexpr"), values
-
-
-def _norm_rope(head_dim: int) -> CompileCase:
-    constants, values = _heads(head_dim, H=16)
-    pointers = {"x_THD": "*bf16", "weight_D": "*bf16", "cos_sin_LD": "*fp32", "positions_T": "*i32", "out_THD": "*bf16"}
-    return CompileCase(
-        name=f"norm_rope-{head_dim}", kernel=elementwise._norm_rope, num_warps=2,
-        signature=pointers | {"row_stride": "i32:16", "eps": "fp32"} | constants, constexprs=values,
-    )  # fmt: skip
 
 
 def _qk_norm_rope_store(heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16") -> CompileCase:
@@ -89,8 +69,6 @@ CASES = [
     _add_rms_norm(5120, "fp32"),
     _silu_and_mul(3072),
     _silu_and_mul(9728, "fp32"),
-    _store_kv(1024),
-    _norm_rope(128),
     _qk_norm_rope_store(16, 8, 128),
     _qk_norm_rope_store(8, 1, 128, "fp32"),
     _qk_norm_rope_store(16, 8, 64),

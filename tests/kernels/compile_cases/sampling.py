@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.gpu import sampling
-from kernels.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED
 from tests.kernels.compile_cases import CompileCase
 
 _ROWS = {"rows_R": "*i64", "max_R": "*fp32", "temperature_R": "*fp32"}

@@ -1,0 +1,188 @@
+"""What a caller gets: chunks while a request runs, a `RequestOutput` at its end; and how news become both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+from cluster.client.text_stream import TextStream
+from cluster.news import News
+from scheduler.errors import EaglerayError, EngineError
+from scheduler.messages import Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What is new of output `index`. The last one has a `finish_reason`: stop, length, abort or error."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+Sink = Callable[[Chunk], None]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request, as far as it has come."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request. `outputs` holds `n` completions; `text` and the like are those of the first."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+
+class OutputFollower:
+    """Follows one engine request and cuts its news into chunks."""
+
+    def __init__(self, request: Request, index: int, stream: TextStream | None, sink: Sink | None) -> None:
+        self.request = request
+        self.completion = CompletionOutput(index)
+        self._stream = stream
+        self._sink = sink
+
+    def take(self, news: News) -> bool:
+        """Add news, leaving out what is known. True if a stop string ended the output here, not in the engine."""
+        done = self.completion
+        if done.finish_reason is not None:
+            return False
+        known = len(done.token_ids) - news.first_index
+        if known < 0 and news.token_ids:
+            raise EngineError(
+                f"tokens {len(done.token_ids)} to {news.first_index - 1} of {self.request.request_id} are missing"
+            )
+        tokens = news.token_ids[known:] if news.token_ids else []
+        stopped_at = self._stream.push(tokens) if self._stream is not None else None
+        if stopped_at is not None:
+            tokens = tokens[:stopped_at]
+        logprobs = news.logprobs[known:][: len(tokens)] if news.logprobs is not None else None
+        reason = "stop" if stopped_at is not None else news.finish_reason
+        self._add(tokens, logprobs, reason, news.num_cached_tokens)
+        return stopped_at is not None and news.finish_reason is None
+
+    def abort(self) -> None:
+        """End here; the last chunk says "abort"."""
+        self._add([], None, "abort", 0)
+
+    def _add(
+        self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None, reason: str | None, num_cached: int
+    ) -> None:
+        done = self.completion
+        text = self._new_text(final=reason is not None)
+        done.token_ids += tokens
+        done.text += text
+        done.finish_reason = reason
+        if logprobs is not None:
+            done.logprobs = (done.logprobs or []) + logprobs
+        if self._sink is not None and (tokens or reason):
+            self._sink(
+                Chunk(
+                    index=done.index,
+                    text=text,
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    finish_reason=reason,
+                    num_prompt_tokens=self.request.num_prompt_tokens,
+                    num_cached_tokens=num_cached,
+                )
+            )
+
+    def _new_text(self, *, final: bool) -> str:
+        if self._stream is None:
+            return ""
+        if final:
+            self._stream.finish()
+        return self._stream.text[len(self.completion.text) :]
+
+
+class Generation:
+    """One user request: its prompt, its outputs, and a future that completes when they have ended."""
+
+    def __init__(self, prompt: str | None, outputs: list[OutputFollower]) -> None:
+        self.prompt = prompt
+        self.outputs = outputs
+        self.num_cached_tokens = 0
+        self.done: Future[None] = Future()
+
+    @property
+    def requests(self) -> list[Request]:
+        """The engine requests, one per output."""
+        return [output.request for output in self.outputs]
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [output.request.request_id for output in self.outputs]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        request = self.outputs[0].request
+        return request.token_ids[: request.num_prompt_tokens].tolist()
+
+    @property
+    def completions(self) -> list[CompletionOutput]:
+        return [output.completion for output in self.outputs]
+
+    def take(self, output: OutputFollower, news: News) -> bool:
+        """Give news to one of the outputs; see `OutputFollower.take`."""
+        if output is self.outputs[0]:
+            self.num_cached_tokens = news.num_cached_tokens
+        stopped = output.take(news)
+        if news.error is not None:
+            self.fail(news.error)
+        elif all(c.finish_reason is not None for c in self.completions):
+            self.end()
+        return stopped
+
+    def result(self) -> RequestOutput:
+        """The finished request. Waits for it; raises what it failed with."""
+        self.done.result()
+        return self.output()
+
+    def output(self) -> RequestOutput:
+        """The request as far as it has come."""
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=self.completions,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def end(self) -> None:
+        """Complete the future; does nothing if it is complete."""
+        with contextlib.suppress(InvalidStateError):
+            self.done.set_result(None)
+
+    def fail(self, error: EaglerayError) -> None:
+        """Complete the future with an error; does nothing if it is complete."""
+        with contextlib.suppress(InvalidStateError):
+            self.done.set_exception(error)

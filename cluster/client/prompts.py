@@ -1,0 +1,131 @@
+"""The forms in which a program gives prompts and parameters, each checked once and turned into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.errors import RequestError
+from scheduler.params import SamplingParams, is_token_id
+
+FORMS = {
+    "prompt": (str, "text"),
+    "prompt_token_ids": (list | tuple, "a list of token ids"),
+    "messages": (list | tuple, "a list of {role, content}"),
+}
+Message = dict[str, Any]
+Prompt = str | Seq[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedPrompt:
+    """A prompt in exactly one of three forms, checked for its form alone."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[Message] | None = None
+    cache_salt: str = ""
+
+
+def parse_prompt(prompt: Prompt) -> ParsedPrompt:
+    """Raises `RequestError` for a prompt in no known form, and for unknown keys."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(text=prompt)
+    if not isinstance(prompt, Mapping):
+        return ParsedPrompt(token_ids=_token_ids(prompt))
+    form = form_of(prompt)
+    value: Any = prompt[form]
+    kind, name = FORMS[form]
+    if not isinstance(value, kind):
+        raise RequestError(f"{form} must be {name}, got {type(value).__name__}", form)
+    salt = prompt.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
+    if form == "messages":
+        return ParsedPrompt(messages=check_messages(value), cache_salt=salt)
+    if isinstance(value, str):
+        return ParsedPrompt(text=value, cache_salt=salt)
+    return ParsedPrompt(token_ids=_token_ids(value), cache_salt=salt)
+
+
+def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = ("cache_salt",)) -> str:
+    """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown keys."""
+    known = (*FORMS, *other_keys)
+    unknown = [key for key in prompt if key not in known]
+    if unknown:
+        raise RequestError(f"unknown key {unknown[0]!r}; known are {', '.join(known)}", "prompt")
+    given = [form for form in FORMS if form in prompt]
+    if len(given) != 1:
+        raise RequestError(
+            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}", "prompt"
+        )
+    return given[0]
+
+
+def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list. Raises `RequestError` for anything else."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Seq):
+        raise RequestError(
+            f"prompts are text, a list of token ids, a mapping, or a list of these; got {type(prompts).__name__}",
+            "prompt",
+        )
+    if len(prompts) > 0 and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    """Parameters per prompt: the same for all, or a list as long as the prompts. Raises `RequestError`."""
+    each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
+    wrong = [type(p).__name__ for p in each if not isinstance(p, SamplingParams | None)]
+    if wrong:
+        raise RequestError(
+            f"sampling_params must be a SamplingParams or a list with one per prompt, got {wrong[0]}; "
+            "use SamplingParams.from_dict to make one from a dict",
+            "sampling_params",
+        )
+    if len(each) != count:
+        raise RequestError(f"got {len(each)} sampling_params for {count} prompts", "sampling_params")
+    return each
+
+
+def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
+    """One conversation or many, as prompts. Raises `RequestError` for anything else."""
+    if not isinstance(messages, list | tuple):
+        raise RequestError(
+            f"messages must be a list of {{role, content}}, or a list of such lists; got {type(messages).__name__}",
+            "messages",
+        )
+    one = not messages or isinstance(messages[0], Mapping)
+    return [{"messages": m} for m in ([messages] if one else messages)]
+
+
+def check_messages(messages: object) -> list[Message]:
+    """The messages as a list. Raises `RequestError` unless each has a role and content."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError("messages must be a non-empty list of {role, content}", "messages")
+    for message in messages:
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or "content" not in message:
+            raise RequestError(f"each message needs a role and content, got {message!r}", "messages")
+    return list(messages)
+
+
+def _token_ids(value: object) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt")
+    for token in value:
+        if type(token) is not int:
+            raise RequestError(f"a prompt is text or a list of token ids, got a list that holds {token!r}", "prompt")
+    return list(value)
+
+
+def check_token_ids(values: Seq[object], key: str) -> None:
+    """Raise `RequestError` naming `key` for a value that cannot be a token id of any vocabulary."""
+    wrong = [value for value in values if not is_token_id(value)]
+    if wrong:
+        raise RequestError(f"{key} holds {wrong[0]!r}, which is not a token id", key)

@@ -1,0 +1,105 @@
+"""From a prompt and parameters to requests: form, token ids, complete parameters, request, each step once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import uuid
+from array import array
+from collections.abc import Collection
+
+from cluster.client.outputs import Generation, OutputFollower, Sink
+from cluster.client.prompts import ParsedPrompt, Prompt, one_each, parse_prompt
+from cluster.client.text_stream import TextStream
+from cluster.client.tokenizer import Tokenizer
+from configs.model import ModelConfig
+from scheduler.errors import RequestError
+from scheduler.limits import SchedulerLimits, check_request, check_vocabulary
+from scheduler.messages import Request
+from scheduler.params import SEED_LIMIT, SamplingParams
+
+
+class RequestBuilder:
+    """Builds the requests of one client. Any thread may call."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        defaults: SamplingParams,
+        limits: SchedulerLimits,
+        seed: int | None,
+    ) -> None:
+        """`defaults` fill what a request leaves unset. `seed` makes the seeds of requests without one repeatable."""
+        self.limits = limits
+        self._model = model
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._random = random.Random(seed)
+        self._name = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+
+    def build(self, prompt: Prompt, wanted: SamplingParams | None, sink: Sink | None) -> Generation:
+        """A generation whose requests can be sent. Raises `RequestError` if they could not run.
+
+        Without a sink nobody reads before the end, so the driver sends nothing before it where that is possible.
+        """
+        parsed = parse_prompt(prompt)
+        token_ids = self._token_ids(parsed)
+        params = self.parameters(wanted)
+        seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
+        final_only = sink is None and not params.stop_strings() and params.logprobs is None
+        outputs = []
+        for index in range(params.n or 1):
+            request = Request(
+                request_id=f"{self._name}-{next(self._numbers)}",
+                token_ids=array("i", token_ids),
+                num_prompt_tokens=len(token_ids),
+                sampling=params.resolve(seed=seed, index=index, eos_token_ids=self._model.eos_token_ids),
+                cache_salt=parsed.cache_salt,
+                final_only=final_only,
+            )
+            check_request(request, self.limits)
+            outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
+        return Generation(parsed.text, outputs)
+
+    def check(self, prompt: Prompt, wanted: SamplingParams | None) -> list[int]:
+        """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no seed."""
+        [params] = one_each(wanted, 1)
+        seeded = dataclasses.replace(params or SamplingParams(), seed=0)
+        return self.build(prompt, seeded, None).prompt_token_ids
+
+    def parameters(self, wanted: SamplingParams | None) -> SamplingParams:
+        """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint cannot do."""
+        params = (wanted or SamplingParams()).over(self._defaults)
+        if params.stop_strings() and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        return params
+
+    def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            check_vocabulary(prompt.token_ids, self._model.vocab_size)  # before they become 32-bit numbers
+            return prompt.token_ids
+        if self._tokenizer is None:
+            form = "messages" if prompt.messages is not None else "a text prompt"
+            raise RequestError(
+                f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
+            )
+        if prompt.messages is not None:
+            return self._tokenizer.encode_chat(prompt.messages)
+        assert prompt.text is not None
+        return self._tokenizer.encode(prompt.text)
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        size = self._model.vocab_size
+        for token_id in ids:
+            if token_id >= size:
+                raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {size} ids", name)

@@ -1,0 +1,83 @@
+"""Everything about an engine that is known before Ray starts, checked.
+
+What cannot work is refused here, and requests can be built and checked against the limits, before any process runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.client.model_files import find_model, generation_defaults
+from cluster.client.requests import RequestBuilder
+from cluster.client.tokenizer import Tokenizer, load_tokenizer
+from cluster.limits import limits_of
+from configs.engine import EngineConfig, ResolvedConfig
+from configs.model import ModelConfig, read_generation_config
+from scheduler.errors import ConfigError
+from scheduler.limits import SchedulerLimits
+from scheduler.params import SamplingParams
+from workers.batch.kv_plan import plan_kv_cache
+from workers.configuration import foresee_config
+from workers.models.checkpoint import check_checkpoint
+
+_MANY_BLOCKS = 2**31 - 1  # of a cache whose size only the ranks know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is what will run, as far as that is known."""
+
+    config: EngineConfig
+    model: ModelConfig
+    model_dir: Path
+    tokenizer: Tokenizer | None
+    defaults: SamplingParams
+    foreseen: ResolvedConfig
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.has_chat_template
+
+    def request_builder(self, limits: SchedulerLimits | None = None) -> RequestBuilder:
+        """Builds requests within the limits of a started engine, or within those that are known before."""
+        limits = limits or limits_of(self.foreseen, self._num_blocks())
+        return RequestBuilder(self.model, self.tokenizer, self.defaults, limits, self.config.seed)
+
+    def _num_blocks(self) -> int:
+        is_known = self.config.device == "cpu" or self.config.num_kv_blocks is not None
+        return plan_kv_cache(self.foreseen, rank=0).num_blocks if is_known else _MANY_BLOCKS
+
+
+def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = None) -> EngineSetup:
+    """Find and check everything; downloads a hub id. Raises `ConfigError`.
+
+    `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the rest.
+    """
+    if not isinstance(sampling_defaults, SamplingParams | None):
+        raise ConfigError(f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}")
+    model_dir = find_model(config.model, config.revision)
+    model = ModelConfig.from_dir(model_dir)
+    model.check_tensor_parallel_size(config.tensor_parallel_size)
+    check_checkpoint(model_dir, model)
+    foreseen = foresee_config(config, model, model_dir)
+    if config.device == "cpu":
+        plan_kv_cache(foreseen, rank=0)
+    return EngineSetup(
+        config=config,
+        model=model,
+        model_dir=model_dir,
+        tokenizer=_load_tokenizer(config, model_dir),
+        defaults=(sampling_defaults or SamplingParams()).over(generation_defaults(read_generation_config(model_dir))),
+        foreseen=foreseen,
+    )
+
+
+def _load_tokenizer(config: EngineConfig, model_dir: Path) -> Tokenizer | None:
+    if config.tokenizer is None:
+        return load_tokenizer(model_dir)
+    path = find_model(config.tokenizer, what="tokenizer")
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise ConfigError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer files")
+    return tokenizer

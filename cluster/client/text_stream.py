@@ -1,0 +1,99 @@
+"""Text of one output while its tokens arrive.
+
+A `TextStream` turns tokens into text that never has to be taken back: the bytes of an unfinished character, and text
+that may be the beginning of a stop string, are held until they are decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# An unfinished character has at most three bytes, each of which may decode to one replacement character.
+_MAX_UNFINISHED = 3
+# Tokens that are decoded together with new ones. The context must hold at least one whole character.
+CONTEXT = 10
+
+
+class Decoder(Protocol):
+    """What a stream needs of a tokenizer."""
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        """The text of these tokens."""
+
+
+class TextStream:
+    """Text of one output. `text` is what has been decided so far.
+
+    The text of the first `min_tokens` tokens is not searched for stop strings.
+    """
+
+    def __init__(self, tokenizer: Decoder, stop: Seq[str] = (), min_tokens: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens if stop else 0
+        self._searched_from = 0
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._num_tokens = 0
+        self._recent: list[int] = []
+        self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
+        self._decoded = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_ids: Seq[int]) -> int | None:
+        """Take the next tokens. Returns how many it took to complete a stop string, or None if none is complete."""
+        if not self._stop:
+            self._push(token_ids)
+            return None
+        for i in range(len(token_ids)):
+            if self._push(token_ids[i : i + 1]):
+                return i + 1
+        return None
+
+    def finish(self) -> None:
+        """No more tokens follow: what was held becomes text."""
+        if self.stopped:
+            return
+        if not self._extend(self._tokenizer.decode(self._recent)[self._num_known :]):
+            self.text = self._decoded
+
+    def _push(self, token_ids: Seq[int]) -> bool:
+        """Decode tokens together; True if they complete a stop string."""
+        self._num_tokens += len(token_ids)
+        self._recent += token_ids
+        text = self._tokenizer.decode(self._recent)
+        certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
+        dropped = 0  # characters that `_recent` no longer yields
+        if len(self._recent) > 2 * CONTEXT:
+            del self._recent[:-CONTEXT]
+            dropped = len(text) - len(self._tokenizer.decode(self._recent))
+        certain = max(certain, dropped, self._num_known)
+        new, self._num_known = text[self._num_known : certain], certain - dropped
+        return self._extend(new)
+
+    def _extend(self, text: str) -> bool:
+        """Add decoded text; True if it completes a stop string."""
+        searched = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
+        self._decoded += text
+        if self._num_tokens <= self._min_tokens:
+            self.text = self._decoded
+            self._searched_from = len(self._decoded)
+            return False
+        found = [i for i in (self._decoded.find(stop, searched) for stop in self._stop) if i >= 0]
+        if found:
+            self.stopped = True
+            self.text = self._decoded[: min(found)]
+            return True
+        self.text = self._decoded[: len(self._decoded) - self._held()]
+        return False
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        first = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
+        tail = self._decoded[first:]
+        for start in range(len(tail)):
+            if any(stop.startswith(tail[start:]) for stop in self._stop):
+                return len(tail) - start
+        return 0

@@ -1,0 +1,81 @@
+"""Text to token ids and back, through a checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cluster.client import fast_tokenizer
+from cluster.client.prompts import Message, check_messages
+from scheduler.errors import ConfigError, RequestError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template. Any thread may call."""
+
+    def __init__(self, path: Path) -> None:
+        """Load from a directory. Raises `ConfigError` when its files cannot be read."""
+        self._path = path
+        self._fast = fast_tokenizer.load(path)
+        if self._fast is None:
+            _ = self._slow  # loads it, so that what is wrong with it is said here
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._fast.has_chat_template if self._fast else bool(self._slow.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises `RequestError` for text that is not Unicode (half a surrogate pair)."""
+        try:
+            return (self._fast or self._slow).encode(text)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
+
+    def encode_chat(self, messages: Seq[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers. Raises `RequestError`."""
+        check_messages(messages)
+        if not self.has_chat_template:
+            raise RequestError("this checkpoint has no chat template; send a prompt instead of messages", "messages")
+        try:
+            if self._fast and all(_is_plain(message) for message in messages):
+                return self._fast.encode_chat(messages)
+            ids: list[int] = self._slow.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # the template is a program of the checkpoint
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        return ids
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        """Text of token ids, without special tokens."""
+        if self._fast:
+            return self._fast.decode(token_ids)
+        text: str = self._slow.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    @cached_property
+    def _slow(self) -> Any:
+        """transformers' tokenizer, which takes seconds to import."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self._path), trust_remote_code=False)
+        except Exception as error:
+            raise ConfigError(f"the tokenizer in {self._path} cannot be loaded: {error}") from error
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a directory, None when it has no tokenizer files."""
+    return Tokenizer(path) if any((path / name).exists() for name in _TOKENIZER_FILES) else None
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether a message has nothing that transformers would rewrite before the template sees it."""
+    return message.keys() == {"role", "content"} and isinstance(message["content"], str)

@@ -1,0 +1,120 @@
+"""Running a batch for the command line: read and check every input line, generate, write every output line.
+
+Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params` and `cache_salt`.
+Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`, `num_prompt_tokens` and
+`num_cached_tokens`, `logprobs` where asked; with `n` above 1 a list `outputs` of what belongs to each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.client.outputs import CompletionOutput, RequestOutput
+from cluster.client.prompts import FORMS, check_token_ids, form_of, parse_prompt
+from cluster.client.requests import RequestBuilder
+from cluster.llm import LLM
+from scheduler.errors import ConfigError, RequestError
+from scheduler.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """One line: where it comes from, and what `LLM.generate` gets."""
+
+    where: str
+    prompt: dict[str, Any]
+    params: SamplingParams
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """Every line of a JSONL file, checked for form. Raises `RequestError` naming the line; blank lines are skipped."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
+    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise RequestError(f"the input file {str(path)!r} holds no requests")
+    return [_read_line(where, line) for where, line in lines]
+
+
+def _read_line(where: str, line: str) -> BatchRequest:
+    with _naming(where):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise RequestError(f"must be a JSON object with one of {', '.join(FORMS)}")
+        form = form_of(value, ("sampling_params", "cache_salt"))
+        if not value[form]:
+            raise RequestError(f"{form} is empty; give at least one token", form)
+        params = value.pop("sampling_params", None)
+        params = {} if params is None else params
+        if not isinstance(params, dict):
+            raise RequestError("sampling_params must be a JSON object", "sampling_params")
+        if form == "prompt_token_ids" and isinstance(value[form], list):
+            check_token_ids(value[form], form)
+        parse_prompt(value)
+        return BatchRequest(where=where, prompt=value, params=SamplingParams.from_dict(params))
+
+
+def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
+    """Check every request against the engine, then generate. Raises `RequestError` naming the line."""
+    requests = tokenize_batch(llm.client.builder, requests)
+    return llm.generate([r.prompt for r in requests], [r.params for r in requests], progress=progress)
+
+
+def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
+    """The requests with token ids as prompts, checked against the limits. Raises `RequestError` naming the line."""
+    tokenized = []
+    for request in requests:
+        with _naming(request.where):
+            token_ids = builder.check(request.prompt, request.params)
+        salt = request.prompt.get("cache_salt")
+        prompt = {"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
+        tokenized.append(replace(request, prompt=prompt))
+    return tokenized
+
+
+def output_line(index: int, output: RequestOutput) -> str:
+    """The JSON line of one finished request."""
+    line: dict[str, Any] = {"index": index}
+    if len(output.outputs) == 1:
+        line |= _completion(output.outputs[0])
+    else:
+        line["outputs"] = [_completion(completion) for completion in output.outputs]
+    line["num_prompt_tokens"] = len(output.prompt_token_ids)
+    line["num_cached_tokens"] = output.num_cached_tokens
+    return json.dumps(line, ensure_ascii=False)
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        values["logprobs"] = [
+            entry and {
+                "logprob": entry.logprob,
+                "top": dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True)),
+            }
+            for entry in completion.logprobs
+        ]  # fmt: skip
+    return values
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Prefix the message of a `RequestError` with the place it happened."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}" if where else str(error), error.parameter) from None

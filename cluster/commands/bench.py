@@ -1,0 +1,174 @@
+"""`launch.py bench`: a workload through the engine as a client sees it, in one JSON line.
+
+    engine, model, dtype, tp, device
+    requests, input_tokens, output_tokens, cached_tokens
+    total_s, output_tokens_per_s        from the first request being due to the last one's end
+    ttft_s, inter_token_s               p50 and p99, see `cluster.commands.timing`
+    preemptions, num_steps              of the driver, without the warm-up
+    start_s                             seconds of each phase of the start, "all" of them together
+    roofline                            the least the workload can take on this machine, see `workers.roofline`
+
+The machine is the one this runs on: with ranks elsewhere the roofline says nothing of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.client.setup import prepare
+from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
+from cluster.commands.timing import TimedRun, due_times, run_timed
+from cluster.llm import LLM
+from configs.engine import EngineConfig, ResolvedConfig
+from scheduler.errors import ConfigError, RequestError
+from scheduler.messages import EngineStats
+from scheduler.params import SamplingParams
+from workers.roofline import Machine, probe_cpu, report, works_of
+
+NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
+LAST_MADE_UP_ID = 10000
+
+logger = logging.getLogger("eagleray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob:
+    """What to time: the requests of a file, or made-up ones, for which None means the default. `config` has a seed.
+
+    `request_rate` is in requests a second, None sends all at once.
+    """
+
+    config: EngineConfig
+    input: Path | None
+    num_seqs: int | None
+    max_input: int | None
+    max_output: int | None
+    temperature: float | None
+    request_rate: float | None
+    num_warmup: int
+
+
+def run_bench(job: BenchJob) -> None:
+    """Check, probe the machine, start an engine, run the requests, print the line. Raises `ClientError` before the
+    engine starts, but for prompts of a file that do not fit it."""
+    _check(job)
+    setup = prepare(job.config)
+    config = setup.foreseen
+    requests = tokenize_batch(setup.request_builder(), _requests(job, config))
+    machine = _probe(config)
+    with LLM(setup=setup) as llm:
+        requests = tokenize_batch(llm.client.builder, requests)
+        run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
+        before = llm.stats()
+        logger.info("%d requests", len(requests))
+        run = run_timed(llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0))
+        line = _line(llm, config, run, before, machine)
+    print(json.dumps(line), flush=True)
+
+
+def synthetic_requests(
+    num_seqs: int, max_input: int, max_output: int, *, seed: int, temperature: float, vocab_size: int
+) -> list[BatchRequest]:
+    """Made-up requests, the same for the same arguments.
+
+    Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token ids between 0 and
+    10,000 (or the last of the vocabulary); no end-of-sequence id ends an output. For each request
+    `random.Random(seed)` draws with `randint` the prompt's length, its ids and the output's length, in this order.
+    """
+    rng, last_id = random.Random(seed), min(LAST_MADE_UP_ID, vocab_size - 1)
+
+    def length(most: int) -> int:
+        return rng.randint(max(1, most // 10), most)
+
+    requests = []
+    for i in range(num_seqs):
+        token_ids = [rng.randint(0, last_id) for _ in range(length(max_input))]
+        params = SamplingParams(temperature=temperature, max_tokens=length(max_output), ignore_eos=True)
+        requests.append(
+            BatchRequest(where=f"made-up request {i}", prompt={"prompt_token_ids": token_ids}, params=params)
+        )
+    return requests
+
+
+def _check(job: BenchJob) -> None:
+    made_up = {"--num-seqs": job.num_seqs, "--max-input": job.max_input, "--max-output": job.max_output}
+    given = [flag for flag, value in made_up.items() if value is not None]
+    if (job.input is not None) == bool(given):
+        raise RequestError(
+            f"give --input FILE.jsonl, or one or more of {', '.join(made_up)} for made-up requests"
+            + (f"; not both --input and {given[0]}" if given else "")
+        )
+    if job.input is not None and job.temperature is not None:
+        raise RequestError("--temperature is for made-up requests; the lines of --input say it in `sampling_params`")
+    for flag, value in made_up.items():
+        if value is not None and value < 1:
+            raise RequestError(f"{flag} must be at least 1, got {value}")
+    if job.num_warmup < 0:
+        raise RequestError(f"--num-warmup must be at least 0, got {job.num_warmup}")
+    if job.request_rate is not None and not 0 < job.request_rate < math.inf:
+        raise RequestError(f"--request-rate must be above 0 requests a second, got {job.request_rate}")
+
+
+def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
+    if job.input is not None:
+        return read_requests(job.input)
+    max_input, max_output = job.max_input or MAX_INPUT, job.max_output or MAX_OUTPUT
+    if max_input + max_output > config.max_model_len:
+        raise ConfigError(
+            f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output} tokens, more than "
+            f"max_model_len {config.max_model_len}; lower them or, as far as the checkpoint goes, raise --max-model-len"
+        )
+    return synthetic_requests(
+        job.num_seqs or NUM_SEQS, max_input, max_output, seed=job.config.seed or 0,
+        temperature=TEMPERATURE if job.temperature is None else job.temperature, vocab_size=config.model.vocab_size,
+    )  # fmt: skip
+
+
+def _warmup(llm: LLM) -> BatchRequest:
+    """Three tokens of prompt, or as many as the engine takes, and four of output at most."""
+    prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    return BatchRequest(where="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
+
+
+def _probe(config: ResolvedConfig) -> Machine | None:
+    """This machine, unless the ranks will run on GPUs."""
+    asked = config.engine.device
+    return probe_cpu(config.dtype) if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()) else None
+
+
+def _line(
+    llm: LLM, config: ResolvedConfig, run: TimedRun, before: EngineStats, machine: Machine | None
+) -> dict[str, Any]:
+    stats, engine, device = llm.stats(), config.engine, llm.report.device
+    works = works_of(
+        [g.prompt_token_ids for g in run.generations for _ in g.completions],
+        [len(c.token_ids) for g in run.generations for c in g.completions],
+    )
+    return {
+        "engine": "eagleray",
+        "model": engine.model,
+        "dtype": config.dtype,
+        "tp": engine.tensor_parallel_size,
+        "device": device,
+        "requests": len(run.generations),
+        "input_tokens": sum(len(g.prompt_token_ids) for g in run.generations),
+        "output_tokens": run.num_output_tokens,
+        "cached_tokens": sum(g.num_cached_tokens for g in run.generations),
+        "total_s": round(run.total_s, 4),
+        "output_tokens_per_s": round(run.output_tokens_per_s, 2),
+        "ttft_s": run.first_token_s(),
+        "inter_token_s": run.inter_token_s(),
+        "preemptions": stats.num_preemptions - before.num_preemptions,
+        "num_steps": stats.num_steps - before.num_steps,
+        "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
+        "roofline": report(config.model, config.dtype, works, run.total_s, machine if device == "cpu" else None),
+    }

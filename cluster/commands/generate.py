@@ -1,0 +1,110 @@
+"""`launch.py generate`: from flags to answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.client.outputs import RequestOutput
+from cluster.client.setup import prepare
+from cluster.commands.batch import BatchRequest, output_line, read_requests, run_batch, tokenize_batch
+from cluster.llm import LLM
+from cluster.resources.session import check_arguments
+from configs.engine import EngineConfig
+from scheduler.errors import ConfigError, RequestError
+from scheduler.params import SamplingParams
+
+logger = logging.getLogger("eagleray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """What to run: prompts, or an input file."""
+
+    config: EngineConfig
+    defaults: SamplingParams
+    prompts: tuple[str, ...]
+    input: Path | None
+    output: Path | None
+    raw: bool
+
+
+def run_generate(job: GenerateJob) -> None:
+    """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before anything runs."""
+    check_arguments(sys.argv)
+    if bool(job.prompts) == (job.input is not None):
+        raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
+    if job.raw and job.input is not None:
+        raise RequestError("--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves")
+    requests = read_requests(job.input) if job.input is not None else None
+    if job.output is not None:
+        _check_output(job.output, job.input)
+    for prompt in job.prompts:
+        if not prompt:
+            raise RequestError("a prompt is empty; give at least one token", "prompt")
+    setup = prepare(job.config, job.defaults)
+    if requests is None:
+        is_chat = setup.has_chat_template and not job.raw
+        requests = [_from_prompt(prompt, chat=is_chat) for prompt in job.prompts]
+    requests = tokenize_batch(setup.request_builder(), requests)
+    with LLM(setup=setup) as llm:
+        began = time.perf_counter()
+        outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
+        seconds = time.perf_counter() - began
+        _write(job, outputs)
+        logger.info("%s", _speed(outputs, seconds))
+
+
+def _check_output(output: Path, input: Path | None) -> None:
+    """Raise `ConfigError` unless answers can be written there. Leaves no file behind that was not there."""
+    name = f"--output {str(output)!r}"
+    try:
+        if output.is_dir():
+            raise ConfigError(f"{name} is a folder; name a file")
+        if not output.parent.is_dir():
+            raise ConfigError(f"the folder of {name} does not exist")
+        if input is not None and output.exists() and output.samefile(input):
+            raise ConfigError(
+                f"{name} is the file of --input, and answers would take the place of requests; name another"
+            )
+        is_new = not os.path.lexists(output)
+        output.open("a").close()
+        if is_new:
+            output.unlink()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be written: {error}") from None
+
+
+def _from_prompt(prompt: str, *, chat: bool) -> BatchRequest:
+    form = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    return BatchRequest(where="", prompt=form, params=SamplingParams())
+
+
+def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
+    if job.input is None and job.output is None:
+        for prompt, output in zip(job.prompts, outputs, strict=True):
+            for completion in output.outputs:
+                print(f"> {prompt}\n{completion.text}\n")
+        return
+    lines = "".join(output_line(i, output) + "\n" for i, output in enumerate(outputs))
+    if job.output is None:
+        print(lines, end="")
+        return
+    try:
+        job.output.write_text(lines, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
+
+
+def _speed(outputs: list[RequestOutput], seconds: float) -> str:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    return (
+        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached} cached) and "
+        f"{num_output} output tokens, {num_prompt / seconds:.0f} and {num_output / seconds:.0f} tokens/s"
+    )

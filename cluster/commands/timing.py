@@ -1,0 +1,112 @@
+"""Running requests at the times they are due, and when their tokens reach the client.
+
+Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a client sees, with
+the way through the driver. A token belongs to the moment its chunk arrives: a chunk of k tokens gives one gap to the
+chunk before and k - 1 gaps of zero. The time to the first token counts from the moment a request was due, so a client
+that falls behind its schedule shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cluster.client.outputs import Chunk, Generation
+from cluster.commands.batch import BatchRequest
+from cluster.llm import LLM
+
+
+class Timeline:
+    """The sink of one request: when how many tokens of each of its outputs came. Seconds of `clock`."""
+
+    def __init__(self, due_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.due_s = due_s
+        self._clock = clock
+        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # by output: moment, number of tokens
+
+    def __call__(self, chunk: Chunk) -> None:
+        if chunk.token_ids:
+            self._arrivals.setdefault(chunk.index, []).append((self._clock(), len(chunk.token_ids)))
+
+    @property
+    def first_s(self) -> float | None:
+        """From being due to the first token; None if none has come."""
+        moments = [moments[0][0] for moments in self._arrivals.values()]
+        return min(moments) - self.due_s if moments else None
+
+    def gaps_s(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
+        """Between consecutive tokens of each output: the gaps that end after `since_s` and not after `until_s`."""
+        gaps: list[float] = []
+        for moments in self._arrivals.values():
+            before = None
+            for moment, num_tokens in moments:
+                if since_s < moment <= until_s:
+                    gaps += ([] if before is None else [moment - before]) + [0.0] * (num_tokens - 1)
+                before = moment
+        return gaps
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedRun:
+    """Requests that have all ended. `total_s`: from the start of the schedule to the last end."""
+
+    generations: list[Generation] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    total_s: float = 0.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(c.token_ids) for g in self.generations for c in g.completions)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.total_s
+
+    def first_token_s(self) -> dict[str, float | None]:
+        """Percentiles over the requests."""
+        return percentiles([t.first_s for t in self.timelines if t.first_s is not None])
+
+    def inter_token_s(self) -> dict[str, float | None]:
+        """Percentiles over all gaps between tokens."""
+        return percentiles([gap for t in self.timelines for gap in t.gaps_s()])
+
+
+def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
+    """Send each request at its second of `due_s` (ascending) from now, and wait for all.
+
+    Raises what a request failed with; the others go on until the engine is shut down.
+    """
+    run, started = TimedRun(), time.perf_counter()
+    while (sent := len(run.timelines)) < len(requests):
+        time.sleep(max(0.0, started + due_s[sent] - time.perf_counter()))
+        now_s = time.perf_counter() - started
+        end = next((i for i in range(sent + 1, len(requests)) if due_s[i] > now_s), len(requests))
+        run.timelines += [Timeline(started + due) for due in due_s[sent:end]]
+        prompts, params = [r.prompt for r in requests[sent:end]], [r.params for r in requests[sent:end]]
+        run.generations += llm.client.submit(prompts, params, run.timelines[sent:])
+    for generation in run.generations:
+        generation.done.result()
+    run.total_s = time.perf_counter() - started
+    return run
+
+
+def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds at which requests are due: all at once, or a Poisson process of `rate` a second from 0 on."""
+    if rate is None:
+        return [0.0] * num_requests
+    rng = random.Random(f"arrivals {seed}")
+    return [0.0, *itertools.accumulate(rng.expovariate(rate) for _ in range(num_requests - 1))]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """The median and the 99th percentile, linear between neighbours; nulls if there are no values."""
+    if not values:
+        return {"p50": None, "p99": None}
+    p50, p99 = np.percentile(values, (50, 99)).tolist()
+    return {"p50": round(p50, 6), "p99": round(p99, 6)}

@@ -1,0 +1,145 @@
+"""The driver actor: it owns the scheduler, and with it every token of one engine.
+
+An actor shell around two parts. The *event loop* serves the frontends: it checks requests, passes them on as commands,
+and answers polls (`frontends.py`). The *engine thread* runs the step loop (`loop.py`). A failed step ends the engine:
+every request ends with an error that says why, and the ranks are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import pickle
+import sys
+
+from ray.util.placement_group import PlacementGroup
+
+from cluster.engine.frontends import Frontends
+from cluster.engine.loop import EngineLoop, Finish, NewsByFrontend, Submit
+from cluster.engine.rank_actor import RankActor
+from cluster.engine.report import EngineReport
+from cluster.engine.worker_group import WorkerGroup
+from cluster.limits import limits_of
+from configs.engine import ResolvedConfig
+from scheduler.engine import Engine
+from scheduler.errors import EaglerayError, EngineDeadError, RequestError
+from scheduler.limits import SchedulerLimits, check_request
+from scheduler.messages import EngineStats, Request
+from scheduler.scheduler import Scheduler
+
+SILENCE_CHECK_S = 1.0
+STOP_TIMEOUT_S = 2.0
+SWITCH_INTERVAL_S = 0.0005  # the two threads hand over often, and neither computes for long
+
+logger = logging.getLogger("eagleray.driver")
+
+
+class Driver:
+    """Run as a Ray actor; every method but `start` answers without waiting for a step."""
+
+    rank_actor: type[RankActor] = RankActor
+
+    def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+        logging.basicConfig(level=config.engine.log_level.upper())
+        self._config = config
+        self._group = WorkerGroup(config, placement, self.rank_actor)
+        self._frontends = Frontends(config.engine.frontend_timeout_s)
+        self._limits: SchedulerLimits | None = None
+        self._engine_loop: EngineLoop | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._dead: str | None = None
+
+    async def start(self) -> EngineReport:
+        """Start the ranks and the step loop. Raises what kept them from starting."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._event_loop = asyncio.get_running_loop()
+        try:
+            report = await asyncio.to_thread(self._group.start)
+        except BaseException:
+            self._group.close()
+            raise
+        self._limits = limits_of(self._config, report.num_blocks)
+        ahead = self._config.engine.num_steps_ahead
+        engine = Engine(Scheduler(self._limits), self._group, num_steps_ahead=ahead)
+        self._engine_loop = EngineLoop(engine, self._deliver_soon, self._die)
+        gc.collect()
+        gc.freeze()  # no later collection walks over the blocks
+        self._engine_loop.start()
+        self._watch = asyncio.create_task(self._drop_silent_frontends())
+        return EngineReport(device=self._config.device, limits=self._limits, seconds=report.seconds, lines=report.lines)
+
+    async def submit(self, frontend_id: str, requests: list[Request]) -> None:
+        """Queue requests, all or none. Raises `RequestError` for one that cannot run, `EngineDeadError`."""
+        limits, loop = self._alive()
+        request_ids: set[str] = set()
+        for request in requests:
+            check_request(request, limits)
+            if request.request_id in request_ids or self._frontends.knows(request.request_id):
+                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+            request_ids.add(request.request_id)
+        self._frontends.add(frontend_id, request_ids)
+        loop.post(Submit(frontend_id=frontend_id, requests=requests))
+
+    async def finish(self, request_ids: list[str], reason: str, frontend_id: str, after: None = None) -> None:
+        """End requests that their frontend no longer needs ("abort", or "stop" where a stop string matched).
+
+        `after` is the ref of a `submit` that is still on its way: Ray makes this call wait for it.
+        """
+        self._frontends.remove(frontend_id, request_ids)
+        if self._engine_loop is not None:
+            self._engine_loop.post(Finish(request_ids=request_ids, reason=reason))
+
+    async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
+        """`Deltas` for a frontend, pickled because Ray passes bytes on as they are. See `Frontends.collect`."""
+        deltas = await self._frontends.collect(frontend_id, acknowledged, wait_s)
+        return pickle.dumps(deltas, protocol=5)
+
+    async def stats(self) -> EngineStats:
+        """What the scheduler has done and holds. Raises `EngineDeadError`."""
+        _, loop = self._alive()
+        return loop.stats()
+
+    async def shutdown(self) -> None:
+        """Stop the step loop and kill the ranks."""
+        if self._engine_loop is not None:
+            self._engine_loop.stop()
+        self._group.close()
+        if self._engine_loop is not None:
+            await asyncio.to_thread(self._engine_loop.join, STOP_TIMEOUT_S)
+
+    # -- event loop ------------------------------------------------------------------------------
+
+    def _alive(self) -> tuple[SchedulerLimits, EngineLoop]:
+        if self._dead is not None or self._limits is None or self._engine_loop is None:
+            raise EngineDeadError(self._dead or "the engine has not been started")
+        return self._limits, self._engine_loop
+
+    async def _drop_silent_frontends(self) -> None:
+        """Abort the requests of frontends that have stopped polling."""
+        limit_s = self._config.engine.frontend_timeout_s
+        while True:
+            await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_S, limit_s / 4)))
+            for frontend_id, request_ids in self._frontends.drop_silent().items():
+                logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
+                await self.finish(request_ids, "abort", frontend_id)
+
+    def _end_all(self, reason: str) -> None:
+        """The engine is dead: every unfinished request ends with the reason, also those still in the inbox."""
+        self._dead = reason
+        self._frontends.fail_all(EngineDeadError(reason))
+
+    # -- engine thread ---------------------------------------------------------------------------
+
+    def _deliver_soon(self, news: NewsByFrontend) -> None:
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._frontends.deliver, news)
+
+    def _die(self, error: Exception) -> None:
+        """End every request with the error. The ranks may hang in a collective, so they are killed."""
+        reason = str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
+        logger.error("the engine stops: %s", reason, exc_info=error)
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")
+        self._group.close()

@@ -1,0 +1,105 @@
+"""The driver's record of its frontends: who has which requests, what is new for them, who has gone silent.
+
+Event loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+from cluster.engine.loop import NewsByFrontend
+from cluster.engine.mailbox import Mailbox
+from cluster.news import News
+from scheduler.errors import EaglerayError, EngineError
+from scheduler.messages import Deltas
+
+
+@dataclass(slots=True)
+class _Frontend:
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    last_seen_s: float = field(default_factory=time.monotonic)
+    request_ids: set[str] = field(default_factory=set)  # unfinished
+
+    def fail(self, request_ids: list[str], error: EaglerayError) -> None:
+        for request_id in request_ids:
+            news = News(first_index=0, finish_reason="error", error=error)
+            self.mailbox.put(request_id, news)
+        self.request_ids.difference_update(request_ids)
+        self.has_news.set()
+
+
+class Frontends:
+    """Every frontend that has called within the time limit on silence."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that it is forgotten."""
+        self._timeout_s = timeout_s
+        self._frontends: dict[str, _Frontend] = {}
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return any(request_id in frontend.request_ids for frontend in self._frontends.values())
+
+    def add(self, frontend_id: str, request_ids: set[str]) -> None:
+        """Requests of a frontend were accepted."""
+        self._seen(frontend_id).request_ids |= request_ids
+
+    def remove(self, frontend_id: str, request_ids: list[str]) -> None:
+        """A frontend no longer needs these requests."""
+        frontend = self._frontends.get(frontend_id)
+        if frontend is not None:
+            frontend.request_ids.difference_update(request_ids)
+
+    async def collect(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
+        """Everything new for a frontend as soon as there is something, or nothing after `wait_s`.
+
+        Raises `EngineError` for a frontend that was silent for so long that it was forgotten.
+        """
+        if acknowledged and frontend_id not in self._frontends:
+            raise EngineError(f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were aborted")
+        frontend = self._seen(frontend_id)
+        if not frontend.mailbox.has_news:
+            frontend.has_news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(frontend.has_news.wait(), min(wait_s, self._timeout_s / 2))
+        frontend.last_seen_s = time.monotonic()
+        return frontend.mailbox.collect(acknowledged)
+
+    def deliver(self, news: NewsByFrontend) -> None:
+        """Put the news of a step into the mailboxes and wake the polls that wait for them."""
+        for frontend_id, by_request in news.items():
+            frontend = self._frontends.get(frontend_id)
+            if frontend is None:
+                continue  # it went silent and its requests were aborted
+            for request_id, item in by_request.items():
+                frontend.mailbox.put(request_id, item)
+                if item.finish_reason:
+                    frontend.request_ids.discard(request_id)
+            frontend.has_news.set()
+
+    def fail_all(self, error: EaglerayError) -> None:
+        """End every unfinished request with an error."""
+        for frontend in self._frontends.values():
+            frontend.fail(list(frontend.request_ids), error)
+
+    def drop_silent(self) -> dict[str, list[str]]:
+        """Fail the requests of frontends that have stopped polling; returns those requests by frontend."""
+        dropped = {}
+        for frontend_id, frontend in list(self._frontends.items()):
+            silent_s = time.monotonic() - frontend.last_seen_s
+            if silent_s > self._timeout_s and frontend.request_ids:
+                dropped[frontend_id] = list(frontend.request_ids)
+                message = f"this frontend did not poll for {self._timeout_s:g} s, so its requests were aborted"
+                frontend.fail(dropped[frontend_id], EngineError(message))
+            elif silent_s > 2 * self._timeout_s:  # it had time to come back for the news
+                del self._frontends[frontend_id]
+        return dropped
+
+    def _seen(self, frontend_id: str) -> _Frontend:
+        frontend = self._frontends.setdefault(frontend_id, _Frontend())
+        frontend.last_seen_s = time.monotonic()
+        return frontend

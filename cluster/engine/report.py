@@ -1,0 +1,20 @@
+"""What a started engine says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.limits import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What a client needs to know of a started engine.
+
+    seconds: of each phase of the start, by name. lines: for the log.
+    """
+
+    device: str
+    limits: SchedulerLimits
+    seconds: dict[str, float]
+    lines: tuple[str, ...]

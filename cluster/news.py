@@ -1,0 +1,68 @@
+"""News of a request on its way from the engine to its frontend, and the flat message it travels in."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduler.errors import EaglerayError
+from scheduler.messages import Deltas, TokenLogprobs
+
+
+@dataclass(slots=True)
+class News:
+    """What is new of one request: tokens from output index `first_index` on, and how it ended, if it did."""
+
+    first_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: EaglerayError | None = None
+
+    def extend(self, later: News) -> None:
+        """Add what came after."""
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later.logprobs
+        elif self.logprobs is not None:
+            self.logprobs += [None] * len(later.token_ids)
+        self.token_ids += later.token_ids
+        self.num_cached_tokens = later.num_cached_tokens
+        self.finish_reason = later.finish_reason or self.finish_reason
+        self.error = later.error or self.error
+
+
+def pack(number: int, news: dict[str, News]) -> Deltas:
+    """Reply `number` of a driver to one frontend."""
+    values = news.values()
+    return Deltas(
+        up_to=number,
+        request_ids=tuple(news),
+        first_indices=array("i", (n.first_index for n in values)),
+        num_tokens=array("i", (len(n.token_ids) for n in values)),
+        num_cached_tokens=array("i", (n.num_cached_tokens for n in values)),
+        token_ids=array("i", (token for n in values for token in n.token_ids)),
+        finish_reasons={k: n.finish_reason for k, n in news.items() if n.finish_reason},
+        errors={k: n.error for k, n in news.items() if n.error},
+        logprobs={k: n.logprobs for k, n in news.items() if n.logprobs is not None},
+    )
+
+
+def unpack(deltas: Deltas) -> Iterable[tuple[str, News]]:
+    """The news of each request in a reply."""
+    start = 0
+    for i, request_id in enumerate(deltas.request_ids):
+        end = start + deltas.num_tokens[i]
+        yield (
+            request_id,
+            News(
+                first_index=deltas.first_indices[i],
+                token_ids=deltas.token_ids[start:end].tolist(),
+                logprobs=deltas.logprobs.get(request_id),
+                num_cached_tokens=deltas.num_cached_tokens[i],
+                finish_reason=deltas.finish_reasons.get(request_id),
+                error=deltas.errors.get(request_id),
+            ),
+        )
+        start = end

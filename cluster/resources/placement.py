@@ -1,0 +1,85 @@
+"""Where an engine runs: the device, and a placement group with one bundle per rank.
+
+A cluster that cannot hold the ranks is refused, saying what is needed and what each node has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from configs.paths import CHECKOUT
+from scheduler.errors import ConfigError
+from workers.configuration import has_cuda
+
+PLACEMENT_TIMEOUT_S = 30.0
+
+logger = logging.getLogger("eagleray")
+
+
+def actor_environment() -> dict[str, Any]:
+    """Runtime environment of our actors: the checkout on the path.
+
+    An actor passes its environment on to the actors it starts, so nothing about GPUs may be set here: the driver has
+    none, but the ranks it starts have.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    return {"env_vars": {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}}
+
+
+def pick_device(device: str, tensor_parallel_size: int) -> str:
+    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank, else "cpu".
+
+    Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use them.
+    """
+    if device != "auto":
+        return device
+    if ray.cluster_resources().get("GPU", 0) < tensor_parallel_size:
+        return "cpu"
+    if len([node for node in ray.nodes() if node["Alive"]]) > 1 or has_cuda():
+        return "cuda"
+    version = importlib.metadata.version("torch")
+    logger.warning("there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", version)
+    return "cpu"
+
+
+def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
+    """Reserve one bundle per rank: on one node if a node can hold all of them, else packed on as few as possible.
+
+    Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become free in time.
+    """
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+    needed = {name: amount * tensor_parallel_size for name, amount in bundle.items()}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    fits_one = any(all(n["Resources"].get(k, 0) >= v for k, v in needed.items()) for n in nodes)
+    if not fits_one:
+        held = sum(int(min(n["Resources"].get(k, 0) // v for k, v in bundle.items())) for n in nodes)
+        if held < tensor_parallel_size:
+            raise ConfigError(
+                _shortage(tensor_parallel_size, needed, "the Ray cluster does not have the resources for")
+            )
+    strategy = "STRICT_PACK" if fits_one else "PACK"
+    group: PlacementGroup = placement_group([dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy)
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        remove_placement_group(group)
+        what = f"after {PLACEMENT_TIMEOUT_S:.0f} s, other work still holds the resources for"
+        raise ConfigError(_shortage(tensor_parallel_size, needed, what))
+    return group
+
+
+def _shortage(size: int, needed: dict[str, float], what: str) -> str:
+    rows = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            total = node["Resources"]
+            rows.append(f"{node['NodeManagerAddress']}: " + ", ".join(f"{total.get(k, 0):g} {k}" for k in needed))
+    want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+    return (
+        f"{what} tensor_parallel_size {size}: needed {want}; nodes have [{'; '.join(rows)}]. "
+        "Lower tensor_parallel_size, add nodes, or wait for other work to end"
+    )

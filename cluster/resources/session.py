@@ -1,0 +1,176 @@
+"""This process's part in a Ray cluster, shared by its engines.
+
+A Ray that the program has already started is used and left running. Otherwise the cluster at `ray_address`, or one
+started by `ray start` on this machine, is joined; otherwise a local one of our own is started, and stopped with the
+last engine of this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from cluster.resources.addresses import (
+    cluster_on_this_machine,
+    is_host_and_port,
+    listens,
+    same_address,
+)
+from configs.paths import CHECKOUT
+from scheduler.errors import ConfigError
+
+# Logical CPUs of a local cluster of our own: they only gate placement, and several small engines fit on a laptop.
+MIN_LOCAL_CPUS = 16
+# Settings of a local cluster of our own, where the environment does not set them.
+LOCAL_RAY = {
+    # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it shares with a rank.
+    "RAY_worker_niceness": "0",
+    # The raylet retries its first connection after one second; here it retries soon, for the same total time.
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "500",
+    # Processes started in advance could not serve our actors, which have a runtime environment.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
+
+
+class RaySession:
+    """`connect` and `release` come in pairs.
+
+    `connect` gives a lease, which identifies the Ray that is running: the program may stop that one and start another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: list[str] = []
+        self._ours: str | None = None  # the Ray we started
+        self._address = ""  # the address we started it with
+
+    def connect(self, address: str | None, tensor_parallel_size: int) -> str:
+        """Join or start a cluster.
+
+        Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is part of another.
+        """
+        with self._lock:
+            if ray.is_initialized():
+                self._check_running_is(address)
+            else:
+                try:
+                    with _undisturbed():
+                        self._address = _init_ray(address, tensor_parallel_size)
+                except BaseException:
+                    ray.shutdown()
+                    raise
+                self._ours = _running()
+            lease = _running()
+            self._leases.append(lease)
+            return lease
+
+    def holds(self, lease: str) -> bool:
+        """Whether the Ray of this lease is still running in this process."""
+        return ray.is_initialized() and _running() == lease
+
+    def release(self, lease: str) -> None:
+        """Leave; the last engine stops the Ray that we started."""
+        with self._lock:
+            self._leases.remove(lease)
+            if lease not in self._leases and lease == self._ours and self.holds(lease):
+                ray.shutdown()
+
+    def _check_running_is(self, address: str | None) -> None:
+        """A Ray that the program has started serves for "local", and any Ray for "auto" and for no address."""
+        known = self._address if self._ours == _running() else "local"
+        if not address or address in ("auto", known):
+            return
+        running = ray.get_runtime_context().gcs_address
+        if not same_address(address, running):
+            raise ConfigError(
+                f"ray_address is {address!r}, but this process is part of the Ray cluster at {running!r} and "
+                "can be part of only one. Leave ray_address out, or first stop what uses that cluster "
+                "(ray.shutdown)"
+            )
+
+
+SESSION = RaySession()
+
+
+def _running() -> str:
+    """Identifies the Ray that is running in this process."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Start Ray without a Ctrl-C in the middle, which would leave processes behind: it is raised afterwards.
+
+    `ray.init` takes over SIGTERM; the program's own handler is put back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted: list[int] = []
+    at_int = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
+    at_term = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, at_int)
+        signal.signal(signal.SIGTERM, at_term)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
+    """Start or join a Ray; returns its address, or "local"."""
+    check_arguments(sys.argv)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = address or os.environ.get("RAY_ADDRESS") or cluster_on_this_machine() or "local"
+    environment: dict[str, str] = {}
+    if address == "local":
+        num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
+        options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
+        environment = LOCAL_RAY
+        failed = "start a local Ray"
+        advice = "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough room"
+    else:
+        if is_host_and_port(address) and not listens(address):
+            raise ConfigError(f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS")
+        options = {"runtime_env": {"working_dir": str(CHECKOUT)}}
+        failed = f"join the Ray cluster at {address!r}"
+        advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
+    try:
+        with _environment(environment):
+            ray.init(address=address, **options, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
+    return address
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the processes started inside, where they are not set already."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Raise `ConfigError` unless all are UTF-8: Ray records the command line of the program and fails otherwise."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the argument {argument!r} of this program is not UTF-8; use UTF-8") from None

@@ -1,0 +1,68 @@
+"""Declaring an option once: its default, its limits, and its flag on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from scheduler.errors import ConfigError
+
+
+def option(
+    default: Any,
+    *,
+    flag: str | None = None,
+    help: str = "",
+    flag_default: Any = dataclasses.MISSING,
+    at_least: int | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have `above`."""
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "flag": flag,
+            "help": help or (f"One of {', '.join(choices)}." if choices else ""),
+            "flag_default": default if flag_default is dataclasses.MISSING else flag_default,
+            "at_least": at_least,
+            "above": above,
+            "at_most": at_most,
+            "choices": choices,
+        },
+    )
+
+
+def check_option(field: dataclasses.Field[Any], value: object) -> None:
+    """Raise `ConfigError` naming the option, what is possible and what was given."""
+    name, limits = field.name, field.metadata
+    if value is None and field.default is None:
+        return
+    if isinstance(field.default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+    elif limits["choices"]:
+        if value not in limits["choices"]:
+            raise ConfigError(f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}")
+    elif limits["at_least"] is not None:
+        _check_whole(name, value, limits["at_least"], limits["at_most"])
+    elif limits["above"] is not None:
+        _check_fraction(name, value, limits["above"], limits["at_most"])
+    elif not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, got {value!r}")
+
+
+def _check_whole(name: str, value: object, least: int, most: int | None) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
+        raise ConfigError(f"{name} must be a whole number of {limits}, got {value!r}")
+
+
+def _check_fraction(name: str, value: object, above: float, most: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type,operator]
+        unit = " seconds" if name.endswith("_s") else ""
+        raise ConfigError(f"{name} must be above {above:g} and at most {most:g}{unit}, got {value!r}")

@@ -1,0 +1,6 @@
+"""Where things lie in the checkout."""
+
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL_DIR = CHECKOUT / "configs" / "default_model"

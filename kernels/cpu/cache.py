@@ -1,0 +1,92 @@
+"""Where compiled CPU kernels are cached: by the content of their sources, so every clone of a version shares them.
+
+numba keys its cache by the path of the source file and does not notice changes in functions inlined from other files.
+Here each entry is stamped with a hash of all sources that compiled code may come from, in a directory of the user's.
+Set `EAGLERAY_CACHE_DIR` to move that directory, or `NUMBA_CACHE_DIR` to use numba's own scheme instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding as llvm
+
+_KERNELS = Path(__file__).resolve().parent
+_CHECKOUT = _KERNELS.parent.parent
+# Functions of these files are inlined into compiled functions of other files.
+_SHARED_SOURCES = (*sorted(_KERNELS.glob("*.py")), _KERNELS.parent / "reference" / "sampling.py")
+_NUMBA_LOCATORS = ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator")
+
+
+class ContentCacheLocator:
+    """A numba cache locator (`numba.core.caching`) for the compiled functions of one file of this checkout."""
+
+    def __init__(self, function: Callable[..., Any], path: Path) -> None:
+        self._first_line = function.__code__.co_firstlineno
+        self._stamp = source_hash(path)
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], path: str) -> ContentCacheLocator | None:
+        """A locator, or None where numba's own schemes are to be used."""
+        file = Path(path).resolve()
+        if numba.config.CACHE_DIR or not file.is_relative_to(_CHECKOUT):
+            return None
+        locator = cls(function, file)
+        try:
+            locator.ensure_cache_path()
+        except OSError:  # no home directory, or a read-only one
+            return None
+        return locator
+
+    def ensure_cache_path(self) -> None:
+        """Raises `OSError` when the directory cannot be made or written to."""
+        path = self.get_cache_path()
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(path)
+
+    def get_cache_path(self) -> str:
+        """One directory per version of the sources."""
+        return str(cache_dir() / "numba" / self._stamp)
+
+    def get_source_stamp(self) -> str:
+        """Changes whenever the compiled code could."""
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        """Tells functions of one name in one file apart."""
+        return str(self._first_line)
+
+
+def version_dir() -> Path:
+    """A directory for facts about the cache of this version of the kernels on this kind of processor."""
+    path = cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept."""
+    chosen = os.environ.get("EAGLERAY_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray"
+
+
+@functools.cache
+def source_hash(path: Path) -> str:
+    """Of a file with compiled functions and of everything that may be inlined into them."""
+    sources = sorted({*_SHARED_SOURCES, path})
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+def use_content_cache() -> None:
+    """Make numba ask `ContentCacheLocator` first. Call before any function is compiled."""
+    ours = f"{__name__}.{ContentCacheLocator.__name__}"
+    numba.config.CACHE_LOCATOR_CLASSES = ",".join((ours, *_NUMBA_LOCATORS))

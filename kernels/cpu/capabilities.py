@@ -1,0 +1,38 @@
+"""What the CPU backend can do on this processor. Imports neither torch nor numba."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from pathlib import Path
+
+from kernels.interface import Capabilities
+
+# Blocks of 64 tokens fill the vector registers of the score loop; smaller ones take the slow path.
+BLOCK_SIZE = 64
+# What oneDNN needs for bfloat16 on x86: AVX-512 as of Skylake-X, or AVX2 with the conversions of AVX-VNNI-2.
+_X86_BFLOAT16 = ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx_ne_convert", "avx_vnni_int8"})
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
+    if platform.machine() == "x86_64":
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        except OSError:
+            lines = []
+        flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+        if flags is not None:
+            return any(needed <= flags for needed in _X86_BFLOAT16)
+    torch = importlib.import_module("torch")  # slow to import, but it always knows
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
+CPU = Capabilities(
+    name="cpu",
+    description="cpu (numba and oneDNN)",
+    default_block_size=BLOCK_SIZE,
+    dtypes=("float32", "bfloat16"),
+    fast_dtypes=("float32", "bfloat16") if has_bfloat16() else ("float32",),
+)

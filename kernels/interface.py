@@ -1,0 +1,165 @@
+"""What a kernel backend offers: `Kernels`, the sampling kernels among them, and what it says it can do.
+
+Three backends implement `Kernels`: `kernels/cpu/` (numba and oneDNN), `kernels/gpu/` (Triton, with or without
+flash-attn), and `kernels/reference/` (plain PyTorch), whose functions define what each kernel computes. This module
+imports neither torch nor a backend, so a client can ask what would run without loading it.
+
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E features in, Y features
+out, F features of the MLP, L positions of the rotary table. In sampling: R the rows of one draw, V columns of this
+rank's vocabulary shard, X blocks of columns, K the largest top-k, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.metadata import AttentionMetadata
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What one backend can do, known without loading it.
+
+    description: how the log names it.
+    dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for.
+    check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
+    """
+
+    name: str
+    description: str
+    default_block_size: int
+    dtypes: tuple[str, ...]
+    fast_dtypes: tuple[str, ...]
+    check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapRows:
+    """R rows of logits, with what their gaps are computed from. A gap is (largest logit - logit) / temperature.
+
+    logits_BV    : bfloat16 or float32, contiguous, at least one column.
+    block_max_BX : float32, the largest logit of every block of columns, from `row_best`.
+    rows_R       : int64, which rows of the two tensors above.
+    max_R        : float32, the largest logit over all ranks; its zero is positive (`pack` makes it so).
+    temperature_R: float32, above 0.
+    """
+
+    logits_BV: torch.Tensor
+    block_max_BX: torch.Tensor
+    rows_R: torch.Tensor
+    max_R: torch.Tensor
+    temperature_R: torch.Tensor
+
+
+class SamplingKernels(Protocol):
+    """The kernels that read logits, or that would otherwise be many small operations.
+
+    The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
+    """
+
+    def row_best(self, logits_BV: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(largest logit of each row, its column, largest logit of each block)"""
+
+    def pack(self, values: torch.Tensor, ids: torch.Tensor, /) -> torch.Tensor:
+        """(value, token id) as one int64 whose maximum is the best token."""
+
+    def unpack(self, packed: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values, ids) of `pack`."""
+
+    def block_weights(self, gaps: GapRows, limit_R: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights within the limit, summed per block and per row."""
+
+    def draw_index(
+        self, seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int, /
+    ) -> torch.Tensor:
+        """Where each row's drawn token lies in the running sum of this rank's weights."""
+
+    def pick_column(
+        self, gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor, /
+    ) -> torch.Tensor:
+        """The column at that place in the running sum; -1 where another rank has it."""
+
+    def list_nearest(self, gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int, /) -> torch.Tensor:
+        """The top_k smallest gaps of each row."""
+
+    def listed_limits(
+        self, list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of every rank."""
+
+    def gap_histogram(
+        self, gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool, /
+    ) -> torch.Tensor:
+        """Tokens, or their weights, by one digit of their gap."""
+
+
+class Kernels(Protocol):
+    """One backend: the same functions on every device, and the cache layout they agree on.
+
+    The functions called `*_reference` in `kernels/reference/` define shapes and results.
+    """
+
+    capabilities: Capabilities
+    sampling: SamplingKernels
+
+    def kv_cache_shapes(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /) -> tuple[Shape, Shape]:
+        """Shapes of one layer's keys and of its values, equal in their number of elements."""
+
+    def set_num_threads(self, num_threads: int, /) -> None:
+        """Number of threads for kernels that the calling thread runs from now on. CPU only."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """One call per kernel of a greedy step, so that each is compiled; the slowest to compile come first."""
+
+    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """The same for the kernels that other kinds of sampling need."""
+
+    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+        """The weight in the layout `linear` wants, perhaps the same tensor."""
+
+    def linear(self, x_TE: torch.Tensor, packed_YE: torch.Tensor, bias_Y: torch.Tensor | None, /) -> torch.Tensor:
+        """x @ weight.T + bias, [T, Y]."""
+
+    def qk_norm_rope_store(
+        self,
+        qkv_TJD: torch.Tensor,
+        q_weight_D: torch.Tensor,
+        k_weight_D: torch.Tensor,
+        eps: float,
+        cos_sin_LD: torch.Tensor,
+        positions_T: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+        /,
+    ) -> torch.Tensor:
+        """Rotated queries [T, H, D]; keys and values are written to the caches."""
+
+    def paged_attention(
+        self,
+        q_THD: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        attn: AttentionMetadata,
+        scale: float,
+        /,
+    ) -> torch.Tensor:
+        """Attention output [T, H, D]."""
+
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, /) -> torch.Tensor:
+        """The normalized rows, [T, E]."""
+
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual)"""
+
+    def silu_and_mul(self, gate_up_T2F: torch.Tensor, /) -> torch.Tensor:
+        """silu(gate) * up, [T, F]."""

@@ -1,0 +1,69 @@
+"""The reference backend: every kernel in plain PyTorch, on any device. Right rather than fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from kernels.interface import Kernels, SamplingKernels, Shape
+from kernels.reference import sampling
+from kernels.reference.activation import silu_and_mul_reference
+from kernels.reference.attention import paged_attention_reference
+from kernels.reference.capabilities import REFERENCE
+from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.reference.rope import qk_norm_rope_store_reference
+
+
+def token_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
+    """Keys and values, both [blocks, block_size, kv_heads, head_dim]."""
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    return shape, shape
+
+
+class ReferenceSampling:
+    """`SamplingKernels` in plain PyTorch."""
+
+    row_best = staticmethod(sampling.row_best)
+    pack = staticmethod(sampling.pack)
+    unpack = staticmethod(sampling.unpack)
+    block_weights = staticmethod(sampling.block_weights)
+    draw_index = staticmethod(sampling.draw_index)
+    pick_column = staticmethod(sampling.pick_column)
+    list_nearest = staticmethod(sampling.list_nearest)
+    listed_limits = staticmethod(sampling.listed_limits)
+    gap_histogram = staticmethod(sampling.gap_histogram)
+
+
+REFERENCE_SAMPLING: SamplingKernels = ReferenceSampling()
+
+
+class ReferenceKernels:
+    """`Kernels` in plain PyTorch."""
+
+    capabilities = REFERENCE
+    sampling = REFERENCE_SAMPLING
+    kv_cache_shapes = staticmethod(token_major_shapes)
+    set_num_threads = staticmethod(torch.set_num_threads)
+    linear = staticmethod(functional.linear)
+    qk_norm_rope_store = staticmethod(qk_norm_rope_store_reference)
+    paged_attention = staticmethod(paged_attention_reference)
+    rms_norm = staticmethod(rms_norm_reference)
+    add_rms_norm = staticmethod(add_rms_norm_reference)
+    silu_and_mul = staticmethod(silu_and_mul_reference)
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing to compile."""
+        return []
+
+    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing, as above."""
+        return []
+
+    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+        """The weight as it is."""
+        return weight_YE
+
+
+REFERENCE_KERNELS: Kernels = ReferenceKernels()

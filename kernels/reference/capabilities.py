@@ -1,0 +1,11 @@
+"""What the reference backend can do. Imports no torch."""
+
+from kernels.interface import Capabilities
+
+REFERENCE = Capabilities(
+    name="reference",
+    description="reference (plain PyTorch)",
+    default_block_size=16,
+    dtypes=("float32", "bfloat16", "float16"),
+    fast_dtypes=("float32", "bfloat16", "float16"),
+)

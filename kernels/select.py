@@ -1,0 +1,152 @@
+"""Which kernels run on which device: the one place that chooses.
+
+Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest) and `reference`
+(plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can tell what would run; `load` imports
+the backend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernels.interface import Capabilities, Kernels
+
+
+def select_backend(
+    device: str, name: str = "auto", *, dtype: str | None = None, head_dim: int = 128, block_size: int | None = None
+) -> Kernels:
+    """`choose` a backend and `load` it. Raises `ValueError`."""
+    return load(device, choose(device, name, dtype=dtype, head_dim=head_dim, block_size=block_size).name)
+
+
+def choose(
+    device: str, name: str = "auto", *, dtype: str | None = None, head_dim: int = 128, block_size: int | None = None
+) -> Capabilities:
+    """The backend called `name`, or the best one for `device` ("cpu" or "cuda", with or without an index).
+
+    "auto" skips a backend that is not installed or cannot do the dtype, head dim or block size. `block_size` None means
+    the backend's default. Raises `ValueError` saying what is possible when the name is unknown or what was named cannot
+    run.
+    """
+    possible = _backends_of(device)
+    if name == "auto":
+        return _best(possible, dtype, head_dim, block_size)
+    if name not in possible:
+        names = ", ".join(("auto", *possible))
+        raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}")
+    found = possible[name].describe()
+    found.check_shape(head_dim, block_size or found.default_block_size)
+    return found
+
+
+def load(device: str, name: str) -> Kernels:
+    """The kernels of a backend that `choose` named."""
+    return _backends_of(device)[name].load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """How to describe and how to load one backend. `describe` raises `ValueError` where it is not installed."""
+
+    describe: Callable[[], Capabilities]
+    load: Callable[[], Kernels]
+    automatic: bool = True  # whether "auto" may choose it
+
+
+def _backends_of(device: str) -> dict[str, Backend]:
+    kind = device.partition(":")[0]
+    if kind not in BACKENDS:
+        raise ValueError(f"there are no kernels for device {device!r}; possible are {', '.join(BACKENDS)}")
+    return BACKENDS[kind]
+
+
+def _best(possible: dict[str, Backend], dtype: str | None, head_dim: int, block_size: int | None) -> Capabilities:
+    automatic = [backend for backend in possible.values() if backend.automatic]
+    for backend in automatic[:-1]:
+        try:
+            found = backend.describe()
+            found.check_shape(head_dim, block_size or found.default_block_size)
+        except ValueError:
+            continue  # it was not asked for by name
+        if dtype is None or dtype in found.dtypes:
+            return found
+    return automatic[-1].describe()
+
+
+def _describe_cpu() -> Capabilities:
+    from kernels.cpu.capabilities import CPU
+
+    return CPU
+
+
+def _load_cpu() -> Kernels:
+    from kernels.cpu.backend import CPU_KERNELS  # imports numba, which a GPU never needs
+
+    return CPU_KERNELS
+
+
+def _describe_triton() -> Capabilities:
+    from kernels.gpu.capabilities import TRITON
+
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("kernel backend 'triton' needs the package triton, which is not installed")
+    return TRITON
+
+
+def _load_triton() -> Kernels:
+    from kernels.gpu.backend import TRITON_KERNELS  # imports triton, which only Linux has
+
+    return TRITON_KERNELS
+
+
+def _describe_interpreted_triton() -> Capabilities:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "kernel backend 'triton' runs on a CPU only in Triton's interpreter, which is for tests and debugging: set "
+            "TRITON_INTERPRET=1, or choose 'cpu'"
+        )
+    return _describe_triton()
+
+
+def _describe_flash_attn() -> Capabilities:
+    from kernels.gpu.flash_attn import installed_flash_attn
+
+    return installed_flash_attn().capabilities
+
+
+def _load_flash_attn() -> Kernels:
+    from kernels.gpu.backend import FlashAttnKernels
+    from kernels.gpu.flash_attn import installed_flash_attn
+
+    return FlashAttnKernels(installed_flash_attn())
+
+
+def _describe_reference() -> Capabilities:
+    from kernels.reference.capabilities import REFERENCE
+
+    return REFERENCE
+
+
+def _load_reference() -> Kernels:
+    from kernels.reference.backend import REFERENCE_KERNELS
+
+    return REFERENCE_KERNELS
+
+
+_REFERENCE = Backend(describe=_describe_reference, load=_load_reference, automatic=False)
+# Best first. The last automatic backend of a device can always be chosen.
+BACKENDS: dict[str, dict[str, Backend]] = {
+    "cpu": {
+        "cpu": Backend(describe=_describe_cpu, load=_load_cpu),
+        "triton": Backend(describe=_describe_interpreted_triton, load=_load_triton, automatic=False),
+        "reference": _REFERENCE,
+    },
+    "cuda": {
+        "flash_attn": Backend(describe=_describe_flash_attn, load=_load_flash_attn),
+        "triton": Backend(describe=_describe_triton, load=_load_triton),
+        "reference": _REFERENCE,
+    },
+}

@@ -1,0 +1,328 @@
+"""Text at the edge: detokenizing as tokens come, stop strings, prompts and chat templates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.client.text_stream import CONTEXT, TextStream
+from cluster.client.tokenizer import Tokenizer, load_tokenizer
+from scheduler.errors import ConfigError, RequestError
+from tests.cluster.client.byte_tokenizer import END_ID, NUM_IDS, PIECES, ids, write_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+# Letters of one to four bytes, few of them, so that stop strings match often.
+FEW_LETTERS = st.text(alphabet="abü€🦅", min_size=1, max_size=4)
+ANY_IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=80)
+FEW_IDS = st.lists(
+    st.sampled_from([*ids("a", "b", "ü", "🦅"), *"ü€🦅".encode(), *ids(*PIECES[10:14])]), min_size=1, max_size=24
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
+    """What has been decided after each token, and after the end."""
+    seen = []
+    for token_id in token_ids:
+        stopped = stream.push([token_id])
+        seen.append(stream.text)
+        if stopped:
+            return seen
+    stream.finish()
+    return [*seen, stream.text]
+
+
+# Detokenizing
+
+
+def test_text_comes_with_its_token(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    assert texts(stream, ids("Hello", " wor", "ld")) == ["Hello", "Hello wor", "Hello world", "Hello world"]
+
+
+def test_a_character_split_over_tokens_comes_when_it_is_complete(tokenizer: Tokenizer) -> None:
+    token_ids = [*ids("a"), *"🦅".encode(), *ids("b")]
+    assert texts(TextStream(tokenizer), token_ids) == ["a", "a", "a", "a", "a🦅", "a🦅b", "a🦅b"]
+
+
+def test_a_token_that_ends_one_character_and_begins_another_gives_what_is_certain(tokenizer: Tokenizer) -> None:
+    eagle = "🦅".encode()
+    token_ids = ids(b"x" + eagle[:1], eagle[1:] + b"y")
+    assert texts(TextStream(tokenizer), token_ids) == ["x", "x🦅y", "x🦅y"]
+
+
+def test_unfinished_bytes_at_the_end_become_a_replacement_character(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer), [*ids("a"), *"🦅".encode()[:2]]) == ["a", "a", "a", "a\ufffd"]
+
+
+def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer), ids("a", "\ufffd", "b"))[-1] == "a\ufffdb"
+
+
+def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(tokenizer: Tokenizer) -> None:
+    stuck = "🦅".encode()[:1]
+    counts: list[int] = []
+
+    class Counting:
+        def decode(self, token_ids: list[int]) -> str:
+            counts.append(len(token_ids))
+            return tokenizer.decode(token_ids)
+
+    counting: Any = Counting()
+    stream = TextStream(counting, ["END"])
+    for i in range(1, 201):
+        assert stream.push([*stuck]) is None
+        assert stream.text == "\ufffd" * (i - 3)
+    assert max(counts) <= 2 * CONTEXT + 1
+    assert [stream.push([token]) for token in ids("a", "EN", "D")] == [None, None, 1]
+    assert stream.text == "\ufffd" * 200 + "a"
+
+
+def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> None:
+    eagle = "🦅".encode()
+    token_ids = ids(b"x" + eagle[:1], *[eagle[1:] + eagle[:1]] * 80, eagle[1:] + b"y")
+    seen = texts(TextStream(tokenizer), token_ids)
+    assert seen[-1] == "x" + "🦅" * 81 + "y"
+    assert not any("\ufffd" in text for text in seen)
+
+
+class WordTokenizer:
+    """Decodes to words with spaces between them: what a token gives depends on whether one came before it."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(f"w{token_id}" for token_id in token_ids)
+
+
+def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
+    words: Any = WordTokenizer()
+    assert texts(TextStream(words), [*range(100)])[-1] == " ".join(f"w{i}" for i in range(100))
+
+
+def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer), [*ids("a"), END_ID, *ids("b"), END_ID]) == ["a", "a", "ab", "ab", "ab"]
+
+
+def test_a_stream_without_tokens_has_no_text(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer), []) == [""]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_any_text_give_that_text(tokenizer: Tokenizer, text: str) -> None:
+    assert texts(TextStream(tokenizer), list(text.encode()))[-1] == text
+
+
+@settings(deadline=None)
+@given(token_ids=ANY_IDS)
+def test_any_tokens_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    assert texts(TextStream(tokenizer), token_ids)[-1] == tokenizer.decode(token_ids)
+
+
+@settings(deadline=None)
+@given(bunches=st.lists(ANY_IDS, max_size=5))
+def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, bunches: list[list[int]]) -> None:
+    stream = TextStream(tokenizer)
+    for bunch in bunches:
+        assert stream.push(bunch) is None
+    stream.finish()
+    assert stream.text == tokenizer.decode([token for bunch in bunches for token in bunch])
+
+
+def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert stream.push(ids("a", "E", "N", "D", "b")) == 4
+    assert stream.text == "a"
+
+
+@settings(deadline=None)
+@given(token_ids=ANY_IDS, stop=st.lists(FEW_LETTERS, max_size=3))
+def test_text_is_never_taken_back(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> None:
+    seen = texts(TextStream(tokenizer, stop), token_ids)
+    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+
+
+# Stop strings
+
+
+def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert texts(stream, ids("Hello", "END", " wor")) == ["Hello", "Hello"]
+    assert stream.stopped
+
+
+def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert [stream.push([token_id]) for token_id in ids("a", "E", "N", "D")] == [None, None, None, 1]
+    assert stream.text == "a"
+
+
+@pytest.mark.parametrize("pieces", [("a", "E", "N", "D"), ("a", "EN", "D", "b"), ("a", "END"), ("a", "one END two")])
+def test_a_stop_string_is_found_however_tokens_cut_it(tokenizer: Tokenizer, pieces: tuple[str, ...]) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert texts(stream, ids(*pieces))[-1] == "".join(pieces).partition("END")[0]
+    assert stream.stopped
+
+
+def test_what_may_begin_a_stop_string_is_held_until_it_does_not(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert texts(stream, ids("a", "E", "N", "b", "E")) == ["a", "a", "a", "aENb", "aENb", "aENbE"]
+    assert not stream.stopped
+
+
+def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> None:
+    # After "aab" only "ab" can go on to "abab"; the first "a" is certain.
+    assert texts(TextStream(tokenizer, ["abab"]), ids("a", "a", "b"))[:3] == ["", "a", "a"]
+
+
+def test_a_stop_string_that_overlaps_its_own_beginning_is_found(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["abab!"])
+    assert texts(stream, ids("a", "b", "a", "b", "a", "b", "!"))[-1] == "ab"
+    assert stream.stopped
+
+
+def test_held_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert texts(stream, ids("a", "EN")) == ["a", "a", "aEN"]
+    assert not stream.stopped
+
+
+def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Tokenizer) -> None:
+    for stop in (["END", "STOP"], ["STOP", "END"]):
+        assert texts(TextStream(tokenizer, stop), ids("aSTOPbENDc")) == ["a"]
+
+
+def test_of_several_stop_strings_the_one_complete_first_wins(tokenizer: Tokenizer) -> None:
+    # "END!" would begin earlier, but "D" is complete a token before it.
+    stream = TextStream(tokenizer, ["END!", "D"])
+    assert texts(stream, ids("a", "EN", "D", "!")) == ["a", "a", "aEN"]
+
+
+def test_a_stop_string_inside_one_token_ends_the_text_inside_it(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer, ["END"]), ids("a", "one END two")) == ["a", "aone "]
+
+
+def test_a_stop_string_of_many_bytes_a_character_is_found_over_tokens(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["ü🦅"])
+    assert texts(stream, [*ids("a"), *"ü🦅".encode()])[-1] == "a"
+    assert stream.stopped
+
+
+def test_a_stop_string_among_the_first_tokens_leaves_no_text(tokenizer: Tokenizer) -> None:
+    assert texts(TextStream(tokenizer, ["Hello"]), ids("Hello")) == [""]
+
+
+def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["END"])
+    assert stream.push(ids("one END two")) == 1
+    stream.finish()
+    assert stream.text == "one "
+
+
+def by_search(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> tuple[int | None, list[str]]:
+    """(number of tokens up to the match, text after each token): the whole text is decoded and searched every time."""
+    complete = ""
+    seen: list[str] = []
+    for count in range(1, len(token_ids) + 1):
+        whole = tokenizer.decode(token_ids[:count])
+        complete = max(whole.rstrip("\ufffd"), whole[:-3], complete, key=len)
+        found = [place for place in (complete.find(text) for text in stop) if place >= 0]
+        if found:
+            return count, [*seen, complete[: min(found)]]
+        held = max((n for text in stop for n in range(1, len(text)) if complete.endswith(text[:n])), default=0)
+        seen.append(complete[: len(complete) - held])
+    return None, seen
+
+
+@settings(deadline=None, max_examples=200)
+@given(token_ids=FEW_IDS, stop=st.lists(FEW_LETTERS, min_size=1, max_size=3))
+def test_stop_strings_end_and_hold_text_as_searching_the_whole_would(
+    tokenizer: Tokenizer, token_ids: list[int], stop: list[str]
+) -> None:
+    stream = TextStream(tokenizer, stop)
+    stopped_at: int | None = None
+    seen: list[str] = []
+    for count, token_id in enumerate(token_ids, 1):
+        stopped = stream.push([token_id])
+        seen.append(stream.text)
+        if stopped:
+            stopped_at = count
+            break
+    assert (stopped_at, seen) == by_search(tokenizer, token_ids, stop)
+
+
+# Prompts
+
+
+def test_text_is_encoded_and_decoded(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("aü🦅") == list("aü🦅".encode())
+    assert tokenizer.decode(list("aü🦅".encode())) == "aü🦅"
+
+
+def test_a_conversation_is_encoded_up_to_the_assistants_answer(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode_chat([USER])) == "user:Hi;assistant:"
+
+
+@pytest.mark.parametrize("messages", [[], "Hi", None, {"role": "user", "content": "Hi"}])
+def test_messages_that_are_no_list_of_them_are_refused(tokenizer: Tokenizer, messages: object) -> None:
+    with pytest.raises(RequestError, match="messages must be a non-empty list") as refused:
+        tokenizer.encode_chat(messages)  # type: ignore[arg-type]
+    assert refused.value.parameter == "messages"
+
+
+@pytest.mark.parametrize("message", [{"content": "Hi"}, {"role": "user"}, {"role": 1, "content": "Hi"}, "Hi", 5])
+def test_a_message_without_role_or_content_is_refused_and_shown(tokenizer: Tokenizer, message: object) -> None:
+    with pytest.raises(RequestError, match="each message needs a role and content, got") as refused:
+        tokenizer.encode_chat([USER, message])  # type: ignore[list-item]
+    assert repr(message) in str(refused.value)
+
+
+def test_what_the_chat_template_refuses_is_refused_with_its_words(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses these messages: no thieves"):
+        tokenizer.encode_chat([{"role": "thief", "content": "Hi"}])
+
+
+def test_a_tokenizer_without_chat_template_refuses_messages(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template; send a prompt instead"):
+        tokenizer.encode_chat([USER])
+
+
+# Loading
+
+
+def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_directory_with_a_tokenizer_has_one_with_its_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert tokenizer is not None and tokenizer.has_chat_template
+
+
+def test_a_damaged_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be loaded") as refused:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        Tokenizer(write_tokenizer(tmp_path)).encode("\udcff")
+
+
+def test_stop_strings_do_not_end_the_first_min_tokens(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["b"], min_tokens=3)
+    assert [stream.push([token]) for token in ids("a", "b", "a", "a", "b")] == [None] * 4 + [1]
+    assert stream.text == "abaa"

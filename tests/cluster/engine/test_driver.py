@@ -1,0 +1,235 @@
+"""The driver as a plain object: what its frontends hear when the engine dies or when they fall silent.
+
+`FakeGroup` stands in for the ranks: it starts at once, and each step fails when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.engine import driver as driver_module
+from cluster.engine import loop as loop_module
+from cluster.engine.driver import Driver
+from cluster.engine.worker_group import GroupReport
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, RequestError, WorkerError
+from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
+from scheduler.params import Sampling
+from tests.cluster.conftest import SHAPE
+from tests.workers.conftest import config_of
+
+LIMIT_S = 20.0
+
+
+class FakeGroup:
+    """Launches nothing; `result` waits for `fail` and raises."""
+
+    def __init__(self, *_: Any) -> None:
+        self.fail = threading.Event()
+        self.plans: list[StepPlan] = []
+
+    def start(self) -> GroupReport:
+        return GroupReport(num_blocks=64, seconds={}, lines=())
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def result(self, step_id: int) -> StepResult:
+        assert self.fail.wait(LIMIT_S)
+        raise WorkerError(f"rank 1 died in step {step_id}")
+
+    def close(self) -> None:
+        self.fail.set()
+
+
+class CountingGroup(FakeGroup):
+    """Every row of step k samples token k."""
+
+    def result(self, step_id: int) -> StepResult:
+        rows = sum(self.plans[step_id].samples)
+        return StepResult(step_id=step_id, epoch=self.plans[step_id].epoch, token_ids=ints([step_id]) * rows)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.checkpoints import make_checkpoint
+
+    path = tmp_path_factory.mktemp("driver")
+    make_checkpoint(path, SHAPE)
+    return path
+
+
+@pytest.fixture
+def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(driver_module, "WorkerGroup", FakeGroup)
+    placement: Any = None
+    return Driver(config_of(model_dir, frontend_timeout_s=1.0), placement)
+
+
+def request(name: str) -> Request:
+    sampling = Sampling(seed=0, max_tokens=5)
+    return Request(request_id=name, token_ids=array("i", [1, 2, 3]), num_prompt_tokens=3, sampling=sampling)
+
+
+async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
+    """Polls until so many requests have failed."""
+    errors: dict[str, EaglerayError] = {}
+    acknowledged = 0
+    for _ in range(20):
+        deltas = pickle.loads(await driver.poll("frontend", acknowledged, 0.2))
+        acknowledged = deltas.up_to
+        errors |= deltas.errors
+        if len(errors) >= count:
+            break
+    return errors
+
+
+def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(driver: Driver) -> None:
+    async def main() -> dict[str, EaglerayError]:
+        await driver.start()
+        await driver.submit("frontend", [request("early")])
+        group: Any = driver._group
+        while not group.plans:
+            await asyncio.sleep(0.01)
+        await driver.submit("frontend", [request("late")])
+        group.fail.set()
+        errors = await errors_of(driver, 2)
+        with pytest.raises(EngineDeadError, match="rank 1 died"):
+            await driver.submit("frontend", [request("after")])
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert set(errors) == {"early", "late"}
+    assert all(type(error) is EngineDeadError and "rank 1 died in step 0" in str(error) for error in errors.values())
+
+
+def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver: Driver) -> None:
+    async def main() -> dict[str, EaglerayError]:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        await asyncio.sleep(1.6)  # silent for longer than 1 s, back before it is forgotten
+        errors = await errors_of(driver, 1)
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(errors["a"])  # the engine lives
+
+
+def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:
+    async def main() -> None:
+        await driver.start()
+        await driver.poll("frontend", 0, 0.01)
+        await driver.submit("frontend", [request("a")])
+        await asyncio.sleep(4.5)
+        with pytest.raises(EngineError, match="did not poll for 2 s, so its requests were aborted"):
+            await driver.poll("frontend", 1, 0.01)
+        await driver.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@pytest.mark.parametrize("names", [["a"], ["b", "b"]])
+def test_a_request_id_in_use_is_refused_and_harms_nobody(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    group: Any = CountingGroup()
+    driver._group = group
+
+    async def main() -> Deltas:
+        await driver.start()
+        await driver.submit("frontend", [replace(request("a"), final_only=True)])
+        with pytest.raises(RequestError, match=f"request id '{names[0]}' is in use"):
+            await driver.submit("other", [request("new"), *map(request, names)])
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        await driver.submit("other", [request("a")])  # it has ended
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
+    assert group.plans[0].admitted is not None and len(group.plans[0].admitted.slots) == 1
+
+
+def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
+    async def main() -> dict[str, str]:
+        await driver.start()
+        sampling = Sampling(seed=0, max_tokens=2)
+        tokens = array("i", [1, 2, 3, 8, 9])
+        done = Request(request_id="done", token_ids=tokens, num_prompt_tokens=3, sampling=sampling)
+        await driver.submit("frontend", [done])
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
+        await driver.shutdown()
+        return deltas.finish_reasons
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == {"done": "length"}
+
+
+def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "CHECK_AFTER_S", 0.3)
+    group: Any = CountingGroup()
+    driver._group = group
+
+    async def main() -> list[int]:
+        await driver.start()
+        assert driver._engine_loop is not None
+        counts, checks = [], 0
+
+        def check() -> None:
+            nonlocal checks
+            checks += 1
+
+        monkeypatch.setattr(driver._engine_loop.engine, "check", check)
+        for i in range(5):
+            await driver.submit("frontend", [request(str(i))])
+            await asyncio.sleep(0.05)
+        counts.append(checks)
+        await asyncio.sleep(1.0)
+        counts.append(checks)
+        await driver.shutdown()
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == [0, 1]
+
+
+def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = CountingGroup()
+    driver._group = group
+    heard: list[dict[str, Any]] = []
+    deliver = driver._deliver_soon
+
+    def overhear(news: dict[str, Any]) -> None:
+        heard.append(news["frontend"])
+        deliver(news)
+
+    monkeypatch.setattr(driver, "_deliver_soon", overhear)
+
+    async def main() -> Deltas:
+        await driver.start()
+        streamed = request("streamed")
+        await driver.submit("frontend", [streamed, replace(request("whole"), final_only=True)])
+        while not any("whole" in news for news in heard):
+            await asyncio.sleep(0.01)
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert sum("streamed" in news for news in heard) == 5
+    assert [news["whole"].token_ids for news in heard if "whole" in news] == [[0, 1, 2, 3, 4]]
+    assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
+    assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
+    loop = driver._engine_loop
+    assert loop is not None and not loop._final_only and not loop._owners

@@ -1,0 +1,195 @@
+"""The executor over Ray actors: large plans, ranks that disagree, ranks that do not answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import remove_placement_group
+
+from cluster.engine import worker_group
+from cluster.engine.driver import Driver
+from cluster.engine.rank_actor import RankActor
+from cluster.engine.start import start_driver
+from cluster.engine.worker_group import WorkerGroup
+from cluster.llm import LLM
+from cluster.resources.placement import actor_environment, pick_device, place
+from scheduler.engine import Engine
+from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
+from scheduler.messages import Request, StepResult, ints
+from scheduler.params import Sampling
+from scheduler.scheduler import Scheduler
+from tests.cluster.conftest import SmallModel
+from tests.cluster.processes import wait_until
+from tests.workers.conftest import config_of
+from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, limits_of, prompts
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admissions go through the object store here, decodes inline: a large argument must not be overtaken."""
+    monkeypatch.setattr(worker_group, "INLINE_PLAN_BYTES", 400)
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9)
+    placement = place(2, "cpu")
+    group = WorkerGroup(config, placement)
+    try:
+        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
+        sequences = [
+            engine.add(Request(request_id=str(i), token_ids=ints(p), num_prompt_tokens=len(p), sampling=sampling))
+            for i, p in enumerate(prompts())
+        ]
+        while engine.has_work:
+            engine.step()
+    finally:
+        group.close()
+        remove_placement_group(placement)
+    for seq, prompt in zip(sequences, prompts(), strict=True):
+        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
+        assert gap is None or gap <= NEAR_TIE
+
+
+def test_a_rank_that_is_stuck_is_named_by_its_peer(users_ray: None, small_model: SmallModel) -> None:
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5)
+    placement = place(2, "cpu")
+    group = WorkerGroup(config, placement)
+    try:
+        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
+        engine.add(Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling))
+        engine.step()
+        stuck = ray.get(group._ranks[1].__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(stuck, signal.SIGSTOP)
+        began = time.monotonic()
+        # Its peer waits for it in the next step, unless the answer to this one was all that it had left to give.
+        told = r"rank 0: WorkerError: .* of rank 1 did not come|step 1 did not finish within 2.5 s on rank \[1\]"
+        with pytest.raises((WorkerError, StepTimeoutError), match=told):
+            for _ in range(3):
+                engine.step()
+        assert time.monotonic() - began < 5
+    finally:
+        group.close()
+        remove_placement_group(placement)
+
+
+def test_a_start_that_takes_too_long_says_what_each_rank_is_at(users_ray: None, small_model: SmallModel) -> None:
+    placement = place(2, "cpu")
+    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2), placement)
+    try:
+        group._ranks = [group._create(rank) for rank in range(2)]
+        group._ranks[0].start.remote(group._ranks[0].open_rendezvous.remote(), 0, 2)  # its peer does not come
+        wait_until(lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start", "the rendezvous", 30.0)
+    finally:
+        group.close()
+        remove_placement_group(placement)
+
+
+def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
+    placement: Any = None
+    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2, **options), placement)
+    group._pending[7] = refs
+    return group
+
+
+def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    results = [StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank])) for rank in range(2)]
+    with pytest.raises(WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"):
+        group_with(small_model, [ray.put(pickle.dumps(result)) for result in results]).result(7)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    done = ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints())))
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(20)).remote()
+    with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 2.5 s on rank \[1\]"):
+        group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
+    ray.cancel(never, force=True)
+
+
+def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, calls = ray.get, 0
+
+    def get_too_late(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise GetTimeoutError
+        return get(*args, **options)
+
+    done = [ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints([3])))) for _ in range(2)]
+    monkeypatch.setattr(ray, "get", get_too_late)
+    assert group_with(small_model, done).result(7).token_ids.tolist() == [3]
+    assert calls == 2
+
+
+class SeeingRankActor(RankActor):
+    def visible_gpus(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class SeeingDriver(Driver):
+    """Creates its ranks and says which GPUs each of them sees; starts none."""
+
+    rank_actor = SeeingRankActor
+
+    async def visible_gpus(self) -> list[str | None]:
+        actors = [self._group._create(rank) for rank in range(2)]
+        return [await actor.visible_gpus.remote() for actor in actors]
+
+
+@pytest.mark.parametrize("ray_hides_the_others", [True, False])
+def test_each_rank_sees_the_gpu_that_ray_gave_it(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, ray_hides_the_others: bool
+) -> None:
+    monkeypatch.setattr("cluster.engine.start.Driver", SeeingDriver)
+    if not ray_hides_the_others:
+        environment = actor_environment()  # which the ranks inherit
+        environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        monkeypatch.setattr("cluster.engine.start.actor_environment", lambda: environment)
+    config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
+    placement = place(2, "cuda")
+    driver = start_driver(config, placement)
+    try:
+        assert sorted(ray.get(driver.visible_gpus.remote(), timeout=30)) == ["0", "1"]
+    finally:
+        ray.kill(driver)
+        remove_placement_group(placement)
+
+
+def say_where(*_: Any) -> None:
+    raise ConfigError(f"configured beside GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+
+
+@NO_GPU
+def test_kernels_are_chosen_where_the_ranks_run(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.engine.start.resolve_config", say_where)
+    with pytest.raises(ConfigError, match=r"^configured beside GPU [01]$"):
+        LLM(small_model.path, tensor_parallel_size=2, device="cuda", attention_backend="flash_attn")
+
+
+@NO_GPU
+def test_gpus_that_torch_cannot_use_are_an_error_when_asked_for_and_passed_over_otherwise(
+    users_ray: None, small_model: SmallModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* can use no GPU here"):
+        LLM(small_model.path, tensor_parallel_size=2, device="cuda")
+    assert ray.cluster_resources()["GPU"] == 2 and pick_device("auto", 2) == "cpu"
+    assert "torch" in caplog.text and "cannot use them: the ranks run on the CPU" in caplog.text

@@ -1,0 +1,258 @@
+"""Decode through graphs on the stand-in of a GPU: which size runs, what padding does, the same tokens as without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.interface import Kernels
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from scheduler.errors import StepTimeoutError
+from scheduler.messages import ints
+from scheduler.params import Sampling
+from tests.kernels.replaced import Replaced
+from tests.workers.conftest import config_of
+from tests.workers.fake_gpu import FakeGpu, LateEvent
+from tests.workers.planner import Planner, Row
+from workers.batch.decode_graphs import graph_sizes
+from workers.device import Device
+from workers.model_runner import ModelRunner
+from workers.models.loader import load_weights
+from workers.models.qwen3 import Qwen3
+from workers.parallel.group import TensorParallelGroup
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def make(small_checkpoint: Path) -> Any:
+    """A runner on a device; the weights are the same every time."""
+
+    def runner(device: Device, max_num_seqs: int, kernels: Kernels = REFERENCE, **options: Any) -> ModelRunner:
+        options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(64, max_num_seqs)} | options
+        config = config_of(small_checkpoint, attention_backend="reference", **options)
+        group = TensorParallelGroup.alone(device.torch)
+        kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
+        model = Qwen3(config.model, group, kernels, torch.float32, config.max_model_len)
+        load_weights(model.slices(), Path(config.model_dir), config.model)
+        return ModelRunner(config, model, group, kernels, device, num_blocks=max_num_seqs * 4)
+
+    return runner
+
+
+class Pair:
+    """Two runners that get the same plans, one with graphs."""
+
+    def __init__(self, make: Any, max_num_seqs: int, **options: Any) -> None:
+        self.gpu = FakeGpu()
+        self.with_graphs = make(self.gpu, max_num_seqs, **options)
+        self.eager = make(Device(torch.device("cpu")), max_num_seqs, **options)
+        self.planner = Planner(BLOCK_SIZE)
+
+    def step(self, rows: list[tuple[Row, int]]) -> int | None:
+        """Run a step on both, compare, and give the captured size that ran."""
+        plan = self.planner.step(rows)
+        replays = [graph.num_replays for graph in self.gpu.graphs]
+        (tokens, _), (expected, _) = (
+            runner.run(plan).finish(1.0, "a step") for runner in (self.with_graphs, self.eager)
+        )
+        assert tokens == expected
+        torch.testing.assert_close(self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5)
+        self.planner.take(plan.step_id, ints(tokens))
+        ran = [i for i, graph in enumerate(self.gpu.graphs) if graph.num_replays != replays[i]]
+        assert len(ran) <= 1
+        return sorted(graph_sizes_of(self.with_graphs), reverse=True)[ran[0]] if ran else None
+
+
+def graph_sizes_of(runner: ModelRunner) -> tuple[int, ...]:
+    assert runner.graphs is not None
+    return runner.graphs.sizes
+
+
+def admitted(pair: Pair, number: int, sampling: Sampling | None = None) -> list[Row]:
+    rng = random.Random(number)
+    rows = [Row([rng.randrange(100) for _ in range(rng.randint(1, 7))], 1) for _ in range(number)]
+    for slot, row in enumerate(rows):
+        row.num_prompt = len(row.tokens)
+        row.sampling = sampling or row.sampling
+        pair.planner.admit(row, slot)
+    return rows
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (12, (1, 2, 4, 8, 12)),
+        (16, (1, 2, 4, 8, 16)),
+        (17, (1, 2, 4, 8, 16, 17)),
+        (100, (1, 2, 4, *range(8, 100, 8), 100)),
+        (513, (1, 2, 4, *range(8, 513, 8), 513)),
+    ],
+)
+def test_sizes_end_in_the_largest_batch(max_num_seqs: int, expected: tuple[int, ...]) -> None:
+    assert graph_sizes(max_num_seqs) == expected
+
+
+def test_graphs_are_captured_from_the_largest_down(make: Any) -> None:
+    gpu = FakeGpu()
+    seen: list[int] = []
+    capture = gpu.capture
+
+    def noting(run: Any, beside: Any = None) -> Any:
+        seen.append(run.args[0])
+        return capture(run, beside)
+
+    gpu.capture = noting  # type: ignore[method-assign]
+    make(gpu, 12)
+    assert seen == [12, 8, 4, 2, 1]
+
+
+def test_enforce_eager_captures_nothing(make: Any) -> None:
+    gpu = FakeGpu()
+    assert make(gpu, 4, enforce_eager=True).graphs is None and not gpu.graphs
+
+
+# Batches around the edges of every size
+
+
+def edges(max_num_seqs: int) -> Iterator[tuple[int, int]]:
+    """(rows, the size they should run in), one below, at and one above every captured size."""
+    sizes = graph_sizes(max_num_seqs)
+    for number in sorted({n for size in sizes for n in (size - 1, size, size + 1) if 1 <= n <= max_num_seqs}):
+        yield number, next(size for size in sizes if size >= number)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 12])
+def test_every_batch_gives_the_tokens_and_the_cache_of_an_eager_step(make: Any, max_num_seqs: int) -> None:
+    pair = Pair(make, max_num_seqs)
+    rows = admitted(pair, max_num_seqs)
+    assert pair.step([(row, 10) for row in rows]) is (max_num_seqs if all(len(r.tokens) == 1 for r in rows) else None)
+    for number, size in edges(max_num_seqs):
+        chosen = random.Random(number).sample(rows, number)
+        assert pair.step([(row, 1) for row in chosen]) == size
+
+
+@pytest.mark.parametrize("max_num_seqs", [100, 513])
+def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: int) -> None:
+    quick: Any = Replaced(REFERENCE, paged_attention=lambda q, *_: q.clone())  # no loops over the rows
+    runner = make(FakeGpu(), max_num_seqs, quick)
+    pair_sizes = dict(edges(max_num_seqs))
+    planner = Planner(BLOCK_SIZE)
+    rows = [Row([1 + slot % 90], 1) for slot in range(max_num_seqs)]
+    for slot, row in enumerate(rows):
+        planner.admit(row, slot)
+    wanted = [1, 9, 16, 17, 95, 96, 97, 99, 100, 504, 505, 511, 512, 513]
+    for number in [n for n in wanted if n in pair_sizes and n <= max_num_seqs]:
+        plan = planner.step([(row, 1) for row in rows[:number]])
+        tokens, _ = runner.run(plan).finish(1.0, "a step")
+        assert len(tokens) == number
+        planner.take(plan.step_id, ints(tokens))
+        assert runner.device.uploads[-1] == (pair_sizes[number], 4)
+
+
+# What does not fit a graph
+
+
+def test_prefill_and_mixed_steps_run_eagerly(make: Any) -> None:
+    pair = Pair(make, 8)
+    rows = admitted(pair, 4)
+    long = Row(list(range(20)), 20)
+    assert pair.step([(row, 10) for row in rows]) is None
+    pair.planner.admit(long, slot=5)
+    assert pair.step([(row, 1) for row in rows] + [(long, 6)]) is None
+    assert pair.step([(row, 1) for row in rows] + [(long, 1)]) is None, "a row that does not sample"
+    assert pair.step([(row, 1) for row in rows] + [(long, 20)]) is None
+    assert pair.step([(row, 1) for row in [*rows, long]]) == 8
+
+
+def test_a_fully_cached_prompt_is_replayed_and_writes_nothing(make: Any) -> None:
+    pair = Pair(make, 4)
+    first = Row(list(range(8)), 8)
+    pair.planner.admit(first, slot=0)
+    pair.step([(first, 8)])
+    again = Row(list(range(8)), 8)
+    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_cached=8)
+    before = pair.with_graphs.cache.tensor.clone()
+    assert pair.step([(again, 1)]) == 1
+    assert torch.equal(before, pair.with_graphs.cache.tensor)
+    assert again.output == first.output[:1]
+
+
+def test_random_sampling_is_the_same_behind_a_graph(make: Any) -> None:
+    pair = Pair(make, 8)
+    rows = admitted(pair, 5, Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2))
+    pair.step([(row, 10) for row in rows])
+    for _ in range(6):
+        assert pair.step([(row, 1) for row in rows]) == 8
+
+
+def test_a_step_ahead_reads_the_token_that_the_host_has_not_seen(make: Any) -> None:
+    pair = Pair(make, 4)
+    rows = admitted(pair, 3)
+    plans = [pair.planner.step([(row, 10) for row in rows])]
+    plans += [pair.planner.step([(row, 1) for row in rows]) for _ in range(4)]
+    outcomes = [[runner.run(plan) for plan in plans] for runner in (pair.with_graphs, pair.eager)]
+    tokens, expected = ([step.finish(1.0, "a step")[0] for step in steps] for steps in outcomes)
+    assert tokens == expected and sum(graph.num_replays for graph in pair.gpu.graphs) == 4
+
+
+def test_padding_rows_write_nothing(make: Any) -> None:
+    """Five rows in a graph of eight: only the five blocks of these rows change."""
+    pair = Pair(make, 8)
+    rows = admitted(pair, 5)
+    pair.step([(row, 10) for row in rows])
+    before = pair.with_graphs.cache.tensor.clone()
+    assert pair.step([(row, 1) for row in rows]) == 8
+    per_layer = pair.with_graphs.cache.layers[0][0].shape
+    changed = (pair.with_graphs.cache.tensor != before).view(2, -1, *per_layer).flatten(4).any(-1)
+    assert changed.any(0).any(0).sum() == 5, "one slot a row"
+
+
+# Waiting for the device
+
+
+def test_a_device_that_does_not_finish_is_given_up_with_a_name(make: Any) -> None:
+    gpu = FakeGpu()
+    runner, planner = make(gpu, 2), Planner(BLOCK_SIZE)
+    gpu.event = LateEvent()
+    row = Row([1, 2], 2)
+    planner.admit(row, slot=0)
+    pending = runner.run(planner.step([(row, 2)]))
+    assert gpu.event.num_looks == 0, "launching never waits"
+    with pytest.raises(StepTimeoutError, match=r"step 7 of rank 1 did not finish on cpu within 0\.05 s"):
+        pending.finish(0.05, "step 7 of rank 1")
+    gpu.event.passed = True
+    assert len(pending.finish(0.05, "step 7 of rank 1")[0]) == 1
+
+
+# The recorder itself
+
+
+def test_the_stand_in_refuses_a_capture_that_waits() -> None:
+    gpu = FakeGpu()
+    values = torch.arange(3)
+    waits: list[Any] = [lambda: values.sum().item(), lambda: values[values > 1], values.nonzero]
+    for waiting in waits:
+        with pytest.raises(AssertionError, match="waits for the device"):
+            gpu.capture(waiting)
+
+
+def test_the_stand_in_replays_on_the_tensors_it_saw() -> None:
+    gpu = FakeGpu()
+    source, target = torch.ones(2), torch.zeros(2)
+    graph = gpu.capture(lambda: target.copy_(source * 2 + 1))
+    source.fill_(5)
+    graph.replay()
+    assert target.tolist() == [11, 11]

@@ -1,0 +1,136 @@
+"""Slices of all ranks put together are the checkpoint; what is loaded is the rank's own memory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.model import ModelConfig
+from kernels.select import select_backend
+from scheduler.errors import ConfigError
+from tests.checkpoints import Shape, make_checkpoint
+from workers.models.checkpoint import SINGLE_NAME, expected_tensors
+from workers.models.loader import LoadingBar, load_weights
+from workers.models.qwen3 import Qwen3
+from workers.parallel.group import TensorParallelGroup
+
+SHAPES = [
+    Shape(name="plain"),
+    Shape(name="tied", tied=True, vocab=1003),
+    Shape(name="bias", extra={"attention_bias": True}),
+    Shape(name="one_kv_head", kv_heads=1, vocab=5),
+]
+
+
+def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Qwen3:
+    """One rank's model, not loaded; loading needs no peers."""
+    group = TensorParallelGroup(rank, size, torch.device("cpu"))
+    return Qwen3(model, group, select_backend("cpu"), dtype, 64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_slices_of_all_ranks_cover_every_tensor_with_its_values(tmp_path: Path, shape: Shape, size: int) -> None:
+    make_checkpoint(tmp_path, shape)
+    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in stored.items()}
+    for rank in range(size):
+        model = build(config, rank, size)
+        pieces = list(model.slices())
+        assert {piece.name: piece.shape for piece in pieces} == expected_tensors(config)
+        load_weights(pieces, tmp_path, config)
+        for piece in pieces:
+            length = piece.target.shape[piece.dim]
+            assert torch.equal(piece.target, stored[piece.name].narrow(piece.dim, piece.start, length)), piece.name
+            covered[piece.name].narrow(piece.dim, piece.start, length).fill_(True)
+        for weight_VE in (model.embedding.weight_VE, model.head.weight_VE):
+            assert not weight_VE[model.embedding.num_ids :].any(), "rows beyond the vocabulary are zero"
+    assert all(cover.all() for cover in covered.values())
+
+
+def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint: Path) -> None:
+    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    model = build(config, 0, 1)
+    load_weights(model.slices(), small_checkpoint, config)
+    layer = model.layers[1]
+    prefix = "model.layers.1."
+    qkv = torch.cat([stored[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"])
+    gate_up = torch.cat([stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(layer.attention.qkv.weight_YX, qkv)
+    assert torch.equal(layer.mlp.gate_up.weight_YX, gate_up)
+
+
+def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) -> None:
+    """4 query heads, 2 KV heads, 4 ranks: query head r attends to KV head r // 2."""
+    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    keys = stored["model.layers.0.self_attn.k_proj.weight"]
+    for rank in range(4):
+        model = build(config, rank, 4)
+        load_weights(model.slices(), small_checkpoint, config)
+        ours = model.layers[0].attention.qkv.weight_YX[config.head_dim : 2 * config.head_dim]
+        assert torch.equal(ours, keys.view(2, config.head_dim, -1)[rank // 2])
+
+
+def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpoint: Path) -> None:
+    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    model = build(config, 1, 2, torch.bfloat16)
+    load_weights(model.slices(), small_checkpoint, config)
+    down = model.layers[0].mlp.down.weight_YX
+    assert down.is_contiguous() and down.dtype == torch.bfloat16
+    full = stored["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(down, full[:, full.shape[1] // 2 :].to(torch.bfloat16))
+
+
+def test_weights_outlive_their_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="plain"))
+    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
+    model = build(config, 0, 1)
+    load_weights(model.slices(), tmp_path, config)
+    before = model.layers[0].mlp.down.weight_YX.clone()
+    with path.open("r+b") as file:  # the same inode a mapping would show
+        file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(model.layers[0].mlp.down.weight_YX, before)
+
+
+def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
+    config = ModelConfig.from_dir(small_checkpoint)
+    model = build(config, 0, 2)
+    calls: list[tuple[int, int]] = []
+    loaded = load_weights(model.slices(), small_checkpoint, config, lambda *call: calls.append(call))
+    done = [call[0] for call in calls]
+    assert done == sorted(done) and calls[-1] == (loaded, loaded)
+    model.pack()
+    assert loaded == model.weight_bytes < (small_checkpoint / SINGLE_NAME).stat().st_size
+
+
+def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(small_checkpoint)
+    with pytest.raises(ConfigError, match="holds no"):
+        load_weights(build(config, 0, 1).slices(), tmp_path, config)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_fills_on_a_terminal() -> None:
+    stream = Terminal()
+    bar = LoadingBar(stream)
+    for done in range(0, 101, 10):
+        bar(done, 100)
+    last = stream.getvalue().split("\r")[-1]
+    assert last.endswith("[" + 30 * "#" + "]\n") and stream.getvalue().count("\n") == 1
+
+
+def test_bar_is_a_few_lines_for_large_checkpoints_and_silent_for_small_ones() -> None:
+    for total, lines in ((2**32, 4), (2**20, 0)):
+        stream = io.StringIO()
+        bar = LoadingBar(stream)
+        for part in range(1, 101):
+            bar(total * part // 100, total)
+        assert len(stream.getvalue().splitlines()) == lines

@@ -1,0 +1,183 @@
+"""The tensor-parallel group. Ranks are threads here: nothing in a group is global, so they can be.
+
+What only shared memory can do wrong is in test_shared_memory.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.errors import WorkerError
+from workers.parallel.group import TensorParallelGroup, open_rendezvous
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+
+
+TRANSPORTS = ["shared memory", "gloo"]
+
+
+def on_ranks(
+    size: int, run: Callable[[TensorParallelGroup], Any], timeout_s: float = 10.0, transport: str = "shared memory"
+) -> list[Any]:
+    """What `run` gives on each rank of a new group."""
+    rendezvous = open_rendezvous("127.0.0.1", timeout_s)
+
+    def rank_main(rank: int) -> Any:
+        shared_memory = transport == "shared memory"
+        group = TensorParallelGroup.create(rank, size, rendezvous.address, CPU, timeout_s)
+        group.share_memory(timeout_s, shared_memory)
+        assert group.transport == (transport if size > 1 else "none")
+        try:
+            return run(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank_main, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_dtype_is_summed_maximised_and_gathered(transport: str, dtype: torch.dtype, size: int) -> None:
+    def run(group: TensorParallelGroup) -> tuple[Any, Any, Any]:
+        mine = torch.arange(6).view(2, 3).to(dtype) + group.rank
+        total = mine.clone()
+        assert group.all_reduce(total) is total
+        return total.tolist(), group.all_reduce_max(mine.clone()).tolist(), group.all_gather(mine).tolist()
+
+    base = torch.arange(6).view(2, 3)
+    for total, largest, gathered in on_ranks(size, run, transport=transport):
+        assert total == (size * base + sum(range(size))).tolist()
+        assert largest == (base + size - 1).tolist()
+        assert gathered == [(base + rank).tolist() for rank in range(size)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_sums_have_the_same_bits_on_every_rank(transport: str) -> None:
+    def run(group: TensorParallelGroup) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(group.rank)
+        return group.all_reduce(torch.randn(1000, generator=generator).to(torch.bfloat16))
+
+    first, *others = on_ranks(4, run, transport=transport)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gather_takes_tensors_that_are_not_contiguous(transport: str) -> None:
+    gathered = on_ranks(2, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()), transport=transport)
+    assert gathered[0][1].tolist() == torch.arange(6).view(2, 3).t().tolist()
+
+
+def test_two_groups_at_once_do_not_touch() -> None:
+
+    def engine(number: int) -> list[Any]:
+        return on_ranks(2, lambda group: int(group.all_reduce(torch.tensor([number]))))
+
+    with ThreadPoolExecutor(2) as engines:
+        assert list(engines.map(engine, (1, 10))) == [[2, 2], [20, 20]]
+
+
+def test_default_process_group_is_left_alone() -> None:
+    on_ranks(2, lambda group: group.barrier())
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_leaves_fails_the_others_at_once(transport: str) -> None:
+    def run(group: TensorParallelGroup) -> float:
+        if group.rank == 1:
+            group.close()
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 0 of 2: all_reduce failed"):
+            group.all_reduce(torch.zeros(4))
+        return time.monotonic() - started
+
+    assert on_ranks(2, run, transport=transport)[0] < 5.0
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(transport: str, operation: str) -> None:
+    def run(group: TensorParallelGroup) -> float:
+        group.set_timeout(0.5)
+        if group.rank == 1:
+            time.sleep(1.5)
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="gone or stuck"):
+            group.barrier() if operation == "barrier" else group.all_reduce(torch.zeros(4))
+        return time.monotonic() - started
+
+    assert 0.3 < on_ranks(2, run, transport=transport)[0] < 1.4
+
+
+def test_a_group_that_never_completes_is_an_error_in_time() -> None:
+    rendezvous = open_rendezvous("127.0.0.1", 5.0)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank 1 of 2 did not find all of its peers at 127.0.0.1:{rendezvous.port}"):
+        TensorParallelGroup.create(1, 2, rendezvous.address, CPU, 1.0)
+    assert time.monotonic() - started < 4.0
+
+
+def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
+    closed = open_rendezvous("127.0.0.1", 5.0).address  # its store is gone with it
+    with pytest.raises(WorkerError, match="rank 1 of 2"):
+        TensorParallelGroup.create(1, 2, closed, CPU, 1.0)
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"192\.0\.2\.1"):
+        open_rendezvous("192.0.2.1", 1.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closed_group_refuses_work(transport: str) -> None:
+    def run(group: TensorParallelGroup) -> None:
+        group.barrier()
+        group.close()
+        with pytest.raises(WorkerError, match="has left"):
+            group.all_reduce(torch.zeros(1))
+        with pytest.raises(WorkerError, match="has left"):
+            group.barrier()
+
+    on_ranks(2, run, transport=transport)
+
+
+class NcclStandIn:
+    """Answers as NCCL does for two ranks that hold the same: nothing to wait for where the call is in the stream."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp, "a stream beside that of the step"
+        (tensor,) = tensors
+        if options.reduceOp == torch.distributed.ReduceOp.SUM:
+            tensor *= 2
+        else:
+            assert options.reduceOp == torch.distributed.ReduceOp.MAX
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp, "a stream beside that of the step"
+        output[...] = tensor
+
+
+def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
+    group = TensorParallelGroup(0, 2, CPU, NcclStandIn())
+    assert group.all_reduce(torch.tensor([3.0])).item() == 6
+    assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
+    assert group.all_gather(torch.tensor([3.0, 4.0])).tolist() == [[3, 4], [3, 4]]
+    group.barrier()
+
+
+def test_group_of_one_needs_no_rendezvous() -> None:
+    group = TensorParallelGroup.create(0, 1, None, CPU, 1.0)
+    tensor = torch.tensor([3.0])
+    assert group.all_reduce(tensor) is tensor
+    group.barrier()
+    group.close()

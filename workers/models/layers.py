@@ -1,0 +1,227 @@
+"""Layers that split a matrix over the ranks of a tensor-parallel group; how each is cut stands beside its shape.
+
+A layer owns its contiguous parameter, this rank's shard, uninitialised until the loader has filled every slice the
+layer declares in `slices`. A layer never reads files and never knows which model it is in, only its checkpoint name.
+Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D head dim, F its MLP features,
+V its vocabulary shard, X features in, Y features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from configs.model import ModelConfig
+from kernels.interface import Kernels
+from workers.parallel.group import TensorParallelGroup
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to `start +
+    target.shape[dim]` along `dim`, everything along the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    target: torch.Tensor
+    dim: int = 0
+    start: int = 0
+
+
+class Replicated:
+    """A parameter every rank holds whole: the weight of a norm."""
+
+    def __init__(self, name: str, size: int, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+        self.name = name
+        self.weight = torch.empty(size, dtype=dtype, device=group.device)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        yield WeightSlice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+
+
+class _Matrix:
+    """A weight [Y, X] and perhaps a bias. The weight is plain while it is filled; `pack` leaves it to the kernels."""
+
+    def __init__(
+        self, size_out: int, size_in: int, bias: bool, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.kernels = kernels
+        self.weight_YX = torch.empty(size_out, size_in, dtype=dtype, device=group.device)
+        self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
+
+    def pack(self) -> None:
+        """Once, after every slice is filled: nothing but the product can read the weight from then on."""
+        self.weight_YX = self.kernels.pack_weight(self.weight_YX)
+
+
+class _ColumnParallel(_Matrix):
+    """Matrices of the checkpoint side by side in one parameter, each cut along its output features."""
+
+    def _piece(self, name: str, full: int, start: int, offset: int, length: int) -> Iterator[WeightSlice]:
+        """Rows `start` on of the matrix `name` of `full` rows go to rows `offset` on of ours, `length` of them."""
+        weight = self.weight_YX[offset : offset + length]
+        yield WeightSlice(f"{name}.weight", (full, self.weight_YX.shape[1]), weight, 0, start)
+        if self.bias_Y is not None:
+            yield WeightSlice(f"{name}.bias", (full,), self.bias_Y[offset : offset + length], 0, start)
+
+
+class QKVParallelLinear(_ColumnParallel):
+    """Query, key and value projections in one product. Ranks hold whole heads: each its part of the query heads and
+    the KV heads these attend to. With more ranks than KV heads, neighbours hold the same KV head."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.name, self.model, self.rank = name, model, group.rank
+        self.num_heads = model.num_attention_heads // group.size
+        self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
+        self.first_kv_head = group.rank * model.num_key_value_heads // group.size
+        heads = self.num_heads + 2 * self.num_kv_heads
+        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, group, kernels, dtype)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, H + 2K, D]: the queries, then the keys, then the values."""
+        return self.kernels.linear(x_TE, self.weight_YX, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
+        first = self.rank * self.num_heads
+        offset = 0
+        for letter, total, start, count in (
+            ("q", heads, first, self.num_heads),
+            ("k", kv_heads, self.first_kv_head, self.num_kv_heads),
+            ("v", kv_heads, self.first_kv_head, self.num_kv_heads),
+        ):
+            full, start, length = (n * self.model.head_dim for n in (total, start, count))
+            yield from self._piece(f"{self.name}.{letter}_proj", full, start, offset, length)
+            offset += length
+
+
+class MergedColumnParallelLinear(_ColumnParallel):
+    """Matrices of one shape in one product, each rank the same part of every one: the gate and up projections."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        size_in: int,
+        size_out: int,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        """`size_out`: output features of each matrix in the checkpoint."""
+        self.names, self.full, self.rank = names, size_out, group.rank
+        self.shard = size_out // group.size
+        super().__init__(len(names) * self.shard, size_in, False, group, kernels, dtype)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
+        return self.kernels.linear(x_TE, self.weight_YX, None)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        for index, name in enumerate(self.names):
+            yield from self._piece(name, self.full, self.rank * self.shard, index * self.shard, self.shard)
+
+
+class RowParallelLinear(_Matrix):
+    """A matrix cut along its input features, which a column-parallel layer before it has left on this rank. The sum
+    over the ranks completes the product; the bias, whole on every rank, is added once after it."""
+
+    def __init__(
+        self,
+        name: str,
+        size_in: int,
+        size_out: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
+        super().__init__(size_out, self.shard, bias, group, kernels, dtype)
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """[T, Y], the same on every rank."""
+        if self.group.size == 1:
+            return self.kernels.linear(x_TX, self.weight_YX, self.bias_Y)
+        out_TY = self.group.all_reduce(self.kernels.linear(x_TX, self.weight_YX, None))
+        return out_TY if self.bias_Y is None else out_TY.add_(self.bias_Y)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        size_out = len(self.weight_YX)
+        yield WeightSlice(f"{self.name}.weight", (size_out, self.full), self.weight_YX, 1, self.group.rank * self.shard)
+        if self.bias_Y is not None:
+            yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
+
+
+class _VocabParallel:
+    """One row a token id, cut along the ids. The vocabulary is padded to a multiple of the number of ranks: rank r
+    holds ids r * V to (r + 1) * V, where V = ceil(vocab_size / ranks). Rows of ids beyond the vocabulary are zero;
+    a rank may have nothing but such rows."""
+
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, group: TensorParallelGroup, dtype: torch.dtype
+    ) -> None:
+        self.name, self.group, self.vocab_size = name, group, vocab_size
+        self.shard = -(-vocab_size // group.size)
+        self.first_id = group.rank * self.shard
+        self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
+        self.weight_VE = torch.empty(self.shard, hidden_size, dtype=dtype, device=group.device)
+        self.weight_VE[self.num_ids :].zero_()
+
+    def slices(self) -> Iterator[WeightSlice]:
+        shape = (self.vocab_size, self.weight_VE.shape[1])
+        start = min(self.first_id, self.vocab_size)
+        yield WeightSlice(f"{self.name}.weight", shape, self.weight_VE[: self.num_ids], 0, start)
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Token embeddings; the rank that holds an id has its row, the others zeros, and the sum is the embedding."""
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, E], the same on every rank."""
+        if self.group.size == 1:
+            return functional.embedding(token_ids_T, self.weight_VE)
+        local_T = token_ids_T - self.first_id
+        outside_T = (local_T < 0) | (local_T >= len(self.weight_VE))
+        hidden_TE = functional.embedding(local_T.masked_fill(outside_T, 0), self.weight_VE)
+        return self.group.all_reduce(hidden_TE.masked_fill_(outside_T.unsqueeze(1), 0))
+
+
+class ParallelLMHead(_VocabParallel):
+    """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings the parameter is
+    the embedding's, and a head the checkpoint may still hold is not read."""
+
+    def __init__(
+        self,
+        name: str,
+        embedding: VocabParallelEmbedding,
+        tied: bool,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        self.tied, self.kernels = tied, kernels
+        if tied:
+            self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
+            self.first_id, self.num_ids, self.shard = embedding.first_id, embedding.num_ids, embedding.shard
+            self.weight_VE = embedding.weight_VE
+        else:
+            super().__init__(name, embedding.vocab_size, embedding.weight_VE.shape[1], group, dtype)
+
+    def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves them out."""
+        return self.kernels.linear(hidden_BE, self.weight_VE, None)
+
+    def pack(self) -> bool:
+        """Once, after every slice is filled. True if the packed weight is a copy: a tied embedding keeps its rows."""
+        packed_VE = self.kernels.pack_weight(self.weight_VE)
+        copied = packed_VE is not self.weight_VE
+        self.weight_VE = packed_VE
+        return copied
+
+    def slices(self) -> Iterator[WeightSlice]:
+        return iter(()) if self.tied else super().slices()

@@ -1,0 +1,86 @@
+"""Fills the parameters of one rank from safetensors files, slice by slice.
+
+A rank reads only the slices its layers declare and copies each to memory of its own: slices of safetensors are lazy
+views of the mapped file, which would keep it mapped, be read in the first step, and crash the process if the file were
+rewritten. Conversion to the engine's dtype happens in that copy, so nothing is held twice. Never imports transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from safetensors import SafetensorError, safe_open
+
+from configs.model import ModelConfig
+from scheduler.errors import ConfigError
+from workers.models.checkpoint import StoredTensor, check_checkpoint
+from workers.models.layers import WeightSlice
+
+Progress = Callable[[int, int], None]
+
+__all__ = ["LoadingBar", "Progress", "check_checkpoint", "load_weights"]
+
+
+def load_weights(
+    slices: Iterable[WeightSlice], model_dir: Path, model: ModelConfig, progress: Progress | None = None
+) -> int:
+    """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
+
+    `progress(done, total)` is called with bytes after each slice, at least once.
+    """
+    stored = check_checkpoint(model_dir, model)
+    by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
+    for piece in slices:
+        by_file[stored[piece.name].path].append(piece)
+    total = sum(piece.target.nbytes for pieces in by_file.values() for piece in pieces)
+    done = 0
+    for path, pieces in sorted(by_file.items()):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for piece in pieces:
+                    _fill(piece, file, stored[piece.name])
+                    done += piece.target.nbytes
+                    if progress is not None:
+                        progress(done, total)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+    return done
+
+
+class LoadingBar:
+    """Progress of loading on standard error: a bar on a terminal, else a line every quarter for large checkpoints."""
+
+    _LARGE_BYTES = 2**30
+    _WIDTH = 30
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._shown = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        terminal = self._stream.isatty()
+        steps = self._WIDTH if terminal else 4
+        reached = steps if done >= total else done * steps // total
+        if reached == self._shown or (not terminal and total < self._LARGE_BYTES):
+            return
+        self._shown = reached
+        text = f"loading weights: {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
+        if terminal:
+            bar = "#" * reached + "." * (steps - reached)
+            self._stream.write(f"\r{text} [{bar}]" + ("\n" if done >= total else ""))
+        else:
+            self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
+    assert tensor.shape == piece.shape, f"{piece.name}: layer declares {piece.shape}, checkpoint check {tensor.shape}"
+    if piece.target.numel() == 0:  # a rank with nothing but padding of the vocabulary
+        return
+    window = [slice(None)] * len(piece.shape)
+    window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
+    piece.target.copy_(file.get_slice(piece.name)[tuple(window)])

@@ -1,0 +1,213 @@
+"""The compiled loop of the shared-memory all-reduce, and the argument why it needs no locks.
+
+The segment holds a token that identifies it; two words per rank, `published` and `closed`, each on cache lines of its
+own; and two buffers per rank, each with a label and room for one part of a tensor. The parts of all operations are
+numbered 1, 2, ..., and part n uses buffer n mod 2. For each part, a rank
+
+  1. writes its input and label to its own buffer,
+  2. stores n to its `published` (release),
+  3. loads every `published` until all are at least n (acquire),
+  4. reads the buffers of all ranks and writes the result to its own tensor.
+
+A reader sees what was written: the write (1) happens before the release (2), which synchronizes with the reader's
+acquire (3), which happens before its read (4). Two buffers and one word are enough: a rank writes part n + 2 over part
+n only after it has seen `published` >= n + 1 from every rank (3), and a rank releases n + 1 only after all of its reads
+of part n, which precede it in program order. So nobody reads what is being overwritten, and nobody is two parts ahead.
+No read-modify-write is needed, because each word has one writer. `closed` is stored (release) after the last part its
+rank published: a rank that sees a peer closed and then still finds no part n from it will never get one. A rank leaves
+an operation only once all ranks have published its last part, so a peer that leaves right after an operation fails
+nobody who is still inside it.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.jit import exact_entry_jit, exact_jit, narrow, widen
+
+PART_BYTES = 128 * 1024
+_LINE = 128  # two cache lines: processors fetch them in pairs
+BUFFER_BYTES = _LINE + PART_BYTES
+_TILE = 1024  # elements added at a time, so that the float32 sums stay in the first-level cache
+_SPINS = 40  # about 1 us; then Python looks around
+
+# What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome * OUTCOME + rank`.
+OUTCOME = 1 << 16
+WAITS, CLOSED, DIFFERS = 1, 2, 3
+
+# The state of a rank, which `advance` keeps between calls.
+BASE, RANK, SIZE, PART, OFFSET, STATE_SIZE = range(6)
+
+# Kinds of operations.
+GATHER, SUM_FLOAT32, SUM_BFLOAT16, SUM_INT64, MAX_FLOAT32, MAX_INT64, LEAVE = range(7)
+
+
+def compile_advance() -> None:
+    """Have `advance` compiled, or loaded from the cache."""
+    advance(np.zeros(STATE_SIZE, np.int64), 0, 0, 0, GATHER)
+
+
+def segment_bytes(size: int) -> int:
+    """Length of a segment for `size` ranks."""
+    return int(_buffer.py_func(0, size, size, 0))
+
+
+@intrinsic
+def _load_acquire(typing_context: Any, address: Any) -> Any:
+    """The int64 at an address; what follows in program order stays behind it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, ordering="acquire", align=8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _store_release(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store an int64 at an address; what precedes in program order stays before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, ordering="release", align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        void, word = ir.VoidType(), ir.IntType(32)
+        if platform.machine() in ("x86_64", "AMD64"):
+            function = ir.FunctionType(void, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            function = ir.FunctionType(void, [word])
+            isb = cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.isb")
+            builder.call(isb, [ir.Constant(word, 15)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@exact_jit
+def _published(base: int, rank: int) -> int:
+    return base + _LINE * (1 + 2 * rank)
+
+
+@exact_jit
+def _closed(base: int, rank: int) -> int:
+    return base + _LINE * (2 + 2 * rank)
+
+
+@exact_jit
+def _buffer(base: int, size: int, rank: int, part: int) -> int:
+    return base + _LINE * (1 + 2 * size) + BUFFER_BYTES * (2 * rank + part % 2)
+
+
+@exact_entry_jit
+def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> int:
+    """Continue an operation from `source` to `target` (addresses), waiting for at most `_SPINS` turns.
+
+    Returns 0 when it is done, otherwise an outcome; called again with the same arguments, it continues where it was.
+    """
+    base, rank, size, spins = state[BASE], state[RANK], state[SIZE], _SPINS
+    if kind == LEAVE:
+        _store_release(_closed(base, rank), 1)
+        return 0  # another thread may be inside an operation, so its state stays
+    label = num_bytes * 8 + kind
+    while state[OFFSET] < num_bytes:
+        part, offset = state[PART], state[OFFSET]
+        length = min(PART_BYTES, num_bytes - offset)
+        if _load_acquire(_published(base, rank)) < part:
+            buffer = _buffer(base, size, rank, part)
+            _copy(source + offset, buffer + _LINE, length)
+            numba.carray(_pointer(buffer), 1, np.int64)[0] = label
+            _store_release(_published(base, rank), part)
+        for peer in range(size):
+            while _load_acquire(_published(base, peer)) < part:
+                if spins <= 0:
+                    return _why_waiting(base, size, peer, part)  # type: ignore[no-any-return]
+                spins -= 1
+                _pause()
+        for peer in range(size):
+            if numba.carray(_pointer(_buffer(base, size, peer, part)), 1, np.int64)[0] != label:
+                return DIFFERS * OUTCOME + peer
+        _combine(base, size, part, target + offset, length, num_bytes, kind)
+        state[PART] += 1
+        state[OFFSET] += length
+    state[OFFSET] = 0
+    return 0
+
+
+@exact_jit
+def _why_waiting(base: int, size: int, awaited: int, part: int) -> int:
+    for peer in range(size):
+        if _load_acquire(_closed(base, peer)) and _load_acquire(_published(base, peer)) < part:
+            return CLOSED * OUTCOME + peer
+    return WAITS * OUTCOME + awaited
+
+
+@exact_jit
+def _copy(source: int, target: int, num_bytes: int) -> None:
+    source_bytes = numba.carray(_pointer(source), num_bytes, np.uint8)
+    target_bytes = numba.carray(_pointer(target), num_bytes, np.uint8)
+    for i in range(num_bytes):
+        target_bytes[i] = source_bytes[i]
+
+
+@exact_jit
+def _combine(base: int, size: int, part: int, target: int, length: int, stride: int, kind: int) -> None:
+    first, step = _buffer(base, size, 0, part) + _LINE, 2 * BUFFER_BYTES
+    maximum = kind in (MAX_FLOAT32, MAX_INT64)
+    if kind == GATHER:
+        for peer in range(size):
+            _copy(first + step * peer, target + stride * peer, length)
+    elif kind == SUM_BFLOAT16:
+        _fold(first, step, size, target, length, np.uint16, np.float32, maximum)
+    elif kind in (SUM_INT64, MAX_INT64):
+        _fold(first, step, size, target, length, np.int64, np.int64, maximum)
+    else:
+        _fold(first, step, size, target, length, np.float32, np.float32, maximum)
+
+
+@exact_jit
+def _fold(first: int, step: int, size: int, target: int, length: int, dtype: Any, wide: Any, maximum: bool) -> None:
+    """The sum or maximum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes apart."""
+    folded = np.empty(_TILE, wide)
+    item_bytes = np.empty(0, dtype).itemsize
+    for start in range(0, length, _TILE * item_bytes):
+        count = min(_TILE, (length - start) // item_bytes)
+        for peer in range(size):
+            theirs = numba.carray(_pointer(first + step * peer + start), count, dtype)
+            if peer == 0:
+                for i in range(count):
+                    folded[i] = widen(theirs[i])
+            elif maximum:
+                for i in range(count):
+                    folded[i] = max(folded[i], widen(theirs[i]))
+            else:
+                for i in range(count):
+                    folded[i] += widen(theirs[i])
+        out = numba.carray(_pointer(target + start), count, dtype)
+        for i in range(count):
+            out[i] = narrow(folded[i], out[0])

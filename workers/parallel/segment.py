@@ -1,0 +1,61 @@
+"""The memory that CPU ranks of one host share: made by rank 0, opened by the others.
+
+Nothing stays behind, whatever dies: on Linux the segment has no name (a memfd, which the others open through /proc);
+elsewhere its file is removed as soon as every rank has mapped it. It is written in full before it is mapped, so that a
+lack of memory is an error there and not a SIGBUS later. A *card* is what a rank tells its peers about itself: host,
+process id, and from rank 0 the path and token of the segment.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def create(num_bytes: int, token: str) -> tuple[int, str]:
+    """(file descriptor, path) of a new segment: the token, then zeros. Raises `OSError`."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("eagleray-all-reduce")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="eagleray-all-reduce-")
+    try:
+        # The zeros are written too: a hole gets its memory only when it is touched.
+        if os.write(descriptor, token.encode().ljust(num_bytes, b"\0")) < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.close(descriptor)
+        remove(path)
+        raise
+    return descriptor, path
+
+
+def remove(path: str) -> None:
+    """Remove a segment that has a name, once every rank has mapped it."""
+    if not path.startswith("/proc/"):
+        Path(path).unlink()
+
+
+def open_segment(theirs: list[Any], mine: list[Any]) -> int:
+    """The file descriptor of rank 0's segment, from its card and ours. Raises `OSError` if it is out of reach."""
+    if mine[0] != theirs[0]:
+        raise OSError("it runs on another host or in another container")
+    path, token = theirs[2:]
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(descriptor, len(token), 0) != token.encode():
+        os.close(descriptor)
+        raise OSError(f"{path} is not the segment of rank 0")
+    return descriptor
+
+
+def host_id() -> str:
+    """The same for processes that see each other in /proc: one kernel and one namespace of process ids."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return platform.node()
