@@ -1,4 +1,5 @@
-# Every target but gpu-check installs what it needs into VENV first. Is Python called otherwise? make PYTHON=...
+# Every target but gpu-check installs what it needs into VENV first.
+# Is Python called something else? make PYTHON=...
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,8 +12,10 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
+# Tests that start engines run one after another, the others in two processes.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not engine"
+	$(BIN)/python -m pytest -m engine
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -27,18 +30,24 @@ bench: $(VENV)/.ready
 	    $(BIN)/python -m benchmarks.$$name || exit 1; \
 	done
 
-# make bench-throughput MODEL=DIR WORKLOAD=FILE.jsonl PEER='CMD {model} {workload} {tp}'; without PEER only transformers
+# make bench-throughput MODEL=DIR WORKLOAD=FILE.jsonl PEER='CMD {model} {workload} {tp}'
+# Without PEER it compares with transformers only.
 bench-throughput: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" $(if $(PEER),--peer-command "$(PEER)")
+	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" \
+	    $(if $(PEER),--peer-command "$(PEER)")
 	$(BIN)/python -m benchmarks.plot
 
-# On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed. OUT=DIR puts the JSON elsewhere.
+# On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed.
+# OUT=DIR puts the JSON elsewhere.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out "$(OUT)/gpu_check.json")
 
+# After installing, the CPU's kernels are compiled in two processes, so that no first start waits.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m workers.compilation first-step & \
+	    $(BIN)/python -m workers.compilation other-steps; wait
 	touch $@
 
 clean:

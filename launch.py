@@ -7,7 +7,8 @@
 
 Exit codes: 0; 2 for a mistake in what was asked; 1 for a fault of the engine; 130 after Ctrl-C.
 
-The flags of the engine and of sampling are derived from the fields of `EngineConfig` and `SamplingParams`.
+The flags of the engine and of sampling are derived from the fields of `EngineConfig` and
+`SamplingParams`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _engine_flags() -> dict[str, inspect.Parameter]:
 
 
 def _sampling_flags() -> dict[str, inspect.Parameter]:
-    """A parameter for each field of `SamplingParams` that has a help text; the others are set per request."""
+    """A parameter for each field of `SamplingParams` that has a help text; the others are set per
+    request.
+    """
     types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
     flags = {}
     for field in dataclasses.fields(SamplingParams):
@@ -80,7 +83,8 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**values | {"stop": values["stop"] or None})
 
 
-# What a command may ask for as a whole: the flags that take its place, and what makes it of their values.
+# What a command may ask for as a whole: the flags that take its place, and what makes it of their
+# values.
 GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
     "config": (_engine_flags(), _engine_config),
     "defaults": (_sampling_flags(), _sampling_params),
@@ -91,7 +95,9 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with flags in place of its parameters `config` and `defaults`."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {name: GROUPS[name] for name in own if name in GROUPS}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name not in groups]
+    parameters = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name not in groups
+    ]
     for flags, _ in groups.values():
         parameters += flags.values()
 
@@ -117,7 +123,9 @@ def generate(
     output: Annotated[
         Path | None, typer.Option("--output", help="JSONL file of answers; else standard output.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")
+    ] = False,
     *,
     config: EngineConfig,
     defaults: SamplingParams,
@@ -145,23 +153,32 @@ def _made_up(flag: str, text: str, default: float) -> Any:
 @app.command()
 @_with_flags
 def bench(
-    input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")] = None,
+    input: Annotated[
+        Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")
+    ] = None,
     num_seqs: Annotated[int | None, _made_up("--num-seqs", "Number of requests.", 256)] = None,
-    max_input: Annotated[int | None, _made_up("--max-input", "Longest prompt; the shortest is a tenth.", 1024)] = None,
+    max_input: Annotated[
+        int | None, _made_up("--max-input", "Longest prompt; the shortest is a tenth.", 1024)
+    ] = None,
     max_output: Annotated[
         int | None, _made_up("--max-output", "Longest output; the shortest is a tenth.", 1024)
     ] = None,
     temperature: Annotated[float | None, _made_up("--temperature", "0 is greedy.", 0.6)] = None,
     request_rate: Annotated[
         float | None,
-        typer.Option("--request-rate", help="Requests per second, Poisson; all at once if left out."),
+        typer.Option(
+            "--request-rate", help="Requests per second, Poisson; all at once if left out."
+        ),
     ] = None,
-    num_warmup: Annotated[int, typer.Option("--num-warmup", help="Tiny requests sent first, which are not timed.")] = 1,
+    num_warmup: Annotated[
+        int, typer.Option("--num-warmup", help="Tiny requests sent first, which are not timed.")
+    ] = 1,
     *,
     config: EngineConfig,
 ) -> None:
-    """Time a file of requests, or made-up ones, and print one JSON line. --seed (default 0) also draws prompts, lengths
-    and arrivals."""
+    """Time a file of requests, or made-up ones, and print one JSON line. --seed (default 0) also
+    draws prompts, lengths and arrivals.
+    """
     config = dataclasses.replace(config, seed=config.seed or 0)
     _start_logging(config.log_level)
     from cluster.commands.bench import BenchJob, run_bench  # loads Ray and torch
@@ -182,7 +199,9 @@ def bench(
 
 @app.command()
 def doctor() -> None:
-    """Report what is installed, which devices there are, which kernels would run, and what is wrong."""
+    """Report what is installed, which devices there are, which kernels would run, and what is
+    wrong.
+    """
     with _exit_codes():
         from cluster.commands.doctor import examine
 

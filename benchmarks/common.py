@@ -1,4 +1,6 @@
-"""What the benchmarks share: the machine, models of random weights, alternating runs, and where results go."""
+"""What the benchmarks share: the machine, models of random weights, alternating runs, and where
+results go.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,44 @@ from tests.checkpoints import write_fast_checkpoint
 T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 _QWEN3: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True,
-    "rope_theta": 1000000.0, "dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "dtype": "bfloat16",
+}
 QWEN3_0_6B = _QWEN3 | {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 QWEN3_60M = _QWEN3 | {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores this process may use, versions."""
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    names = (
+        re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else []
+    )
     return {
         "cpu": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -50,7 +70,15 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Of the checkout, with a + if files have changed since; None outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -59,7 +87,9 @@ def commit() -> str | None:
 
 @contextmanager
 def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M) -> Iterator[str]:
-    """The directory or hub id given, or else a temporary checkpoint of this shape with random weights."""
+    """The directory or hub id given, or else a temporary checkpoint of this shape with random
+    weights.
+    """
     if model is not None:
         yield model
         return
@@ -69,7 +99,9 @@ def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M
 
 
 def alternate(runs: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Call each of `runs` in turn, `repeats` times over, so that a slow minute of the machine falls on all alike."""
+    """Call each of `runs` in turn, `repeats` times over, so that a slow minute of the machine falls
+    on all alike.
+    """
     values: dict[str, list[T]] = {name: [] for name in runs}
     for i in range(repeats):
         for name, run in runs.items():
@@ -83,15 +115,22 @@ def median(values: list[float]) -> float:
     return float(f"{statistics.median(values):.5g}")
 
 
-def write_result(name: str, limit: str, measured: Mapping[str, Any], module: str | None = None) -> None:
-    """Write benchmarks/results/NAME.json and print it. `limit` says what the numbers are to be judged against.
+def write_result(
+    name: str, limit: str, measured: Mapping[str, Any], module: str | None = None
+) -> None:
+    """Write benchmarks/results/NAME.json and print it. `limit` says what the numbers are to be
+    judged against.
 
     `module`: of the benchmark, where it is not called as its result is.
     """
     record = {
-        "benchmark": name, "command": _command(module or name), "commit": commit(), "machine": machine(),
-        "limit": limit, **measured,
-    }  # fmt: skip
+        "benchmark": name,
+        "command": _command(module or name),
+        "commit": commit(),
+        "machine": machine(),
+        "limit": limit,
+        **measured,
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))

@@ -1,5 +1,6 @@
-"""Actors that the dispatch benchmark runs in place of the engine's own: a driver that notes when results come, and
-ranks that wait for a made-up device instead of computing."""
+"""Actors that the dispatch benchmark runs in place of the engine's own: a driver that notes when
+results come, and ranks that wait for a made-up device instead of computing.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +65,16 @@ class OneCoreDriver(TimedDriver):
 class SleepingWorker(Worker):
     """Loads as a rank does, then waits instead of computing, as a host does for a GPU.
 
-    On the made-up device step k is done `DEVICE_STEP_S` after the later of its launch and the end of step k - 1.
+    On the made-up device step k is done `DEVICE_STEP_S` after the later of its launch and the end
+    of step k - 1.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
         super().__init__(config, rank)
         self._launched = threading.Condition()
-        self._done_s: dict[int, tuple[float, int]] = {}  # by step: when, and how many tokens it samples
+        self._done_s: dict[
+            int, tuple[float, int]
+        ] = {}  # by step: when, and how many tokens it samples
         self._last_s = 0.0
 
     def launch(self, plan: StepPlan) -> None:
@@ -86,7 +90,11 @@ class SleepingWorker(Worker):
         time.sleep(max(0.0, done_s - time.perf_counter()))
         tokens = ints([7]) * num_rows
         return StepResult(
-            step_id=step_id, epoch=epoch, rank=self.rank, token_ids=tokens, digest=zlib.crc32(tokens.tobytes())
+            step_id=step_id,
+            epoch=epoch,
+            rank=self.rank,
+            token_ids=tokens,
+            digest=zlib.crc32(tokens.tobytes()),
         )
 
 

@@ -1,6 +1,8 @@
-"""The ways in which the dispatch benchmark runs a batch: through the driver with Ray, and the same ranks without.
+"""The ways in which the dispatch benchmark runs a batch: through the driver with Ray, and the same
+ranks without.
 
-Each is a context manager that gives a function from a batch size to the median milliseconds between decode steps.
+Each is a context manager that gives a function from a batch size to the median milliseconds between
+decode steps.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _step_ms(moments: list[float]) -> float:
 
 
 @contextmanager
-def with_ray(driver: type[Driver], ahead: int, steps: int, options: dict[str, Any]) -> Iterator[Measure]:
+def with_ray(
+    driver: type[Driver], ahead: int, steps: int, options: dict[str, Any]
+) -> Iterator[Measure]:
     """An engine with a `TimedDriver`, `ahead` steps submitted beyond the unread one."""
     with mock.patch("cluster.engine.start.Driver", driver):
         llm = LLM(num_steps_ahead=ahead, **options)
@@ -63,9 +67,13 @@ def without_ray(options: dict[str, Any], steps: int, *, one_core: bool) -> Itera
     engine = EngineConfig(**options)
     path = find_model(engine.model)
     config = resolve_config(engine, ModelConfig.from_dir(path), path, "cpu")
-    num_threads = 1 if one_core else max(1, len(os.sched_getaffinity(0)) // engine.tensor_parallel_size)
+    num_threads = (
+        1 if one_core else max(1, len(os.sched_getaffinity(0)) // engine.tensor_parallel_size)
+    )
     if engine.tensor_parallel_size == 1:
-        with ProcessPoolExecutor(1, get_context("spawn"), _start_rank, (config, num_threads)) as pool:
+        with ProcessPoolExecutor(
+            1, get_context("spawn"), _start_rank, (config, num_threads)
+        ) as pool:
             yield lambda size: _step_ms(pool.submit(_run_in_process, size, steps).result())
         return
     ranks = _PlainRanks(config, num_threads)
@@ -83,7 +91,14 @@ def _add_batch(engine: Engine | Scheduler, size: int, steps: int) -> None:
     for row in range(size):
         sampling = Sampling(seed=0, max_tokens=steps, temperature=0.0)
         tokens = ints(_prompt(row))
-        engine.add(Request(request_id=str(row), token_ids=tokens, num_prompt_tokens=PROMPT_LEN, sampling=sampling))
+        engine.add(
+            Request(
+                request_id=str(row),
+                token_ids=tokens,
+                num_prompt_tokens=PROMPT_LEN,
+                sampling=sampling,
+            )
+        )
 
 
 def _scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
@@ -116,7 +131,9 @@ def _run_in_process(size: int, steps: int) -> list[float]:
 
 
 class _PlainRanks:
-    """Processes of a pool, one a rank, which get every plan of a batch at once: they never wait for the scheduler."""
+    """Processes of a pool, one a rank, which get every plan of a batch at once: they never wait for
+    the scheduler.
+    """
 
     def __init__(self, config: ResolvedConfig, num_threads: int) -> None:
         self.size = config.engine.tensor_parallel_size
@@ -124,7 +141,9 @@ class _PlainRanks:
         cores = sorted(os.sched_getaffinity(0))
         for rank, process in enumerate(self.pool._processes):
             if len(cores) >= self.size:  # each on cores of its own, as the ranks of a node are
-                os.sched_setaffinity(process.pid or 0, cores[rank * num_threads : (rank + 1) * num_threads])
+                os.sched_setaffinity(
+                    process.pid or 0, cores[rank * num_threads : (rank + 1) * num_threads]
+                )
             self.pool.call(rank, "create", config, rank)
         address = self.pool.call(0, "open_rendezvous")
         reports = self.pool.call_all(self.size, "start", address, num_threads)
@@ -146,5 +165,7 @@ class _PlainRanks:
                 self.pool.receive(rank)
             moments.append(time.perf_counter())
         for plan in plans:
-            self.scheduler.apply(self.pool.call_all(self.size, "result", plan.step_id, plan.epoch)[0])
+            self.scheduler.apply(
+                self.pool.call_all(self.size, "result", plan.step_id, plan.epoch)[0]
+            )
         return moments

@@ -1,4 +1,5 @@
-"""What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check [--out FILE]`.
+"""What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check
+[--out FILE]`.
 
     machine      the GPU, versions, what its memory and its matrix units sustain
     numerics     every kernel against its reference
@@ -7,10 +8,11 @@
     throughput   output tokens a second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
 
-Needs torch and triton; nothing is downloaded or built, and Ray is not used. Under nine minutes: each section has a
-process of its own and a limit, and what it has found when it crashes, hangs or runs out of time is kept. Results are
-written after every section, and one table is printed at the end. Exit code 1 if anything has not passed. `--small`:
-tiny shapes on any device, a CPU with TRITON_INTERPRET=1 included, whose times say nothing.
+Needs torch and triton; nothing is downloaded or built, and Ray is not used. Under nine minutes:
+each section has a process of its own and a limit, and what it has found when it crashes, hangs or
+runs out of time is kept. Results are written after every section, and one table is printed at the
+end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any device, a CPU with
+TRITON_INTERPRET=1 included, whose times say nothing.
 """
 
 from __future__ import annotations
@@ -53,19 +55,28 @@ def machine(check: Check) -> None:
 
 
 def _describe(check: Check) -> Row:
-    row: Row = {"name_of": describe_machine()["cpu"], "torch": torch.__version__, "triton": triton.__version__}
+    row: Row = {
+        "name_of": describe_machine()["cpu"],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     if check.on_gpu:
         properties = torch.cuda.get_device_properties(check.device)
         row |= {
-            "name_of": properties.name, "cuda": torch.version.cuda, "sms": properties.multi_processor_count,
-            "capability": f"{properties.major}.{properties.minor}", "gib": rounded(properties.total_memory / 2**30),
+            "name_of": properties.name,
+            "cuda": torch.version.cuda,
+            "sms": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "gib": rounded(properties.total_memory / 2**30),
             "l2_mib": rounded(properties.L2_cache_size / 2**20),
-        }  # fmt: skip
+        }
     return row
 
 
 def _ceilings(check: Check) -> Row:
-    """The faster of a copy, counting bytes read and written, and a sum, which reads; a square product in bfloat16."""
+    """The faster of a copy, counting bytes read and written, and a sum, which reads; a square
+    product in bfloat16.
+    """
     num_bytes, size = (2**20, 64) if check.small else (4 * 2**30, 8192)
     source = torch.empty(num_bytes, dtype=torch.uint8, device=check.device).random_()
     target = torch.empty_like(source)
@@ -75,18 +86,27 @@ def _ceilings(check: Check) -> Row:
     left, right = (check.normal(size, size, dtype=torch.bfloat16) for _ in range(2))
     product_us = median_us(check, [lambda: left @ right] * 4)
     return {
-        "tb_per_s": rounded(max(copied, summed)), "copied_tb_per_s": rounded(copied),
-        "summed_tb_per_s": rounded(summed), "tflop_per_s": rounded(2 * size**3 / product_us / 1e6),
-    }  # fmt: skip
+        "tb_per_s": rounded(max(copied, summed)),
+        "copied_tb_per_s": rounded(copied),
+        "summed_tb_per_s": rounded(summed),
+        "tflop_per_s": rounded(2 * size**3 / product_us / 1e6),
+    }
 
 
 def _process_group(check: Check) -> Row:
-    """What ranks ask of each other, asked by one alone: sums, a maximum and a gather, on a GPU in a graph."""
+    """What ranks ask of each other, asked by one alone: sums, a maximum and a gather, on a GPU in a
+    graph.
+    """
     rendezvous = open_rendezvous("127.0.0.1", _GROUP_TIMEOUT_S)
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     backend = _connect(0, 1, rendezvous.address, check.device, timeout)
-    group = TensorParallelGroup(0, 2, check.device, backend)  # of two, as it is told: one alone asks nothing
-    summed, largest = check.normal(64, 1024), torch.arange(64, dtype=torch.int64, device=check.device)
+    group = TensorParallelGroup(
+        0, 2, check.device, backend
+    )  # of two, as it is told: one alone asks nothing
+    summed, largest = (
+        check.normal(64, 1024),
+        torch.arange(64, dtype=torch.int64, device=check.device),
+    )
     gathered = torch.empty(1, *summed.shape, dtype=summed.dtype, device=check.device)
 
     def run() -> None:
@@ -107,15 +127,17 @@ def _process_group(check: Check) -> Row:
                 return {"passed": False}
         row: Row = {"backend": group.transport, "passed": True}
         return row | (
-            {"us": rounded(median_us(check, [lambda: group.all_reduce(summed)] * 20))} if check.on_gpu else {}
+            {"us": rounded(median_us(check, [lambda: group.all_reduce(summed)] * 20))}
+            if check.on_gpu
+            else {}
         )
     finally:
         graph = None  # before the group, as in `Worker.close`
         group.close()
 
 
-# By name, in order of importance: what runs, and its seconds with those of its process, 530 in all. What one does not
-# use is for those after it.
+# By name, in order of importance: what runs, and its seconds with those of its process, 530 in all.
+# What one does not use is for those after it.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "machine": (machine, 40.0),
     "numerics": (numerics, 150.0),
@@ -131,7 +153,9 @@ _GROUP_TIMEOUT_S = 20.0
 Command = Callable[[str, Path, float], list[str]]
 
 
-def run_sections(record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command) -> None:
+def run_sections(
+    record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command
+) -> None:
     """One after the other, each in a process. `record` is written to `out` after every one."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.stem}_part.json")
@@ -148,15 +172,28 @@ def run_sections(record: dict[str, Any], limits_s: dict[str, float], out: Path, 
 def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) -> list[str]:
     """This program, to run one section, whose floors follow from the ceilings that `record` has."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--sections", name]
-    command += ["--part", str(part), "--until", str(until_s), *(["--small"] if record["small"] else [])]
+    command += [
+        "--part",
+        str(part),
+        "--until",
+        str(until_s),
+        *(["--small"] if record["small"] else []),
+    ]
     rows = record["sections"].get("machine", {"rows": []})["rows"]
     for ceilings in (row for row in rows if "tb_per_s" in row):
-        command += ["--tb-per-s", str(ceilings["tb_per_s"]), "--tflop-per-s", str(ceilings["tflop_per_s"])]
+        command += [
+            "--tb-per-s",
+            str(ceilings["tb_per_s"]),
+            "--tflop-per-s",
+            str(ceilings["tflop_per_s"]),
+        ]
     return command
 
 
 def table(sections: dict[str, Section], brief: bool = False) -> str:
-    """A line a row, under the names of its section's columns. `brief` leaves out what is within its limit."""
+    """A line a row, under the names of its section's columns. `brief` leaves out what is within its
+    limit.
+    """
     lines = []
     for name, section in sections.items():
         early = f", {section['ended_early']}" if section["ended_early"] else ""
@@ -165,7 +202,9 @@ def table(sections: dict[str, Section], brief: bool = False) -> str:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells)
+        padded = (
+            [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells
+        )
         lines += ["  ".join(line).rstrip() for line in padded]
     return "\n".join(lines[1:])
 
@@ -177,7 +216,9 @@ def _cell(value: object) -> str:
 
 
 def find_backends(device: torch.device) -> dict[str, Kernels]:
-    """Triton's, and flash-attn's where it can be imported. Raises `ValueError` where Triton's cannot run."""
+    """Triton's, and flash-attn's where it can be imported. Raises `ValueError` where Triton's
+    cannot run.
+    """
     backends = {"triton": select_backend(device.type, "triton")}
     if device.type == "cuda":
         with suppress(ValueError):
@@ -187,11 +228,20 @@ def find_backends(device: torch.device) -> dict[str, Kernels]:
 
 def main() -> None:
     """Run, write, print; or run the one section of a process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_check.json")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on any device")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
-    for name, kind in (("--part", Path), ("--until", float), ("--tb-per-s", float), ("--tflop-per-s", float)):
+    parser.add_argument(
+        "--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME"
+    )
+    for name, kind in (
+        ("--part", Path),
+        ("--until", float),
+        ("--tb-per-s", float),
+        ("--tflop-per-s", float),
+    ):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for the process of a section
     args = parser.parse_args()
     if args.part is not None:
@@ -205,16 +255,25 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     record: dict[str, Any] = {
-        "benchmark": "gpu_check", "small": args.small, "commit": commit(), "machine": describe_machine(),
-        "limit": "floor: each byte moved once, or the operations done, at the measured speeds of `ceilings`",
-        "times_are_real": on_gpu, "sections": {},
-    }  # fmt: skip
+        "benchmark": "gpu_check",
+        "small": args.small,
+        "commit": commit(),
+        "machine": describe_machine(),
+        "limit": (
+            "floor: each byte moved once, or the operations done, at the measured speeds of"
+            " `ceilings`"
+        ),
+        "times_are_real": on_gpu,
+        "sections": {},
+    }
     limits_s = {name: SECTIONS[name][1] for name in args.sections}
     run_sections(record, limits_s, args.out, partial(command_of, record))
     print(f"\nall of it\n\n{table(record['sections'], brief=True)}")
     if not on_gpu:
         print("\nno GPU: the times above are those of an interpreter and say nothing")
-    sys.exit(any(section["failed"] or section["ended_early"] for section in record["sections"].values()))
+    sys.exit(
+        any(section["failed"] or section["ended_early"] for section in record["sections"].values())
+    )
 
 
 def run_part(args: argparse.Namespace) -> None:
@@ -222,7 +281,9 @@ def run_part(args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     check = Check(device=device, small=args.small, backends=find_backends(device))
     if args.tb_per_s is not None:
-        check.ceilings = Machine(memory_bytes_per_s=1e12 * args.tb_per_s, flops_per_s=1e12 * args.tflop_per_s)
+        check.ceilings = Machine(
+            memory_bytes_per_s=1e12 * args.tb_per_s, flops_per_s=1e12 * args.tflop_per_s
+        )
     torch.manual_seed(0)
     run_section(check, SECTIONS[args.sections[0]][0], args.part, args.until)
 

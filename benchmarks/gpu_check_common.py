@@ -1,4 +1,5 @@
-"""What the sections of the GPU check share: where results go, the backends, attention over shuffled blocks, and time.
+"""What the sections of the GPU check share: where results go, the backends, attention over shuffled
+blocks, and time.
 
 Legend: T tokens of the step, B rows, W blocks of a row.
 """
@@ -22,7 +23,8 @@ from workers.roofline import Machine
 
 Row = dict[str, Any]
 
-# Inputs that are used in turn take this much together, several times the second-level cache, if that many sets do.
+# Inputs that are used in turn take this much together, several times the second-level cache, if
+# that many sets do.
 _ROTATED_BYTES = 256 * 2**20
 _MOST_SETS = 64
 # A clock that has gone down while the host prepared goes up again within the first.
@@ -33,16 +35,19 @@ _FEWEST_REPLAYS = 3
 
 @dataclass(slots=True, kw_only=True)
 class Check:
-    """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this machine sustains,
-    an H200's data sheet until that is measured.
+    """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this
+    machine sustains, an H200's data sheet until that is measured.
 
-    `small`: tiny shapes, for any device. `rows` are the results of the section that runs; `on_row` follows each.
+    `small`: tiny shapes, for any device. `rows` are the results of the section that runs; `on_row`
+    follows each.
     """
 
     device: torch.device
     small: bool
     backends: dict[str, Kernels]
-    ceilings: Machine = field(default_factory=lambda: Machine(memory_bytes_per_s=4.8e12, flops_per_s=9.9e14))
+    ceilings: Machine = field(
+        default_factory=lambda: Machine(memory_bytes_per_s=4.8e12, flops_per_s=9.9e14)
+    )
     rows: list[Row] = field(default_factory=list)
     on_row: Callable[[], object] = lambda: None
 
@@ -61,13 +66,18 @@ class Check:
             row = measure()
         except Exception as error:
             traceback.print_exc()
-            row = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200], "passed": False}
+            row = {
+                "error": f"{type(error).__name__}: {error}".splitlines()[0][:200],
+                "passed": False,
+            }
         self.rows.append({"name": name, **row})
         self.on_row()
 
     def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
         """Least microseconds on this machine."""
-        seconds = max(num_bytes / self.ceilings.memory_bytes_per_s, flops / self.ceilings.flops_per_s)
+        seconds = max(
+            num_bytes / self.ceilings.memory_bytes_per_s, flops / self.ceilings.flops_per_s
+        )
         return 1e6 * seconds
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -88,21 +98,26 @@ def attention_of(
     device: torch.device,
     max_seq_len: int | None = None,
 ) -> AttentionMetadata:
-    """Rows whose blocks are `block_ids` one after the other. Entries of a table past its row name the first of them.
+    """Rows whose blocks are `block_ids` one after the other. Entries of a table past its row name
+    the first of them.
 
-    `max_seq_len`: a bound that is wider than the longest row, and so is the table then. Every token's slot is its place
-    in these blocks.
+    `max_seq_len`: a bound that is wider than the longest row, and so is the table then. Every
+    token's slot is its place in these blocks.
     """
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     width = max(1, *counts, -(-(max_seq_len or 0) // block_size))
     table_BW = torch.full((len(counts), width), int(block_ids[0]), dtype=torch.int32)
     slots: list[torch.Tensor] = []
     used = block_ids[: sum(counts)].split(counts)
-    for row, (blocks, seq_len, query_len) in enumerate(zip(used, seq_lens, query_lens, strict=True)):
+    for row, (blocks, seq_len, query_len) in enumerate(
+        zip(used, seq_lens, query_lens, strict=True)
+    ):
         table_BW[row, : len(blocks)] = blocks
         positions = torch.arange(seq_len - query_len, seq_len)
         inside = positions.clamp(min=0)
-        places = table_BW[row].to(torch.int64)[inside // block_size] * block_size + inside % block_size
+        places = (
+            table_BW[row].to(torch.int64)[inside // block_size] * block_size + inside % block_size
+        )
         slots.append(torch.where(positions >= 0, places, -1))
     return AttentionMetadata(
         query_start_B1=running_sum(query_lens).to(device),
@@ -121,13 +136,16 @@ def running_sum(lengths: Iterable[int]) -> torch.Tensor:
 
 
 def num_sets(check: Check, num_bytes: int) -> int:
-    """How many sets of inputs to use in turn, so that none is still in the cache when it comes again; see `share`."""
+    """How many sets of inputs to use in turn, so that none is still in the cache when it comes
+    again; see `share`.
+    """
     return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // num_bytes))) if check.on_gpu else 1
 
 
 def share(check: Check, num_bytes: int, floor_us: float, us: float) -> Row:
-    """The floor as a part of the time. All sets of a small input stay in the cache, faster than the memory that floors
-    count with: then there is none."""
+    """The floor as a part of the time. All sets of a small input stay in the cache, faster than the
+    memory that floors count with: then there is none.
+    """
     if check.on_gpu:
         cache_bytes = torch.cuda.get_device_properties(check.device).L2_cache_size
         if num_sets(check, num_bytes) * num_bytes < cache_bytes:
@@ -136,8 +154,10 @@ def share(check: Check, num_bytes: int, floor_us: float, us: float) -> Row:
 
 
 def median_us(check: Check, calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of `calls`, which do the same to different inputs: the median over replays of a graph of them
-    all, in device time. Without a GPU, host time of one round, which says nothing."""
+    """Microseconds of one of `calls`, which do the same to different inputs: the median over
+    replays of a graph of them all, in device time. Without a GPU, host time of one round, which
+    says nothing.
+    """
 
     def run() -> None:
         kept = [call() for call in calls]  # so that each writes memory of its own

@@ -1,6 +1,8 @@
-"""The engine in this process on one device: decode steps, a whole workload, and the same tokens from every backend.
+"""The engine in this process on one device: decode steps, a whole workload, and the same tokens
+from every backend.
 
-Weights are random and made on the device. No Ray: an in-process executor below scheduler and engine.
+Weights are random and made on the device. No Ray: an in-process executor below scheduler and
+engine.
 """
 
 from __future__ import annotations
@@ -36,20 +38,33 @@ from workers.models.layers import WeightSlice
 from workers.roofline import floor_s, layer_parameters, works_of
 
 QWEN3_8B = QWEN3_0_6B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 # Small enough to be quick, with a head dim that every backend takes.
 _COMPARED = QWEN3_0_6B | {
-    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 _TINY = QWEN3_0_6B | {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64,
-}  # fmt: skip
-# Of the tokens, 0.33 to 0.38 came before the first difference between two right backends (bfloat16, on a CPU), 0.002
-# with attention that gives zeros, 0.02 with one that scales by 0.8 of what it should.
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+# Of the tokens, 0.33 to 0.38 came before the first difference between two right backends (bfloat16,
+# on a CPU), 0.002 with attention that gives zeros, 0.02 with one that scales by 0.8 of what it
+# should.
 _EQUAL_IN_16_BITS = 0.15
 _NO_GRAPHS = {"note": "graphs are not available"}
 
@@ -87,12 +102,20 @@ class RecordingExecutor:
 
 
 @contextmanager
-def open_engine(check: Check, raw: dict[str, Any], backend: str, fill: Fill, **options: Any) -> Iterator[Parts]:
-    """An engine that runs a step ahead, over a model of this shape. `options` are those of `EngineConfig`."""
+def open_engine(
+    check: Check, raw: dict[str, Any], backend: str, fill: Fill, **options: Any
+) -> Iterator[Parts]:
+    """An engine that runs a step ahead, over a model of this shape. `options` are those of
+    `EngineConfig`.
+    """
     _free_memory(check)  # of an engine whose error was still held when it closed
     torch.manual_seed(0)
-    engine = EngineConfig(model="random weights", device=check.device.type, attention_backend=backend, **options)
-    config = resolve_config(engine, ModelConfig.from_dict(raw), Path(engine.model), check.device.type)
+    engine = EngineConfig(
+        model="random weights", device=check.device.type, attention_backend=backend, **options
+    )
+    config = resolve_config(
+        engine, ModelConfig.from_dict(raw), Path(engine.model), check.device.type
+    )
 
     def fill_all(slices: Iterable[WeightSlice], *_: object) -> None:
         for piece in slices:
@@ -101,10 +124,14 @@ def open_engine(check: Check, raw: dict[str, Any], backend: str, fill: Fill, **o
     with mock.patch("workers.worker.load_weights", fill_all):
         executor = RecordingExecutor(config)
     limits = SchedulerLimits(
-        num_blocks=executor.inner.num_kv_blocks, block_size=config.block_size, max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-        vocab_size=config.model.vocab_size, enable_prefix_caching=engine.enable_prefix_caching,
-    )  # fmt: skip
+        num_blocks=executor.inner.num_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        vocab_size=config.model.vocab_size,
+        enable_prefix_caching=engine.enable_prefix_caching,
+    )
     try:
         yield Engine(Scheduler(limits), executor, num_steps_ahead=1), executor, config
     finally:
@@ -134,10 +161,17 @@ def wide(piece: WeightSlice) -> None:
 
 
 def add(engine: Engine, number: int, tokens: list[int], max_tokens: int, **parameters: Any) -> None:
-    """Queue a request, whose seed is its number. It ends by length alone unless `parameters` have stop ids."""
+    """Queue a request, whose seed is its number. It ends by length alone unless `parameters` have
+    stop ids.
+    """
     sampling = Sampling(seed=number, max_tokens=max_tokens, **parameters)
     engine.add(
-        Request(request_id=str(number), token_ids=ints(tokens), num_prompt_tokens=len(tokens), sampling=sampling)
+        Request(
+            request_id=str(number),
+            token_ids=ints(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=sampling,
+        )
     )
 
 
@@ -160,8 +194,10 @@ def prompts_of(raw: dict[str, Any], lengths: Iterable[int], seed: int) -> list[l
 
 
 def decode_steps(check: Check) -> None:
-    """A step of a batch whose rows are about 512 tokens long, eager and through graphs, beside the floor: reading the
-    weights and the rows' keys and values once. And steps of whole prompts, which are always eager."""
+    """A step of a batch whose rows are about 512 tokens long, eager and through graphs, beside the
+    floor: reading the weights and the rows' keys and values once. And steps of whole prompts, which
+    are always eager.
+    """
     shapes = {"tiny": _TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
     for name, raw in shapes.items():
         for eager in (False, True):
@@ -178,13 +214,22 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
     num_prompts, prompt_len = ((1, 2), 12) if check.small else ((1, 4), 2048)
     began = time.perf_counter()
     with open_engine(
-        check, raw, "triton", near_zero, enforce_eager=eager, enable_prefix_caching=False, max_num_seqs=batches[-1],
-        max_num_batched_tokens=16384, max_model_len=64 if check.small else 4096,
+        check,
+        raw,
+        "triton",
+        near_zero,
+        enforce_eager=eager,
+        enable_prefix_caching=False,
+        max_num_seqs=batches[-1],
+        max_num_batched_tokens=16384,
+        max_model_len=64 if check.small else 4096,
         num_kv_blocks=batches[-1] * (context + 128) // 16,
-    ) as (engine, executor, config):  # fmt: skip
+    ) as (engine, executor, config):
         start_s = time.perf_counter() - began
         for batch in batches:
-            step = partial(_decode_step, check, engine, executor, config.model, batch, context, steps)
+            step = partial(
+                _decode_step, check, engine, executor, config.model, batch, context, steps
+            )
             check.add(f"{name} {'eager' if eager else 'graph'}, batch {batch}", step)
         for num in num_prompts if eager else ():
             step = partial(_prefill_step, check, engine, executor, config.model, num, prompt_len)
@@ -193,13 +238,21 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
 
 
 def _decode_step(
-    check: Check, engine: Engine, executor: RecordingExecutor, model: ModelConfig, batch: int, context: int, steps: int
+    check: Check,
+    engine: Engine,
+    executor: RecordingExecutor,
+    model: ModelConfig,
+    batch: int,
+    context: int,
+    steps: int,
 ) -> Row:
     for number, tokens in enumerate(
         prompts_of({"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch)
     ):
         add(engine, number, tokens, steps + 40, temperature=0.6)  # some begin before others
-    while any(seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)):
+    while any(
+        seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
+    ):
         engine.step()
     executor.launch_s.clear()
     moments = [time.perf_counter()]
@@ -215,17 +268,26 @@ def _decode_step(
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     floor_ms = check.floor_us(2 * (weights + batch * context * kv_row), 2 * weights * batch) / 1000
     return {
-        "ms": rounded(ms), "launch_ms": rounded(launch_ms), "floor_ms": rounded(floor_ms),
+        "ms": rounded(ms),
+        "launch_ms": rounded(launch_ms),
+        "floor_ms": rounded(floor_ms),
         "share": rounded(floor_ms / ms, 3),
-    }  # fmt: skip
+    }
 
 
 def _prefill_step(
-    check: Check, engine: Engine, executor: RecordingExecutor, model: ModelConfig, num_prompts: int, prompt_len: int
+    check: Check,
+    engine: Engine,
+    executor: RecordingExecutor,
+    model: ModelConfig,
+    num_prompts: int,
+    prompt_len: int,
 ) -> Row:
     """Of equal steps, the first of which compiles, the median of the others."""
     repeats = 2 if check.small else 6
-    prompts = prompts_of({"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts)
+    prompts = prompts_of(
+        {"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts
+    )
     seconds: list[float] = []
     executor.launch_s.clear()
     for _ in range(repeats):
@@ -237,31 +299,48 @@ def _prefill_step(
     ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
     floor_ms = 1000 * floor_s(model, 2, works_of(prompts, [1] * num_prompts), check.ceilings)
     return {
-        "ms": rounded(ms), "launch_ms": rounded(launch_ms), "floor_ms": rounded(floor_ms),
-        "share": rounded(floor_ms / ms, 3), "passed": len(executor.launch_s) == repeats and not engine.has_work,
-    }  # fmt: skip
+        "ms": rounded(ms),
+        "launch_ms": rounded(launch_ms),
+        "floor_ms": rounded(floor_ms),
+        "share": rounded(floor_ms / ms, 3),
+        "passed": len(executor.launch_s) == repeats and not engine.has_work,
+    }
 
 
 # A workload
 
 
 def throughput(check: Check) -> None:
-    """Output tokens a second: inputs and outputs uniform in 100 to 1024 tokens, all there at the start."""
+    """Output tokens a second: inputs and outputs uniform in 100 to 1024 tokens, all there at the
+    start.
+    """
     for backend in check.backends:
-        check.add(f"{'tiny' if check.small else '0.6B'} {backend}", partial(_throughput, check, backend))
+        check.add(
+            f"{'tiny' if check.small else '0.6B'} {backend}", partial(_throughput, check, backend)
+        )
 
 
 def _throughput(check: Check, backend: str) -> Row:
     raw, num_seqs, low, high = (_TINY, 2, 3, 6) if check.small else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
     last = min(10000, raw["vocab_size"] - 1)
-    prompts = [[rng.randint(0, last) for _ in range(rng.randint(low, high))] for _ in range(num_seqs)]
+    prompts = [
+        [rng.randint(0, last) for _ in range(rng.randint(low, high))] for _ in range(num_seqs)
+    ]
     lengths = [rng.randint(low, high) for _ in range(num_seqs)]
     with open_engine(
-        check, raw, backend, near_zero, max_num_seqs=num_seqs, max_num_batched_tokens=64 if check.small else 16384,
+        check,
+        raw,
+        backend,
+        near_zero,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=64 if check.small else 16384,
         max_model_len=4 * high,
-    ) as (engine, executor, config):  # fmt: skip
-        for lengths_before in ([high] * min(64, num_seqs), [3]):  # what is compiled at its first use, is now
+    ) as (engine, executor, config):
+        for lengths_before in (
+            [high] * min(64, num_seqs),
+            [3],
+        ):  # what is compiled at its first use, is now
             for number, tokens in enumerate(prompts_of(raw, lengths_before, seed=1)):
                 add(engine, -1 - number, tokens, 8, temperature=0.6)
             run_all(engine)
@@ -276,22 +355,26 @@ def _throughput(check: Check, backend: str) -> Row:
         stats = engine.scheduler.stats
         floor = floor_s(config.model, 2, works_of(prompts, lengths), check.ceilings)
         return {
-            "tokens_per_s": rounded(sum(lengths) / total_s, 5), "total_s": rounded(total_s), "floor_s": rounded(floor),
-            "share": rounded(floor / total_s, 3), "steps": stats.num_steps - num_steps,
-            "launch_ms": rounded(1000 * statistics.median(executor.launch_s)), "preempted": stats.num_preemptions,
+            "tokens_per_s": rounded(sum(lengths) / total_s, 5),
+            "total_s": rounded(total_s),
+            "floor_s": rounded(floor),
+            "share": rounded(floor / total_s, 3),
+            "steps": stats.num_steps - num_steps,
+            "launch_ms": rounded(1000 * statistics.median(executor.launch_s)),
+            "preempted": stats.num_preemptions,
             "passed": [len(outputs[str(number)]) for number in range(num_seqs)] == lengths,
-        }  # fmt: skip
+        }
 
 
 # Tokens
 
 
 def tokens(check: Check) -> None:
-    """Outputs of every backend, through graphs and without, against the reference backend's; and launches under torch's
-    watch for waits. The requests use every parameter of sampling.
+    """Outputs of every backend, through graphs and without, against the reference backend's; and
+    launches under torch's watch for waits. The requests use every parameter of sampling.
 
-    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the other way: what is
-    compared is the part of the tokens before the first that differs.
+    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the
+    other way: what is compared is the part of the tokens before the first that differs.
     """
     for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
         outputs: dict[str, list[list[int]]] = {}
@@ -300,7 +383,9 @@ def tokens(check: Check) -> None:
                 continue  # flash-attn has no float32
             for eager in (True, False):
                 name = f"{dtype} {backend} {'eager' if eager else 'graph'}"
-                if eager or (check.on_gpu and backend != "reference"):  # whose attention waits for the GPU
+                if eager or (
+                    check.on_gpu and backend != "reference"
+                ):  # whose attention waits for the GPU
                     check.add(name, partial(_compare, check, outputs, name, dtype, backend, eager))
                 else:
                     check.add(name, lambda: _NO_GRAPHS)
@@ -314,20 +399,33 @@ def tokens(check: Check) -> None:
 
 
 def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
-    # A block size that every backend takes; prompts in chunks; batches below, at and above sizes of graphs.
-    max_num_seqs, max_num_batched_tokens, max_model_len = (4, 64, 64) if check.small else (20, 512, 1024)
+    # A block size that every backend takes; prompts in chunks; batches below, at and above sizes of
+    # graphs.
+    max_num_seqs, max_num_batched_tokens, max_model_len = (
+        (4, 64, 64) if check.small else (20, 512, 1024)
+    )
     return open_engine(
-        check, _TINY if check.small else _COMPARED, backend, wide, dtype=dtype, enforce_eager=eager, block_size=256,
-        num_kv_blocks=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        check,
+        _TINY if check.small else _COMPARED,
+        backend,
+        wide,
+        dtype=dtype,
+        enforce_eager=eager,
+        block_size=256,
+        num_kv_blocks=60,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-    )  # fmt: skip
+    )
 
 
 def _add_ragged(check: Check, engine: Engine) -> int:
     """Prompts and outputs of different lengths, sampled in every way in turn; how many."""
     raw, count, longest, steps = (_TINY, 10, 9, 6) if check.small else (_COMPARED, 20, 700, 48)
     rng, ways = random.Random(3), _ways_of_sampling(raw["vocab_size"])
-    for number, prompt in enumerate(prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)):
+    for number, prompt in enumerate(
+        prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)
+    ):
         add(engine, number, prompt, rng.randint(4, steps), **ways[number % len(ways)])
     return count
 
@@ -349,7 +447,14 @@ def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
     ]
 
 
-def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype: str, backend: str, eager: bool) -> Row:
+def _compare(
+    check: Check,
+    outputs: dict[str, list[list[int]]],
+    key: str,
+    dtype: str,
+    backend: str,
+    eager: bool,
+) -> Row:
     with _tokens_engine(check, dtype, backend, eager) as (engine, _, _):
         count = _add_ragged(check, engine)
         ended = run_all(engine)
@@ -357,11 +462,24 @@ def _compare(check: Check, outputs: dict[str, list[list[int]]], key: str, dtype:
     want = next(iter(outputs.values()))
     pairs = list(zip(outputs[key], want, strict=True))
     begun_alike = [_begun_alike(*pair) for pair in pairs]
-    places = [place for place, (output, wanted) in zip(begun_alike, pairs, strict=True) if output != wanted]
+    places = [
+        place
+        for place, (output, wanted) in zip(begun_alike, pairs, strict=True)
+        if output != wanted
+    ]
     equal = sum(begun_alike) / sum(map(len, want))
-    row: Row = {"requests": count, "differ": len(places), "first": sorted(places)[:5], "equal": rounded(equal)}
-    varied = len({token for output in want for token in output}) > count  # or every model would look the same
-    return row | {"passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)}
+    row: Row = {
+        "requests": count,
+        "differ": len(places),
+        "first": sorted(places)[:5],
+        "equal": rounded(equal),
+    }
+    varied = (
+        len({token for output in want for token in output}) > count
+    )  # or every model would look the same
+    return row | {
+        "passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)
+    }
 
 
 def _begun_alike(output: list[int], wanted: list[int]) -> int:

@@ -1,12 +1,15 @@
-"""Every kernel of the GPU backends against its reference, which computes in float32 from the same 16-bit inputs.
+"""Every kernel of the GPU backends against its reference, which computes in float32 from the same
+16-bit inputs.
 
-A kernel rounds what it computes in float32 to 16 bits as often as its reference does, and rounding moves a number by at
-most half a unit in its last place: `2**-8` of it in bfloat16. A row (a token, or a head where heads are normed) passes
-if no number of it is off by more than so many such parts of the row's largest. Rows of long contexts are small, so the
-largest number of the whole tensor would let anything pass. What only copies, counts or compares is equal bit by bit.
-Outputs are filled with NaN before a kernel writes them, and what it must not read of a cache is NaN.
-Legend: T tokens, E features, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block size, B rows,
-R rows of a group, V tokens of the vocabulary, C columns.
+A kernel rounds what it computes in float32 to 16 bits as often as its reference does, and rounding
+moves a number by at
+most half a unit in its last place: `2**-8` of it in bfloat16. A row (a token, or a head where heads
+are normed) passes if no number of it is off by more than so many such parts of the row's largest.
+Rows of long contexts are small, so the largest number of the whole tensor would let anything pass.
+What only copies, counts or compares is equal bit by bit. Outputs are filled with NaN before a
+kernel writes them, and what it must not read of a cache is NaN.
+Legend: T tokens, E features, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block
+size, B rows, R rows of a group, V tokens of the vocabulary, C columns.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ _SLACK = 0.05
 # Of a weight: the rounding of two exponentials. One more for each token whose floor that moves.
 _WEIGHT_TOLERANCE = 1e-6
 
-# Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks beside decodes;
-# queries enough for the large tile of prefill, and rows enough for decode without splits.
+# Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks
+# beside decodes; queries enough for the large tile of prefill, and rows enough for decode without
+# splits.
 _WIDE = [0, 1, 15, 16, 17, 255, 256, 257, *range(3, 720, 10)]
 _BATCHES = {
     "decode": ([1, 0, 17, 128, 300, 1000, 4097], [1] * 7),
@@ -47,8 +51,12 @@ _BATCHES = {
 }
 # Query heads, KV heads, head dim, block size, None for the backend's.
 _ATTENTION_CASES = (
-    (16, 8, 128, None), (32, 8, 128, None), (8, 8, 64, None), (16, 2, 128, 256), (16, 8, 128, 256),
-)  # fmt: skip
+    (16, 8, 128, None),
+    (32, 8, 128, None),
+    (8, 8, 64, None),
+    (16, 2, 128, 256),
+    (16, 8, 128, 256),
+)
 _SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 9, 5])}
 
 
@@ -64,13 +72,20 @@ def numerics(check: Check) -> None:
 
 def elementwise(check: Check, kernels: Kernels) -> None:
     """Norms and the gate, over rows of several widths."""
-    for num_tokens, width in ((5, 64),) if check.small else ((1, 1024), (257, 4096), (33, 5120), (9, 80)):
+    for num_tokens, width in (
+        ((5, 64),) if check.small else ((1, 1024), (257, 4096), (33, 5120), (9, 80))
+    ):
         x_TE, residual_TE = check.normal(num_tokens, width), check.normal(num_tokens, width)
         weight_E = 1 + 0.3 * check.normal(width)
         shape = f"{num_tokens} x {width}"
         check.add(f"rms_norm {shape}", partial(_rms_norm, kernels, x_TE, weight_E))
-        check.add(f"add_rms_norm {shape}", partial(_add_rms_norm, kernels, x_TE, residual_TE, weight_E))
-        check.add(f"silu_and_mul {shape}", partial(_silu_and_mul, kernels, torch.cat((x_TE, residual_TE), dim=1)))
+        check.add(
+            f"add_rms_norm {shape}", partial(_add_rms_norm, kernels, x_TE, residual_TE, weight_E)
+        )
+        check.add(
+            f"silu_and_mul {shape}",
+            partial(_silu_and_mul, kernels, torch.cat((x_TE, residual_TE), dim=1)),
+        )
 
 
 def _rms_norm(kernels: Kernels, x_TE: torch.Tensor, weight_E: torch.Tensor) -> Row:
@@ -79,7 +94,9 @@ def _rms_norm(kernels: Kernels, x_TE: torch.Tensor, weight_E: torch.Tensor) -> R
     return judge(out_TE, rms_norm_reference(x_TE.float(), weight_E.float(), EPS), 2)
 
 
-def _add_rms_norm(kernels: Kernels, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor) -> Row:
+def _add_rms_norm(
+    kernels: Kernels, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor
+) -> Row:
     with poisoned():
         out_TE, total_TE = kernels.add_rms_norm(x_TE, residual_TE, weight_E, EPS)
     # The norm is that of the sum as it was rounded.
@@ -95,13 +112,19 @@ def _silu_and_mul(kernels: Kernels, gate_up_T2F: torch.Tensor) -> Row:
 
 def store(check: Check, kernels: Kernels) -> None:
     """QK-norm, rotation and store, for blocks of 16 and 256 tokens."""
-    cases = ((2, 1, 64, 4),) if check.small else ((16, 8, 128, 16), (32, 8, 128, 256), (8, 8, 64, 16), (16, 2, 64, 16))
+    cases = (
+        ((2, 1, 64, 4),)
+        if check.small
+        else ((16, 8, 128, 16), (32, 8, 128, 256), (8, 8, 64, 16), (16, 2, 64, 16))
+    )
     for heads, kv_heads, dim, block_size in cases:
         name = f"qk_norm_rope_store {heads}/{kv_heads} x {dim}, block {block_size}"
         check.add(name, partial(_store_case, check, kernels, heads, kv_heads, dim, block_size))
 
 
-def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: int, block_size: int) -> Row:
+def _store_case(
+    check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: int, block_size: int
+) -> Row:
     num_tokens, num_blocks = (5, 3) if check.small else (333, 60)
     qkv_TXD = check.normal(num_tokens, heads + 2 * kv_heads, dim)
     q_weight_D, k_weight_D = (1 + 0.3 * check.normal(dim) for _ in range(2))
@@ -111,7 +134,9 @@ def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: 
     slots_T = torch.randperm(num_blocks * block_size, device=check.device)[:num_tokens]
     slots_T[::4] = -1
     shape = (num_blocks, block_size, kv_heads, dim)
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=check.dtype, device=check.device) for _ in range(2))
+    k_cache, v_cache = (
+        torch.full(shape, torch.nan, dtype=check.dtype, device=check.device) for _ in range(2)
+    )
     with poisoned():
         q_THD = kernels.qk_norm_rope_store(
             qkv_TXD, q_weight_D, k_weight_D, EPS, cos_sin_LD, positions_T, k_cache, v_cache, slots_T
@@ -126,7 +151,8 @@ def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: 
     others[slots_T[written_T]] = False
     same = torch.equal(values[slots_T[written_T]], v_TKD[written_T])
     untouched = bool(keys[others].isnan().all() and values[others].isnan().all())
-    # Two roundings before the turn, which adds two of them: up to sqrt(2) times as much of the larger; one after it.
+    # Two roundings before the turn, which adds two of them: up to sqrt(2) times as much of the
+    # larger; one after it.
     row = worst_of(
         judge(q_THD.flatten(0, 1), exact_q.flatten(0, 1), 4),
         judge(keys[slots_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
@@ -135,11 +161,23 @@ def _store_case(check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: 
 
 
 def attention(check: Check, backend: str, kernels: Kernels) -> None:
-    """Every kind of batch, for the groups, head dims and block sizes that models and the engine use."""
+    """Every kind of batch, for the groups, head dims and block sizes that models and the engine
+    use.
+    """
     for heads, kv_heads, dim, block_size in [(2, 1, 64, None)] if check.small else _ATTENTION_CASES:
         block_size = block_size or kernels.capabilities.default_block_size
         for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _BATCHES).items():
-            case = partial(_attention_case, check, kernels, heads, kv_heads, dim, block_size, seq_lens, query_lens)
+            case = partial(
+                _attention_case,
+                check,
+                kernels,
+                heads,
+                kv_heads,
+                dim,
+                block_size,
+                seq_lens,
+                query_lens,
+            )
             name = f"{backend} {kind} {heads}/{kv_heads} x {dim}, block {block_size}"
             check.add(name, partial(case, None))
             if kind == "decode" and not check.small:
@@ -147,9 +185,16 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
 
 
 def _attention_case(
-    check: Check, kernels: Kernels, heads: int, kv_heads: int, dim: int, block_size: int, seq_lens: list[int],
-    query_lens: list[int], bound: int | None,
-) -> Row:  # fmt: skip
+    check: Check,
+    kernels: Kernels,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    seq_lens: list[int],
+    query_lens: list[int],
+    bound: int | None,
+) -> Row:
     num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 1
     block_ids = torch.randperm(num_blocks)
     attn = attention_of(seq_lens, query_lens, block_ids[1:], block_size, check.device, bound)
@@ -160,11 +205,15 @@ def _attention_case(
         cache[block_ids[0]] = poison
         for row, seq_len in enumerate(seq_lens):
             if seq_len % block_size:
-                cache[attn.block_table_BW[row, seq_len // block_size], seq_len % block_size :] = poison
+                cache[attn.block_table_BW[row, seq_len // block_size], seq_len % block_size :] = (
+                    poison
+                )
     q_THD = check.normal(sum(query_lens), heads, dim)
     with poisoned():
         out_THD = kernels.paged_attention(q_THD, k_cache, v_cache, attn, dim**-0.5)
-    exact = paged_attention_reference(q_THD.float(), k_cache.float(), v_cache.float(), attn, dim**-0.5)
+    exact = paged_attention_reference(
+        q_THD.float(), k_cache.float(), v_cache.float(), attn, dim**-0.5
+    )
     # Each weight of the softmax is rounded before it is multiplied with a value, and the output.
     return judge(out_THD, exact, 2)
 
@@ -173,16 +222,21 @@ def sampling(check: Check, kernels: SamplingKernels) -> None:
     """The draw, and the kernels over the logits, on rows with ties and with what is no number."""
     check.add("draw_index", partial(_same_draws, check, kernels))
     parts: dict[str, Callable[[SamplingKernels, GapRows], Row]] = {
-        "row_best": _same_best, "list_nearest": _same_lists, "gap_histogram": _same_histograms,
-        "block_weights": _same_weights, "pick_column": _same_picks,
-    }  # fmt: skip
+        "row_best": _same_best,
+        "list_nearest": _same_lists,
+        "gap_histogram": _same_histograms,
+        "block_weights": _same_weights,
+        "pick_column": _same_picks,
+    }
     for num_columns in (140,) if check.small else (1003, 151936):
         for kind in ("ties", "broken") if check.small else ("normal", "ties", "broken"):
             logits_BV = _logits(check, kind, num_columns)
             dtypes = (torch.bfloat16,) if check.small else (torch.float32, torch.bfloat16)
             gaps = [_gap_rows(check, logits_BV.to(dtype)) for dtype in dtypes]
             for name, part in parts.items():
-                check.add(f"{name} {kind} {num_columns}", partial(_worst_of_dtypes, kernels, part, gaps))
+                check.add(
+                    f"{name} {kind} {num_columns}", partial(_worst_of_dtypes, kernels, part, gaps)
+                )
 
 
 def _worst_of_dtypes(
@@ -207,14 +261,19 @@ def _gap_rows(check: Check, logits_BV: torch.Tensor) -> GapRows:
     max_B, _, block_max_BX = SAMPLING_REFERENCE.row_best(logits_BV)
     rows_R = torch.tensor([4, 1] if check.small else [4, 0, 2, 1, 3], device=check.device)
     return GapRows(
-        logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=rows_R, max_R=max_B[rows_R] + 0.0,
+        logits_BV=logits_BV,
+        block_max_BX=block_max_BX,
+        rows_R=rows_R,
+        max_R=max_B[rows_R] + 0.0,
         temperature_R=torch.tensor([0.6, 1.0, 0.3, 0.013, 2.5], device=check.device)[: len(rows_R)],
-    )  # fmt: skip
+    )
 
 
 def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
     """Of 300 rows, on the second of three ranks."""
-    seeds_R, positions_R = (torch.randint(limit, (300,), device=check.device) for limit in (2**63 - 1, 40960))
+    seeds_R, positions_R = (
+        torch.randint(limit, (300,), device=check.device) for limit in (2**63 - 1, 40960)
+    )
     kept_NR = torch.randint(2**56, (3, 300), device=check.device)
     with poisoned():
         got_R = kernels.draw_index(seeds_R, positions_R, kept_NR, 1)
@@ -233,13 +292,19 @@ def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
     """The lists, and the limits that follow from them."""
     num_rows, device = len(gaps.rows_R), gaps.rows_R.device
     top_k_R = torch.tensor([20, 1, 50, 7, 3], device=device)[:num_rows]
-    top_p_R = torch.tensor([TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device)[:num_rows]
-    max_gap_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[:num_rows]
+    top_p_R = torch.tensor(
+        [TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device
+    )[:num_rows]
+    max_gap_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[
+        :num_rows
+    ]
     want_RK = SAMPLING_REFERENCE.list_nearest(gaps, top_k_R, 50)
     with poisoned():
         got_RK = kernels.list_nearest(gaps, top_k_R, 50)
         limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, max_gap_R)
-    want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(want_RK[None], top_k_R, top_p_R, max_gap_R)
+    want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
+        want_RK[None], top_k_R, top_p_R, max_gap_R
+    )
     row = _equal((got_RK, want_RK), (limit_R, want_limit_R))
     return worst_of(row, _near(kept_NR, want_kept_NR, 50))
 
@@ -255,7 +320,11 @@ def _same_histograms(kernels: SamplingKernels, gaps: GapRows) -> Row:
             with poisoned():
                 got_RX = kernels.gap_histogram(*arguments)
             want_RX = SAMPLING_REFERENCE.gap_histogram(*arguments)
-            rows.append(_near(got_RX, want_RX, gaps.logits_BV.shape[1]) if by_weight else _equal((got_RX, want_RX)))
+            rows.append(
+                _near(got_RX, want_RX, gaps.logits_BV.shape[1])
+                if by_weight
+                else _equal((got_RX, want_RX))
+            )
             digit_R = (want_RX > 0).to(torch.int32).argmax(dim=1).to(torch.int32)
             prefix_R = (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R
     return worst_of(*rows)
@@ -274,16 +343,27 @@ def _same_weights(kernels: SamplingKernels, gaps: GapRows) -> Row:
 
 
 def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
-    """The column at which the running sum of the kernel's own weights, each taken alone, exceeds an index."""
+    """The column at which the running sum of the kernel's own weights, each taken alone, exceeds an
+    index.
+    """
     limit_R = torch.full_like(gaps.max_R, 20.0)
-    weights_RV = torch.stack([_weights_alone(kernels, gaps, r, limit_R) for r in range(len(limit_R))])
+    weights_RV = torch.stack(
+        [_weights_alone(kernels, gaps, r, limit_R) for r in range(len(limit_R))]
+    )
     with poisoned():
         sums_RX, total_R = kernels.block_weights(gaps, limit_R)
     running_RV = weights_RV.cumsum(dim=1)
     rows = [_equal((running_RV[:, -1], total_R))]
     middle_R = (torch.rand_like(gaps.max_R).double() * total_R).to(torch.int64)
     edge_R = running_RV[:, running_RV.shape[1] // 2].contiguous()
-    for index_R in (torch.zeros_like(total_R), middle_R, edge_R, total_R - 1, total_R, torch.full_like(total_R, -1)):
+    for index_R in (
+        torch.zeros_like(total_R),
+        middle_R,
+        edge_R,
+        total_R - 1,
+        total_R,
+        torch.full_like(total_R, -1),
+    ):
         place_R = (running_RV <= index_R[:, None]).sum(dim=1)
         want_R = torch.where((index_R >= 0) & (index_R < total_R), place_R, -1)
         with poisoned():
@@ -292,15 +372,22 @@ def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
     return worst_of(*rows)
 
 
-def _weights_alone(kernels: SamplingKernels, gaps: GapRows, place: int, limit_R: torch.Tensor) -> torch.Tensor:
-    """Weights of the tokens of one row, int64 [V], each computed as the one token of a row of its own."""
+def _weights_alone(
+    kernels: SamplingKernels, gaps: GapRows, place: int, limit_R: torch.Tensor
+) -> torch.Tensor:
+    """Weights of the tokens of one row, int64 [V], each computed as the one token of a row of its
+    own.
+    """
     logits_V1 = gaps.logits_BV[gaps.rows_R[place]][:, None].contiguous()
     num_rows = len(logits_V1)
     alone = dataclasses.replace(
-        gaps, logits_BV=logits_V1, block_max_BX=SAMPLING_REFERENCE.row_best(logits_V1)[2],
+        gaps,
+        logits_BV=logits_V1,
+        block_max_BX=SAMPLING_REFERENCE.row_best(logits_V1)[2],
         rows_R=torch.arange(num_rows, device=logits_V1.device),
-        max_R=gaps.max_R[place].repeat(num_rows), temperature_R=gaps.temperature_R[place].repeat(num_rows),
-    )  # fmt: skip
+        max_R=gaps.max_R[place].repeat(num_rows),
+        temperature_R=gaps.temperature_R[place].repeat(num_rows),
+    )
     with poisoned():
         return kernels.block_weights(alone, limit_R[place].repeat(num_rows))[1]
 
@@ -321,8 +408,12 @@ def poisoned() -> Iterator[None]:
 
 
 def judge(out: torch.Tensor, exact: torch.Tensor, roundings: int) -> Row:
-    """`out` [T, ...] against `exact`, float32: the worst row's error as a multiple of one rounding, see the top."""
-    error_T, largest_T = (value.abs().flatten(1).amax(dim=1) for value in (out.float() - exact, exact))
+    """`out` [T, ...] against `exact`, float32: the worst row's error as a multiple of one rounding,
+    see the top.
+    """
+    error_T, largest_T = (
+        value.abs().flatten(1).amax(dim=1) for value in (out.float() - exact, exact)
+    )
     one_T = torch.finfo(out.dtype).eps / 2 * largest_T
     worst = float((error_T / one_T.clamp(min=torch.finfo(torch.float32).tiny)).max())
     return {
@@ -339,9 +430,13 @@ def _equal(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Row:
 
 
 def _near(got: torch.Tensor, want: torch.Tensor, num_tokens: int) -> Row:
-    """Sums of weights: up to the rounding of the exponential, and one for each token whose floor that moves."""
+    """Sums of weights: up to the rounding of the exponential, and one for each token whose floor
+    that moves.
+    """
     error, largest = (got - want).abs().double(), want.double()
-    passed = got.dtype == want.dtype and bool((error <= _WEIGHT_TOLERANCE * largest + num_tokens).all())
+    passed = got.dtype == want.dtype and bool(
+        (error <= _WEIGHT_TOLERANCE * largest + num_tokens).all()
+    )
     relative = float((error / largest.clamp(min=1.0)).max())
     return {"max_error": rounded(relative), "limit": f"{_WEIGHT_TOLERANCE:g}", "passed": passed}
 
@@ -350,5 +445,7 @@ def worst_of(*rows: Row) -> Row:
     """The first that has not passed, or else the one that used most of its limit, or the last."""
     failed = [row for row in rows if not row["passed"]]
     return (
-        failed[0] if failed else max(rows, key=lambda row: row["roundings"] / row["limit"] if "roundings" in row else 0)
+        failed[0]
+        if failed
+        else max(rows, key=lambda row: row["roundings"] / row["limit"] if "roundings" in row else 0)
     )

@@ -1,7 +1,8 @@
-"""A section of the GPU check in a process of its own, which may crash or hang without harm to the others.
+"""A section of the GPU check in a process of its own, which may crash or hang without harm to the
+others.
 
-The process writes its part, a JSON file, after every row (`run_section`). Whoever started it reads what is there when
-it has ended or was killed (`run_process`). Imports nothing of torch.
+The process writes its part, a JSON file, after every row (`run_section`). Whoever started it reads
+what is there when it has ended or was killed (`run_process`). Imports nothing of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.gpu_check_common import Check
 
-Section = dict[str, Any]  # "seconds", "ended_early" (why, None if it did not), "failed" (names of rows), "rows"
+Section = dict[
+    str, Any
+]  # "seconds", "ended_early" (why, None if it did not), "failed" (names of rows), "rows"
 # A signal that arrives where Python drops exceptions, in a destructor, comes again after so long.
 _REPEAT_S = 1.0
 # A killed process that waits for its device ends when the driver lets it.
@@ -32,7 +35,9 @@ class TimeUp(BaseException):
 
 
 def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s: float) -> None:
-    """Run it until it ends or the clock `time.monotonic` shows `until_s`. `part` holds the rows there are so far."""
+    """Run it until it ends or the clock `time.monotonic` shows `until_s`. `part` holds the rows
+    there are so far.
+    """
 
     def time_up(*_: object) -> None:
         raise TimeUp
@@ -40,7 +45,10 @@ def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s:
     def save(ended_early: str | None = "has not ended") -> None:
         failed = [row["name"] for row in check.rows if not row.get("passed", True)]
         seconds = round(time.monotonic() - began_s, 1)
-        write_json(part, {"seconds": seconds, "ended_early": ended_early, "failed": failed, "rows": check.rows})
+        write_json(
+            part,
+            {"seconds": seconds, "ended_early": ended_early, "failed": failed, "rows": check.rows},
+        )
 
     began_s = time.monotonic()
     reason: str | None = None
@@ -62,7 +70,9 @@ def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s:
 
 
 def run_process(command: list[str], part: Path, due_s: float) -> Section:
-    """What `command` has left in `part` when it has ended; it is killed when `time.monotonic` shows `due_s`."""
+    """What `command` has left in `part` when it has ended; it is killed when `time.monotonic` shows
+    `due_s`.
+    """
     began_s = time.monotonic()
     part.unlink(missing_ok=True)
     with tempfile.TemporaryFile() as errors:

@@ -1,11 +1,13 @@
-"""Time of each kernel against the least it can take on this machine, and against flash-attn where there is one.
+"""Time of each kernel against the least it can take on this machine, and against flash-attn where
+there is one.
 
     floor = max(bytes / memory bandwidth, floating-point operations / peak)
 
-Each input is read once and each output written once. Device time; inputs are used in turn, so none is in the cache,
+Each input is read once and each output written once. Device time; inputs are used in turn, so none
+is in the cache,
 except where they are so small that it holds them all: such a row is "cached" and has no share.
-Legend: T tokens, B rows, S tokens of a row, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block size,
-V tokens of the vocabulary.
+Legend: T tokens, B rows, S tokens of a row, H query heads, K KV heads, X = H + 2K, D head dim, N
+blocks, P block size, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, attention_of, median_us, num_sets, rounded, share
+from benchmarks.gpu_check_common import (
+    Check,
+    Row,
+    attention_of,
+    median_us,
+    num_sets,
+    rounded,
+    share,
+)
 from kernels.interface import GapRows, Kernels
 
 EPS = 1e-6
@@ -56,8 +66,12 @@ class _Pool:
         """40 GB, which the largest decode fills nearly, or half of what is free."""
         size = 2**14
         if check.on_gpu and not check.small:
-            size = min(40 * 10**9, torch.cuda.mem_get_info(check.device)[0] // 2) // (2 * check.dtype.itemsize)
-        parts = [torch.empty(size, dtype=check.dtype, device=check.device).normal_() for _ in range(2)]
+            size = min(40 * 10**9, torch.cuda.mem_get_info(check.device)[0] // 2) // (
+                2 * check.dtype.itemsize
+            )
+        parts = [
+            torch.empty(size, dtype=check.dtype, device=check.device).normal_() for _ in range(2)
+        ]
         return cls(keys=parts[0], values=parts[1])
 
     def caches(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +88,14 @@ def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
     for context in contexts:
         for batch in batches:
             if batch * (context + 256) * kv_heads * dim <= pool.keys.numel():
-                _attention(check, pool, f"decode {batch} x {context}", heads, [context] * batch, [1] * batch)
+                _attention(
+                    check,
+                    pool,
+                    f"decode {batch} x {context}",
+                    heads,
+                    [context] * batch,
+                    [1] * batch,
+                )
     if not check.small:
         for batch in (1, 64):
             name = f"decode {batch} x 512, bound {_GRAPH_BOUND}"
@@ -89,20 +110,36 @@ def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
     _attention(check, pool, "prefill 1 x 2048", heads, [2048], [2048])
     _attention(check, pool, "prefill 4 x 4096", heads, [4096] * 4, [4096] * 4)
     _attention(check, pool, "chunk 512 behind 7680", heads, [8192], [512])
-    _attention(check, pool, "mixed 64 x 2048, 1024, 512", heads, [2048] * 64 + [2048, 512], [1] * 64 + [1024, 512])
+    _attention(
+        check,
+        pool,
+        "mixed 64 x 2048, 1024, 512",
+        heads,
+        [2048] * 64 + [2048, 512],
+        [1] * 64 + [1024, 512],
+    )
 
 
 def _attention(
-    check: Check, pool: _Pool, name: str, heads: tuple[int, int, int], seq_lens: list[int], query_lens: list[int],
+    check: Check,
+    pool: _Pool,
+    name: str,
+    heads: tuple[int, int, int],
+    seq_lens: list[int],
+    query_lens: list[int],
     bound: int | None = None,
-) -> None:  # fmt: skip
-    """A row with a time for each block size of ours and one for flash-attn. `share` and `of_flash_attn`, which is their
-    time as a multiple of ours, are those of the first."""
+) -> None:
+    """A row with a time for each block size of ours and one for flash-attn. `share` and
+    `of_flash_attn`, which is their time as a multiple of ours, are those of the first.
+    """
     num_heads, kv_heads, dim = heads
     seen = sum(q * (s - q) + q * (q + 1) // 2 for s, q in zip(seq_lens, query_lens, strict=True))
     elements = 2 * kv_heads * sum(seq_lens) + 2 * num_heads * sum(query_lens)
     num_bytes, flops = check.dtype.itemsize * dim * elements, 4 * num_heads * dim * seen
-    runs = [(f"block_{size}", check.backends["triton"], size) for size in ((16,) if check.small else (16, 256))]
+    runs = [
+        (f"block_{size}", check.backends["triton"], size)
+        for size in ((16,) if check.small else (16, 256))
+    ]
     runs += [
         (name, other, other.capabilities.default_block_size)
         for name, other in check.backends.items()
@@ -133,12 +170,21 @@ def _attention(
 
 
 def _attention_us(
-    check: Check, pool: _Pool, kernels: Kernels, block_size: int, heads: tuple[int, int, int], seq_lens: list[int],
-    query_lens: list[int], bound: int | None, num_bytes: int,
-) -> float:  # fmt: skip
+    check: Check,
+    pool: _Pool,
+    kernels: Kernels,
+    block_size: int,
+    heads: tuple[int, int, int],
+    seq_lens: list[int],
+    query_lens: list[int],
+    bound: int | None,
+    num_bytes: int,
+) -> float:
     num_heads, kv_heads, dim = heads
     each = sum(-(-seq_len // block_size) for seq_len in seq_lens)
-    sets = min(num_sets(check, num_bytes), pool.keys.numel() // (each * block_size * kv_heads * dim))
+    sets = min(
+        num_sets(check, num_bytes), pool.keys.numel() // (each * block_size * kv_heads * dim)
+    )
     keys, values = pool.caches(sets * each, block_size, kv_heads, dim)
     calls: list[Call] = []
     for block_ids in torch.randperm(sets * each).split(each):
@@ -156,19 +202,33 @@ def _elementwise(check: Check) -> None:
         for width in (64,) if check.small else (1024, 4096):
             row_bytes, features = check.dtype.itemsize * num_tokens * width, 3 * width
             shape = f"{num_tokens} x {width}"
-            _timed(check, f"rms_norm {shape}", partial(_rms_norm, check, num_tokens, width), 2 * row_bytes)
-            _timed(check, f"add_rms_norm {shape}", partial(_add_rms_norm, check, num_tokens, width), 4 * row_bytes)
+            _timed(
+                check,
+                f"rms_norm {shape}",
+                partial(_rms_norm, check, num_tokens, width),
+                2 * row_bytes,
+            )
+            _timed(
+                check,
+                f"add_rms_norm {shape}",
+                partial(_add_rms_norm, check, num_tokens, width),
+                4 * row_bytes,
+            )
             make = partial(_silu_and_mul, check, num_tokens, features)
             _timed(check, f"silu_and_mul {num_tokens} x {features}", make, 9 * row_bytes)
 
 
 def _rms_norm(check: Check, num_tokens: int, width: int) -> Call:
-    return partial(check.backends["triton"].rms_norm, check.normal(num_tokens, width), check.normal(width), EPS)
+    return partial(
+        check.backends["triton"].rms_norm, check.normal(num_tokens, width), check.normal(width), EPS
+    )
 
 
 def _add_rms_norm(check: Check, num_tokens: int, width: int) -> Call:
     x_TE, residual_TE = check.normal(num_tokens, width), check.normal(num_tokens, width)
-    return partial(check.backends["triton"].add_rms_norm, x_TE, residual_TE, check.normal(width), EPS)
+    return partial(
+        check.backends["triton"].add_rms_norm, x_TE, residual_TE, check.normal(width), EPS
+    )
 
 
 def _silu_and_mul(check: Check, num_tokens: int, features: int) -> Call:
@@ -180,7 +240,9 @@ def _store(check: Check) -> None:
         num_heads, kv_heads, dim = heads
         for num_tokens in (3,) if check.small else (1, 64, 2048):
             # Queries, keys and values in and out, and a line of the table a token.
-            num_bytes = num_tokens * dim * (2 * (num_heads + 2 * kv_heads) * check.dtype.itemsize + 4)
+            num_bytes = (
+                num_tokens * dim * (2 * (num_heads + 2 * kv_heads) * check.dtype.itemsize + 4)
+            )
             name = f"qk_norm_rope_store {num_tokens}, {num_heads}/{kv_heads} x {dim}"
             _timed(check, name, partial(_store_call, check, num_tokens, heads), num_bytes)
 
@@ -189,11 +251,17 @@ def _store_call(check: Check, num_tokens: int, heads: tuple[int, int, int]) -> C
     num_heads, kv_heads, dim = heads
     cache_shape = (-(-num_tokens // 16), 16, kv_heads, dim)
     return partial(
-        check.backends["triton"].qk_norm_rope_store, check.normal(num_tokens, num_heads + 2 * kv_heads, dim),
-        check.normal(dim), check.normal(dim), EPS, check.normal(num_tokens, dim, dtype=torch.float32),
-        torch.arange(num_tokens, dtype=torch.int32, device=check.device), check.normal(*cache_shape),
-        check.normal(*cache_shape), torch.randperm(16 * cache_shape[0], device=check.device)[:num_tokens],
-    )  # fmt: skip
+        check.backends["triton"].qk_norm_rope_store,
+        check.normal(num_tokens, num_heads + 2 * kv_heads, dim),
+        check.normal(dim),
+        check.normal(dim),
+        EPS,
+        check.normal(num_tokens, dim, dtype=torch.float32),
+        torch.arange(num_tokens, dtype=torch.int32, device=check.device),
+        check.normal(*cache_shape),
+        check.normal(*cache_shape),
+        torch.randperm(16 * cache_shape[0], device=check.device)[:num_tokens],
+    )
 
 
 def _sampling(check: Check) -> None:
@@ -201,8 +269,15 @@ def _sampling(check: Check) -> None:
     for num_rows in (2,) if check.small else (1, 64, 256):
         num_bytes = torch.bfloat16.itemsize * num_rows * num_columns
         shape = f"{num_rows} x {num_columns}"
-        _timed(check, f"row_best {shape}", partial(_row_best, check, num_rows, num_columns), num_bytes)
-        _timed(check, f"block_weights {shape}", partial(_block_weights, check, num_rows, num_columns), num_bytes)
+        _timed(
+            check, f"row_best {shape}", partial(_row_best, check, num_rows, num_columns), num_bytes
+        )
+        _timed(
+            check,
+            f"block_weights {shape}",
+            partial(_block_weights, check, num_rows, num_columns),
+            num_bytes,
+        )
 
 
 def _row_best(check: Check, num_rows: int, num_columns: int) -> Call:
@@ -216,9 +291,12 @@ def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
     logits_BV = check.normal(num_rows, num_columns, dtype=torch.bfloat16)
     max_R, _, block_max_BX = kernels.row_best(logits_BV)
     gaps = GapRows(
-        logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=torch.arange(num_rows, device=check.device),
-        max_R=max_R, temperature_R=torch.ones_like(max_R),
-    )  # fmt: skip
+        logits_BV=logits_BV,
+        block_max_BX=block_max_BX,
+        rows_R=torch.arange(num_rows, device=check.device),
+        max_R=max_R,
+        temperature_R=torch.ones_like(max_R),
+    )
     return partial(kernels.block_weights, gaps, torch.full_like(max_R, torch.inf))
 
 

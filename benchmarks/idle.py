@@ -1,7 +1,8 @@
 """Processor time of an idle engine: `python -m benchmarks.idle [--tp 2]`.
 
-After a generation and some seconds of rest, the share of one core that the driver and each rank use, and, side by side,
-that of an empty Ray actor in the same cluster. The limit: half a percentage point beyond the empty actor.
+After a generation and some seconds of rest, the share of one core that the driver and each rank
+use, and, side by side, that of an empty Ray actor in the same cluster. The limit: half a percentage
+point beyond the empty actor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Empty:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--rest", type=float, default=10.0, help="idle seconds before")
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -37,14 +40,24 @@ def main() -> None:
         remote: Any = ray.remote(num_cpus=0)
         empty = remote(Empty).remote()
         processes: dict[str, list[int]] = {"empty actor": [ray.get(empty.process_id.remote())]}
-        processes |= {name: find(f"ray::{kind}") for name, kind in (("driver", "Driver"), ("rank", "RankActor"))}
+        processes |= {
+            name: find(f"ray::{kind}")
+            for name, kind in (("driver", "Driver"), ("rank", "RankActor"))
+        }
         time.sleep(args.rest)
         before = {pid: cpu_seconds(pid) for pids in processes.values() for pid in pids}
         time.sleep(args.seconds)
-        used = {pid: round(100 * (cpu_seconds(pid) - start) / args.seconds, 2) for pid, start in before.items()}
+        used = {
+            pid: round(100 * (cpu_seconds(pid) - start) / args.seconds, 2)
+            for pid, start in before.items()
+        }
     percent = {name: [used[pid] for pid in pids] for name, pids in processes.items()}
     limit = "percent of a core: at most 0.5 beyond the empty actor"
-    write_result("idle", limit, {"tp": args.tp, "rest_s": args.rest, "seconds": args.seconds, "percent": percent})
+    write_result(
+        "idle",
+        limit,
+        {"tp": args.tp, "rest_s": args.rest, "seconds": args.seconds, "percent": percent},
+    )
 
 
 def find(title: str) -> list[int]:

@@ -1,8 +1,10 @@
-"""Memory that loading the 0.6B shape adds to each rank: `python -m benchmarks.load_memory` from the checkout.
+"""Memory that loading the 0.6B shape adds to each rank: `python -m benchmarks.load_memory` from the
+checkout.
 
-Writes a random bfloat16 checkpoint to a temporary directory and loads it at tp 1, 2 and 4 in fresh processes. Per size:
-the anonymous memory (RssAnon) that start added to each rank, its peak on the way, the weights the rank owns, and the
-seconds of loading. The limit to judge by: a rank cannot hold less than its weights.
+Writes a random bfloat16 checkpoint to a temporary directory and loads it at tp 1, 2 and 4 in fresh
+processes. Per size: the anonymous memory (RssAnon) that start added to each rank, its peak on the
+way, the weights the rank owns, and the seconds of loading. The limit to judge by: a rank cannot
+hold less than its weights.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ def main() -> None:
         model_dir = Path(directory)
         checkpoint_bytes = write_fast_checkpoint(model_dir, QWEN3_0_6B, torch.bfloat16)
         results = {f"tp{size}": measure(model_dir, size) for size in SIZES}
-    record = {"shape": "Qwen3-0.6B", "dtype": "bfloat16", "checkpoint_mib": to_mib(checkpoint_bytes), **results}
+    record = {
+        "shape": "Qwen3-0.6B",
+        "dtype": "bfloat16",
+        "checkpoint_mib": to_mib(checkpoint_bytes),
+        **results,
+    }
     write_result("load_memory", "weights_mib: a rank cannot hold less than its weights", record)
 
 
@@ -48,7 +55,10 @@ def measure(model_dir: Path, size: int) -> dict[str, Any]:
         seconds = time.perf_counter() - started
     finally:
         pool.close()
-    columns = {f"{name}_mib": [to_mib(rank[name]) for rank in ranks] for name in ("added", "peak_added", "weights")}
+    columns = {
+        f"{name}_mib": [to_mib(rank[name]) for rank in ranks]
+        for name in ("added", "peak_added", "weights")
+    }
     return {**columns, "seconds": round(seconds, 2)}
 
 

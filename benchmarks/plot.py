@@ -1,4 +1,6 @@
-"""One picture of the results that are there: `python -m benchmarks.plot` writes benchmarks/results/benchmarks.svg."""
+"""One picture of the results that are there: `python -m benchmarks.plot` writes
+benchmarks/results/benchmarks.svg.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,21 @@ def main() -> None:
 
 
 def plot(folder: Path) -> Path:
-    """Write `benchmarks.svg` beside the results and return its path. Raises `SystemExit` if there are none."""
+    """Write `benchmarks.svg` beside the results and return its path. Raises `SystemExit` if there
+    are none.
+    """
     panels = [
-        (draw, json.loads(path.read_text())) for name, draw in PANELS for path in sorted(folder.glob(f"{name}.json"))
+        (draw, json.loads(path.read_text()))
+        for name, draw in PANELS
+        for path in sorted(folder.glob(f"{name}.json"))
     ]
     if not panels:
         raise SystemExit(f"{folder} holds no results; run `make bench` first")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False, layout="constrained"
+    )
     for ax in axes.flat[len(panels) :]:
         ax.remove()
     for ax, (draw, result) in zip(axes.flat, panels, strict=False):
@@ -47,11 +55,18 @@ def plot(folder: Path) -> Path:
 
 def throughput(ax: Axes, result: Result) -> None:
     """Bars by engine and size, a mark at the roofline."""
-    bars = [(f"{name}\n{size}", value, row["roofline_tokens_per_s"]) for size, row in of_sizes(result)
-            for name, value in row["tokens_per_s"].items()]  # fmt: skip
-    drawn = ax.bar([label for label, _, _ in bars], [value for _, value, _ in bars], color="tab:blue")
+    bars = [
+        (f"{name}\n{size}", value, row["roofline_tokens_per_s"])
+        for size, row in of_sizes(result)
+        for name, value in row["tokens_per_s"].items()
+    ]
+    drawn = ax.bar(
+        [label for label, _, _ in bars], [value for _, value, _ in bars], color="tab:blue"
+    )
     ours = {size: row["tokens_per_s"]["eagleray"] for size, row in of_sizes(result)}
-    ax.bar_label(drawn, [f"{value / ours[label.split()[-1]]:.2f} of ours" for label, value, _ in bars])
+    ax.bar_label(
+        drawn, [f"{value / ours[label.split()[-1]]:.2f} of ours" for label, value, _ in bars]
+    )
     ax.plot(range(len(bars)), [best for _, _, best in bars], "k_", markersize=20, label="roofline")
     finish(ax, f"Throughput, {result['model']}", "", "output tokens/s")
     ax.tick_params(axis="x", labelsize=7)
@@ -62,7 +77,12 @@ def rates(ax: Axes, result: Result) -> None:
     for key, name in (("ttft_s", "first token"), ("inter_token_s", "between tokens")):
         for quantile, style in (("p50", "-"), ("p99", "--")):
             values = [1000 * row[key][quantile] for row in result["rates"]]
-            ax.plot([row["rate"] for row in result["rates"]], values, "o" + style, label=f"{name} {quantile}")
+            ax.plot(
+                [row["rate"] for row in result["rates"]],
+                values,
+                "o" + style,
+                label=f"{name} {quantile}",
+            )
     ax.set_yscale("log")
     finish(ax, f"Latency, {result['model']}, tp {result['tp']}", "requests/s", "ms")
 
@@ -70,7 +90,12 @@ def rates(ax: Axes, result: Result) -> None:
 def chunks(ax: Axes, result: Result) -> None:
     """What arriving prompts cost running decodes, over the limit of tokens a step."""
     sizes = [row["max_num_batched_tokens"] for row in result["chunks"]]
-    ax.plot(sizes, [row["ratio_p99"] for row in result["chunks"]], "o-", label="p99 gap, arriving / alone")
+    ax.plot(
+        sizes,
+        [row["ratio_p99"] for row in result["chunks"]],
+        "o-",
+        label="p99 gap, arriving / alone",
+    )
     ax.axhline(1, color="k", linewidth=0.5)
     other = ax.twinx()
     first = [row["arriving"]["prompt_ttft_p50_s"] for row in result["chunks"]]
@@ -84,11 +109,22 @@ def chunks(ax: Axes, result: Result) -> None:
 
 def dispatch(ax: Axes, result: Result) -> None:
     """Step times by way, and those of ranks that sleep."""
-    bars = [(f"{size}, batch {row['batch_size']}, {way}", row[f"ms_{way}"])
-            for size, rows in of_sizes(result) for row in rows for way in WAYS]  # fmt: skip
-    bars += [(f"{size.replace('_', ' ')}, batch {row['batch_size']}, {way}", 3 + row[f"ms_beyond_3ms_{way}"])
-             for size, rows in result.items() if size.startswith("sleeping_")
-             for row in rows for way in ("ahead1", "ahead0")]  # fmt: skip
+    bars = [
+        (f"{size}, batch {row['batch_size']}, {way}", row[f"ms_{way}"])
+        for size, rows in of_sizes(result)
+        for row in rows
+        for way in WAYS
+    ]
+    bars += [
+        (
+            f"{size.replace('_', ' ')}, batch {row['batch_size']}, {way}",
+            3 + row[f"ms_beyond_3ms_{way}"],
+        )
+        for size, rows in result.items()
+        if size.startswith("sleeping_")
+        for row in rows
+        for way in ("ahead1", "ahead0")
+    ]
     bars.reverse()
     names, times = [name for name, _ in bars], [ms for _, ms in bars]
     drawn = ax.barh(names, times, color=[WAYS[name.split(", ")[-1]] for name in names])
@@ -102,17 +138,34 @@ def prefix(ax: Axes, result: Result) -> None:
     """Times with and without the cache."""
     keys = ("ttft_p50_s", "ttft_p99_s", "total_s")
     for i, name in enumerate(("off", "on")):
-        drawn = ax.bar([x + 0.4 * i for x in range(3)], [result[name][key] for key in keys], 0.4, label=f"cache {name}")
+        drawn = ax.bar(
+            [x + 0.4 * i for x in range(3)],
+            [result[name][key] for key in keys],
+            0.4,
+            label=f"cache {name}",
+        )
         if name == "on":
-            ax.bar_label(drawn, [f"{result['times_faster'][key]:.1f}x faster" for key in keys], fontsize=7)
+            ax.bar_label(
+                drawn, [f"{result['times_faster'][key]:.1f}x faster" for key in keys], fontsize=7
+            )
     ax.set_xticks([0.2, 1.2, 2.2], ["first token p50", "first token p99", "total"])
-    finish(ax, f"{result['num_seqs']} requests, {result['prefix']} tokens shared, {result['model']}", "", "s")
+    finish(
+        ax,
+        f"{result['num_seqs']} requests, {result['prefix']} tokens shared, {result['model']}",
+        "",
+        "s",
+    )
 
 
 def scheduler_scaling(ax: Axes, result: Result) -> None:
     """Time of schedule and apply over the number of sequences."""
     sizes = [row["num_running"] for row in result["rows"]]
-    ax.plot(sizes, [row["schedule_ms"] + row["apply_ms"] for row in result["rows"]], "o-", label="schedule + apply")
+    ax.plot(
+        sizes,
+        [row["schedule_ms"] + row["apply_ms"] for row in result["rows"]],
+        "o-",
+        label="schedule + apply",
+    )
     ax.plot([256], [1.0], "k_", markersize=20, label="limit")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -121,7 +174,9 @@ def scheduler_scaling(ax: Axes, result: Result) -> None:
 
 def of_sizes(result: Result) -> list[tuple[str, Any]]:
     """The entries of tensor-parallel sizes."""
-    return [(key, value) for key, value in result.items() if key.startswith("tp") and key[2:].isdigit()]
+    return [
+        (key, value) for key, value in result.items() if key.startswith("tp") and key[2:].isdigit()
+    ]
 
 
 def finish(ax: Axes, title: str, x: str, y: str) -> None:
@@ -136,9 +191,13 @@ def finish(ax: Axes, title: str, x: str, y: str) -> None:
 
 
 PANELS: list[tuple[str, Callable[[Axes, Result], None]]] = [
-    ("throughput_*", throughput), ("latency", rates), ("latency", chunks), ("dispatch", dispatch),
-    ("prefix_cache", prefix), ("scheduler_scaling", scheduler_scaling),
-]  # fmt: skip
+    ("throughput_*", throughput),
+    ("latency", rates),
+    ("latency", chunks),
+    ("dispatch", dispatch),
+    ("prefix_cache", prefix),
+    ("scheduler_scaling", scheduler_scaling),
+]
 
 
 if __name__ == "__main__":

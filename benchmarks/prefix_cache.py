@@ -1,9 +1,10 @@
 """What the prefix cache gains: `python -m benchmarks.prefix_cache [--model DIR]`.
 
-Requests that share a prefix, sent all at once, to two engines in turn, one with and one without prefix caching: time
-to the first token, total time, and the share of prompt tokens found in the cache. Each run has a prefix of its own, so
-nothing is left of the run before. The limit: with everything shared computed once, `cached_share` would be
-`shareable_share`.
+Requests that share a prefix, sent all at once, to two engines in turn, one with and one without
+prefix caching: time to the first token, total time, and the share of prompt tokens found in the
+cache. Each run has a prefix of its own, so
+nothing is left of the run before. The limit: with everything shared computed once, `cached_share`
+would be `shareable_share`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from cluster.commands.timing import run_timed
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory; random weights in the shape of 60 million parameters if left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        help="directory; random weights in the shape of 60 million parameters if left out",
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--num-seqs", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=2000, help="tokens shared")
@@ -34,15 +40,24 @@ def main() -> None:
     with model_or_random(args.model) as model, ExitStack() as stack:
         engines = {
             name: stack.enter_context(
-                LLM(model, tensor_parallel_size=args.tp, device="cpu", max_num_seqs=args.num_seqs,
-                    max_model_len=args.prefix + args.own + args.output, kv_cache_bytes=4 * 2**30,
-                    enable_prefix_caching=name == "on")
+                LLM(
+                    model,
+                    tensor_parallel_size=args.tp,
+                    device="cpu",
+                    max_num_seqs=args.num_seqs,
+                    max_model_len=args.prefix + args.own + args.output,
+                    kv_cache_bytes=4 * 2**30,
+                    enable_prefix_caching=name == "on",
+                )
             )
             for name in ("on", "off")
-        }  # fmt: skip
+        }
         runs = {name: (lambda llm=llm: run(llm, args, numbers)) for name, llm in engines.items()}
         values = alternate(runs, args.repeats)
-    medians = {name: {key: median([v[key] for v in rows]) for key in rows[0]} for name, rows in values.items()}
+    medians = {
+        name: {key: median([v[key] for v in rows]) for key in rows[0]}
+        for name, rows in values.items()
+    }
     on, off = medians["on"], medians["off"]
     prompts = args.num_seqs * (args.prefix + args.own)
     measured: dict[str, Any] = {
@@ -50,7 +65,9 @@ def main() -> None:
         **{k: getattr(args, k) for k in ("tp", "num_seqs", "prefix", "own", "output", "repeats")},
         **medians,
         "shareable_share": round((args.num_seqs - 1) * args.prefix / prompts, 4),
-        "times_faster": {key: round(off[key] / on[key], 3) for key in ("ttft_p50_s", "ttft_p99_s", "total_s")},
+        "times_faster": {
+            key: round(off[key] / on[key], 3) for key in ("ttft_p50_s", "ttft_p99_s", "total_s")
+        },
     }
     write_result("prefix_cache", "cached_share at most shareable_share", measured)
 
@@ -61,11 +78,12 @@ def run(llm: LLM, args: argparse.Namespace, numbers: random.Random) -> dict[str,
     params = SamplingParams(max_tokens=args.output, ignore_eos=True, temperature=0.0)
     requests = [
         BatchRequest(
-            where="", prompt={"prompt_token_ids": prefix + [numbers.randrange(500) for _ in range(args.own)]},
+            where="",
+            prompt={"prompt_token_ids": prefix + [numbers.randrange(500) for _ in range(args.own)]},
             params=params,
         )
         for _ in range(args.num_seqs)
-    ]  # fmt: skip
+    ]
     timed = run_timed(llm, requests, [0.0] * len(requests))
     first = timed.first_token_s()
     assert first["p50"] is not None and first["p99"] is not None

@@ -1,8 +1,9 @@
-"""What the scheduler takes of a decode step: `python -m benchmarks.scheduler_scaling [--sizes 1 16 256 1024]`.
+"""What the scheduler takes of a decode step: `python -m benchmarks.scheduler_scaling [--sizes 1 16
+256 1024]`.
 
-For each number of running sequences the median time of `schedule` and `apply` for one step and the size of its pickled
-plan, without a model: results are made up. Rounds over the sizes alternate. The limit: 1 ms for 256 sequences, so that
-the host is ready before the fastest device.
+For each number of running sequences the median time of `schedule` and `apply` for one step and the
+size of its pickled plan, without a model: results are made up. Rounds over the sizes alternate. The
+limit: 1 ms for 256 sequences, so that the host is ready before the fastest device.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ LIMIT = "256 running sequences: schedule_ms + apply_ms below 1"
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="running sequences")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="running sequences"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=4 * BLOCK_SIZE)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    write_result("scheduler_scaling", LIMIT, measure(args.sizes, args.context, args.steps, args.repeats))
+    write_result(
+        "scheduler_scaling", LIMIT, measure(args.sizes, args.context, args.steps, args.repeats)
+    )
 
 
 def measure(sizes: list[int], context: int, steps: int, repeats: int) -> dict[str, Any]:
@@ -42,7 +49,10 @@ def measure(sizes: list[int], context: int, steps: int, repeats: int) -> dict[st
     gc.collect()
     gc.freeze()
     gc.disable()
-    runs = {str(size): (lambda s=scheduler: time_steps(s, steps)) for size, scheduler in schedulers.items()}
+    runs = {
+        str(size): (lambda s=scheduler: time_steps(s, steps))
+        for size, scheduler in schedulers.items()
+    }
     values = alternate(runs, repeats)
     gc.enable()
     gc.unfreeze()
@@ -61,14 +71,22 @@ def measure(sizes: list[int], context: int, steps: int, repeats: int) -> dict[st
 def decoding(num_running: int, context: int, total: int) -> Scheduler:
     """A scheduler whose sequences have all run their prompts and will grow to `total` tokens."""
     limits = SchedulerLimits(
-        num_blocks=num_running * (-(-total // BLOCK_SIZE) + 1), block_size=BLOCK_SIZE, max_num_seqs=num_running,
-        max_num_batched_tokens=num_running * context, max_model_len=total, vocab_size=1000,
-    )  # fmt: skip
+        num_blocks=num_running * (-(-total // BLOCK_SIZE) + 1),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=num_running * context,
+        max_model_len=total,
+        vocab_size=1000,
+    )
     scheduler = Scheduler(limits)
     for i in range(num_running):
         tokens = ints((i * 31 + p) % 1000 for p in range(context))
         sampling = Sampling(seed=0, max_tokens=total - context)
-        scheduler.add(Request(request_id=str(i), token_ids=tokens, num_prompt_tokens=context, sampling=sampling))
+        scheduler.add(
+            Request(
+                request_id=str(i), token_ids=tokens, num_prompt_tokens=context, sampling=sampling
+            )
+        )
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.apply(made_up_result(plan))
@@ -93,7 +111,9 @@ def time_steps(scheduler: Scheduler, steps: int) -> tuple[float, float, float]:
 
 def made_up_result(plan: StepPlan) -> StepResult:
     """The same token for every row."""
-    return StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([9]) * sum(plan.samples))
+    return StepResult(
+        step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([9]) * sum(plan.samples)
+    )
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ from scheduler.params import SamplingParams
 
 
 class LLM:
-    """One engine: a driver actor and `tensor_parallel_size` ranks. A context manager; `shutdown` ends it.
+    """One engine: a driver actor and `tensor_parallel_size` ranks. A context manager; `shutdown`
+    ends it.
 
-    `model` is a directory or a hub id, by default the small default model; the other options are those of
-    `configs.EngineConfig`. `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill
-    the rest. Raises `ConfigError` for what cannot work, before any actor starts where that can be known.
+    `model` is a directory or a hub id, by default the small default model; the other options are
+    those of `configs.EngineConfig`. `sampling_defaults` fill what a request leaves unset; the
+    checkpoint's own defaults fill the rest. Raises `ConfigError` for what cannot work, before any
+    actor starts where that can be known.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class LLM:
         self.config = setup.config
         self._setup = setup
         self._engine = EngineProcesses(setup)
-        self.client = Client(setup.request_builder(self._engine.report.limits), self._engine.frontend)
+        self.client = Client(
+            setup.request_builder(self._engine.report.limits), self._engine.frontend
+        )
 
-    # -- whole outputs ---------------------------------------------------------------------------
+    # -- whole outputs -----------------------------------------------------------------------------
 
     def generate(
         self,
@@ -65,10 +69,11 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts: text, token ids, or mappings with `prompt`, `prompt_token_ids` or `messages`.
+        """Complete prompts: text, token ids, or mappings with `prompt`, `prompt_token_ids` or
+        `messages`.
 
-        A mapping may also have a `cache_salt`. Returns outputs in the order of the prompts. Raises `RequestError`
-        before any request runs. `progress` shows a bar on standard error.
+        A mapping may also have a `cache_salt`. Returns outputs in the order of the prompts. Raises
+        `RequestError` before any request runs. `progress` shows a bar on standard error.
         """
         if not progress:
             return self.client.wait(self.client.submit(prompts, sampling_params))
@@ -94,7 +99,9 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for an event loop; cancelling it aborts the requests."""
-        return await self.client.wait_async(await self.client.submit_async(prompts, sampling_params))
+        return await self.client.wait_async(
+            await self.client.submit_async(prompts, sampling_params)
+        )
 
     async def achat(
         self,
@@ -104,7 +111,7 @@ class LLM:
         """`chat` for an event loop."""
         return await self.agenerate(conversations(messages), sampling_params)
 
-    # -- streams ---------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     def stream(
         self,
@@ -113,7 +120,8 @@ class LLM:
         *,
         request_id: str | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Chunks of one request as they come. Leaving the loop early aborts it and frees its blocks.
+        """Chunks of one request as they come. Leaving the loop early aborts it and frees its
+        blocks.
 
         `request_id` is a name of your choice for `abort`.
         """
@@ -136,7 +144,9 @@ class LLM:
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
         chunks = ChunkQueue()
-        [generation] = await self.client.submit_async([prompt], sampling_params, [chunks.put], request_id)
+        [generation] = await self.client.submit_async(
+            [prompt], sampling_params, [chunks.put], request_id
+        )
         generation.done.add_done_callback(lambda _: chunks.put(None))
         try:
             while (chunk := await chunks.get()) is not None:
@@ -146,10 +156,12 @@ class LLM:
             self.client.abort([generation])
 
     def abort(self, request_id: str) -> bool:
-        """End the stream that was given this `request_id`; its last chunk says "abort". False if it is not running."""
+        """End the stream that was given this `request_id`; its last chunk says "abort". False if it
+        is not running.
+        """
         return self.client.abort_named(request_id)
 
-    # -- the engine ------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     @property
     def has_chat_template(self) -> bool:
@@ -165,8 +177,12 @@ class LLM:
         """Counters of the scheduler. Raises `EngineDeadError`."""
         return self._engine.frontend.stats()
 
-    def check_prompt(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is sent."""
+    def check_prompt(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> list[int]:
+        """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is
+        sent.
+        """
         return self.client.builder.check(prompt, sampling_params)
 
     def shutdown(self) -> None:

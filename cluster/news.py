@@ -1,4 +1,6 @@
-"""News of a request on its way from the engine to its frontend, and the flat message it travels in."""
+"""News of a request on its way from the engine to its frontend, and the flat message it travels
+in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from scheduler.messages import Deltas, TokenLogprobs
 
 @dataclass(slots=True)
 class News:
-    """What is new of one request: tokens from output index `first_index` on, and how it ended, if it did."""
+    """What is new of one request: tokens from output index `first_index` on, and how it ended, if
+    it did.
+    """
 
     first_index: int
     token_ids: list[int] = field(default_factory=list)

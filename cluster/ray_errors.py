@@ -24,7 +24,9 @@ class NoAnswerError(EngineError):
 
 
 def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
-    """The value of `ref`. `what` completes "could not ..."; see the table at the top for what is raised."""
+    """The value of `ref`. `what` completes "could not ..."; see the table at the top for what is
+    raised.
+    """
     try:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:
@@ -51,7 +53,9 @@ def cause_of(error: Exception) -> Exception:
 
 
 def failures(refs: Sequence[Any], patience_s: float) -> dict[int, Exception]:
-    """The cause of each ref that has failed, by its place, after waiting up to `patience_s` for the others."""
+    """The cause of each ref that has failed, by its place, after waiting up to `patience_s` for the
+    others.
+    """
     found: dict[int, Exception] = {}
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
     for place, ref in enumerate(refs):

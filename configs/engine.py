@@ -1,8 +1,9 @@
 """Engine options: `EngineConfig` as the user gives them, `ResolvedConfig` as the engine runs them.
 
-Everything that can be known to be wrong is refused here, before any actor starts: `EngineConfig` checks each field and
-how they go together, `resolve` checks them against the checkpoint and the device. Unknown keys are refused by name.
-An option is declared once, as a field with its limits and its flag; the command line is derived from that.
+Everything that can be known to be wrong is refused here, before any actor starts: `EngineConfig`
+checks each field and how they go together, `resolve` checks them against the checkpoint and the
+device. Unknown keys are refused by name. An option is declared once, as a field with its limits and
+its flag; the command line is derived from that.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from scheduler.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence waits for the step. On a
-# GPU fewer would take less time than the host needs to launch the step of a small model.
+# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence
+# waits for the step. On a GPU fewer would take less time than the host needs to launch the step of
+# a small model.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_MAX_MODEL_LEN = 40960
 MAX_TIMEOUT_S = 86400.0  # a day
@@ -31,10 +33,11 @@ MAX_TIMEOUT_S = 86400.0  # a day
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. None means: chosen from the checkpoint, the backend or the device. Times are seconds.
+    """Options of one engine. None means: chosen from the checkpoint, the backend or the device.
+    Times are seconds.
 
-    `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over the ranks; on a GPU the size of the cache
-    follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
+    `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over the ranks; on a GPU the
+    size of the cache follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
     """
 
     model: str = option(
@@ -43,9 +46,13 @@ class EngineConfig:
         help="Directory or hub id; the small default model if left out.",
         flag_default=None,
     )
-    tokenizer: str | None = option(None, flag="--tokenizer", help="Directory or hub id of another tokenizer.")
+    tokenizer: str | None = option(
+        None, flag="--tokenizer", help="Directory or hub id of another tokenizer."
+    )
     revision: str | None = option(None, flag="--revision", help="Revision of a hub id.")
-    tensor_parallel_size: int = option(1, flag="--tp", help="Number of tensor-parallel ranks.", at_least=1)
+    tensor_parallel_size: int = option(
+        1, flag="--tp", help="Number of tensor-parallel ranks.", at_least=1
+    )
     device: str = option("auto", flag="--device", choices=DEVICES)
     dtype: str = option(
         "auto",
@@ -92,7 +99,9 @@ class EngineConfig:
         help="Tokens per step; by default the device's best.",
         at_least=1,
     )
-    max_model_len: int | None = option(None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2)
+    max_model_len: int | None = option(
+        None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2
+    )
     enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
     num_steps_ahead: int = option(
         1,
@@ -101,8 +110,12 @@ class EngineConfig:
         at_least=0,
         at_most=8,  # each is a thread of every rank
     )
-    seed: int | None = option(None, flag="--seed", help="Makes unseeded sampling repeatable.", at_least=0)
-    ray_address: str | None = option(None, flag="--ray-address", help="Ray cluster to join; local for a new one.")
+    seed: int | None = option(
+        None, flag="--seed", help="Makes unseeded sampling repeatable.", at_least=0
+    )
+    ray_address: str | None = option(
+        None, flag="--ray-address", help="Ray cluster to join; local for a new one."
+    )
     start_timeout_s: float = option(300.0, above=0, at_most=MAX_TIMEOUT_S)
     step_timeout_s: float = option(120.0, above=0, at_most=MAX_TIMEOUT_S)
     frontend_timeout_s: float = option(60.0, above=0, at_most=MAX_TIMEOUT_S)
@@ -111,15 +124,21 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_option(field, getattr(self, field.name))
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
-                "every running sequence needs one token per step; raise the first or lower the second"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs"
+                f" {self.max_num_seqs}: every running sequence needs one token per step; raise the"
+                " first or lower the second"
             )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` and names the known."""
+        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` and
+        names the known.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:
@@ -129,7 +148,9 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What driver and workers run: options and checkpoint with every choice made. `model_dir` is a local directory."""
+    """What driver and workers run: options and checkpoint with every choice made. `model_dir` is a
+    local directory.
+    """
 
     engine: EngineConfig
     model: ModelConfig
@@ -160,9 +181,9 @@ def resolve(
 ) -> ResolvedConfig:
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
-    `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its best, `dtypes` are
-    those it computes in and `fast_dtypes` those that a checkpoint's own dtype must be one of to be taken; float32 takes
-    its place.
+    `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
+    best, `dtypes` are those it computes in and `fast_dtypes` those that a checkpoint's own dtype
+    must be one of to be taken; float32 takes its place.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)
@@ -170,17 +191,19 @@ def resolve(
     if max_model_len > longest:
         scaling = model.rope.rope_type
         raise ConfigError(
-            f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint serves"
-            + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
+            f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint"
+            " serves" + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
         )
     own_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
     dtype = own_dtype if engine.dtype == "auto" else engine.dtype
     if dtype not in dtypes:
         raise ConfigError(
-            f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are "
-            f"{', '.join(dtypes)}. Choose one of them, or another attention_backend"
+            f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
+            f" {', '.join(dtypes)}. Choose one of them, or another attention_backend"
         )
-    tokens = engine.max_num_batched_tokens or max(DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs)
+    tokens = engine.max_num_batched_tokens or max(
+        DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs
+    )
     return ResolvedConfig(
         engine=engine,
         model=model,

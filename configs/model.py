@@ -1,7 +1,7 @@
 """The shape of a Qwen3 checkpoint, read from its `config.json` without transformers.
 
-Both spellings are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`, `rope_scaling` and
-`torch_dtype` (before). What the engine cannot run is refused by name.
+Both spellings are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`,
+`rope_scaling` and `torch_dtype` (before). What the engine cannot run is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_TENSOR_PARALLEL_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see `workers/rope`)."""
+    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see
+    `workers/rope`).
+    """
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -57,7 +59,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the dictionary of a `config.json`. Raises `ConfigError` naming what is missing or not supported."""
+        """Read the dictionary of a `config.json`. Raises `ConfigError` naming what is missing or
+        not supported.
+        """
         _check_supported(raw, where)
         try:
             heads = int(raw["num_attention_heads"])
@@ -79,7 +83,9 @@ class ModelConfig:
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
             )
         except KeyError as error:
-            raise ConfigError(f"{where} has no {error.args[0]!r}: is this a Qwen3 checkpoint?") from None
+            raise ConfigError(
+                f"{where} has no {error.args[0]!r}: is this a Qwen3 checkpoint?"
+            ) from None
         except (TypeError, ValueError, ArithmeticError) as error:
             raise ConfigError(f"{where} cannot be read: {error}") from None
         config._check(where)
@@ -87,7 +93,9 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `config.json`, with the end-of-sequence ids of `generation_config.json` where it has them."""
+        """Read `config.json`, with the end-of-sequence ids of `generation_config.json` where it has
+        them.
+        """
         raw = read_json(model_dir / "config.json")
         generation = read_generation_config(model_dir)
         if generation.get("eos_token_id") is not None:
@@ -103,9 +111,9 @@ class ModelConfig:
         if not self._splits_into(size):
             possible = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
             raise ConfigError(
-                f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads} query heads, "
-                f"{self.num_key_value_heads} KV heads, intermediate size {self.intermediate_size}); "
-                f"possible are {possible}"
+                f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads}"
+                f" query heads, {self.num_key_value_heads} KV heads, intermediate size"
+                f" {self.intermediate_size}); possible are {possible}"
             )
 
     def _splits_into(self, size: int) -> bool:
@@ -117,8 +125,16 @@ class ModelConfig:
         )
 
     def _check(self, where: str) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}: {name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -127,7 +143,9 @@ class ModelConfig:
                 f"{self.num_key_value_heads} KV heads"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"{where}: head_dim must be even for rotary embeddings, got {self.head_dim}")
+            raise ConfigError(
+                f"{where}: head_dim must be even for rotary embeddings, got {self.head_dim}"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,7 +153,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: a model directory holds config.json and *.safetensors") from None
+        raise ConfigError(
+            f"{path} does not exist: a model directory holds config.json and *.safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
@@ -152,29 +172,46 @@ def read_generation_config(model_dir: Path) -> dict[str, Any]:
 def _check_supported(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("model_type")
     if kind != "qwen3":
-        raise ConfigError(f"{where} is of model_type {kind!r}; this engine runs 'qwen3' (dense Qwen3)")
+        raise ConfigError(
+            f"{where} is of model_type {kind!r}; this engine runs 'qwen3' (dense Qwen3)"
+        )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+        raise ConfigError(
+            f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
+        )
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window is not supported")
     if raw.get("quantization_config"):
-        raise ConfigError(f"{where}: quantized checkpoints are not supported; use one in {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"{where}: quantized checkpoints are not supported; use one in {', '.join(DTYPES)}"
+        )
 
 
 def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     values = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     rope_type = values.get("rope_type") or values.get("type") or "default"
     if rope_type not in ROPE_TYPES:
-        raise ConfigError(f"{where}: rope scaling {rope_type!r} is not supported; possible are {', '.join(ROPE_TYPES)}")
+        raise ConfigError(
+            f"{where}: rope scaling {rope_type!r} is not supported; possible are"
+            f" {', '.join(ROPE_TYPES)}"
+        )
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if "factor" not in values:
         raise ConfigError(f"{where}: rope scaling {rope_type!r} has no factor")
     if not float(values["factor"]) > 0:
-        raise ConfigError(f"{where}: the factor of rope scaling must be above 0, got {values['factor']!r}")
-    original = values.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 32768)
-    optional = {k: float(values[k]) for k in ("attention_factor", "mscale", "mscale_all_dim") if values.get(k)}
+        raise ConfigError(
+            f"{where}: the factor of rope scaling must be above 0, got {values['factor']!r}"
+        )
+    original = values.get("original_max_position_embeddings") or raw.get(
+        "max_position_embeddings", 32768
+    )
+    optional = {
+        k: float(values[k])
+        for k in ("attention_factor", "mscale", "mscale_all_dim")
+        if values.get(k)
+    }
     return RopeConfig(
         rope_type=rope_type,
         theta=theta,
@@ -192,7 +229,9 @@ def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
 def _read_dtype(raw: Mapping[str, Any], where: str) -> str:
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -203,8 +242,9 @@ def _as_ids(value: object) -> tuple[int, ...]:
 
 
 def rope_max_length(model: ModelConfig) -> int:
-    """Longest position count the rotary embedding serves. `dynamic` scaling changes with the longest row of a batch
-    beyond the original length, so it is only served up to that."""
+    """Longest position count the rotary embedding serves. `dynamic` scaling changes with the
+    longest row of a batch beyond the original length, so it is only served up to that.
+    """
     if model.rope.rope_type == "dynamic":
         return model.rope.original_max_position_embeddings
     scaled = math.floor(model.rope.factor * model.rope.original_max_position_embeddings)

@@ -20,7 +20,9 @@ def option(
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have `above`."""
+    """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have
+    `above`.
+    """
     return dataclasses.field(
         default=default,
         metadata={
@@ -45,7 +47,9 @@ def check_option(field: dataclasses.Field[Any], value: object) -> None:
             raise ConfigError(f"{name} must be true or false, got {value!r}")
     elif limits["choices"]:
         if value not in limits["choices"]:
-            raise ConfigError(f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}")
+            raise ConfigError(
+                f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}"
+            )
     elif limits["at_least"] is not None:
         _check_whole(name, value, limits["at_least"], limits["at_most"])
     elif limits["above"] is not None:
@@ -65,4 +69,6 @@ def _check_fraction(name: str, value: object, above: float, most: float) -> None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type,operator]
         unit = " seconds" if name.endswith("_s") else ""
-        raise ConfigError(f"{name} must be above {above:g} and at most {most:g}{unit}, got {value!r}")
+        raise ConfigError(
+            f"{name} must be above {above:g} and at most {most:g}{unit}, got {value!r}"
+        )

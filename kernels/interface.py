@@ -1,12 +1,15 @@
-"""What a kernel backend offers: `Kernels`, the sampling kernels among them, and what it says it can do.
+"""What a kernel backend offers: `Kernels`, the sampling kernels among them, and what it says it can
+do.
 
-Three backends implement `Kernels`: `kernels/cpu/` (numba and oneDNN), `kernels/gpu/` (Triton, with or without
-flash-attn), and `kernels/reference/` (plain PyTorch), whose functions define what each kernel computes. This module
-imports neither torch nor a backend, so a client can ask what would run without loading it.
+Three backends implement `Kernels`: `kernels/cpu/` (numba and oneDNN), `kernels/gpu/` (Triton, with
+or without flash-attn), and `kernels/reference/` (plain PyTorch), whose functions define what each
+kernel computes. This module imports neither torch nor a backend, so a client can ask what would run
+without loading it.
 
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E features in, Y features
-out, F features of the MLP, L positions of the rotary table. In sampling: R the rows of one draw, V columns of this
-rank's vocabulary shard, X blocks of columns, K the largest top-k, N ranks.
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E
+features in, Y features
+out, F features of the MLP, L positions of the rotary table. In sampling: R the rows of one draw, V
+columns of this rank's vocabulary shard, X blocks of columns, K the largest top-k, N ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapRows:
-    """R rows of logits, with what their gaps are computed from. A gap is (largest logit - logit) / temperature.
+    """R rows of logits, with what their gaps are computed from. A gap is (largest logit - logit) /
+    temperature.
 
     logits_BV    : bfloat16 or float32, contiguous, at least one column.
     block_max_BX : float32, the largest logit of every block of columns, from `row_best`.
     rows_R       : int64, which rows of the two tensors above.
-    max_R        : float32, the largest logit over all ranks; its zero is positive (`pack` makes it so).
+    max_R        : float32, the largest logit over all ranks; its zero is positive (`pack` makes it
+    so).
     temperature_R: float32, above 0.
     """
 
@@ -64,7 +69,9 @@ class SamplingKernels(Protocol):
     The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
     """
 
-    def row_best(self, logits_BV: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def row_best(
+        self, logits_BV: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(largest logit of each row, its column, largest logit of each block)"""
 
     def pack(self, values: torch.Tensor, ids: torch.Tensor, /) -> torch.Tensor:
@@ -73,7 +80,9 @@ class SamplingKernels(Protocol):
     def unpack(self, packed: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, ids) of `pack`."""
 
-    def block_weights(self, gaps: GapRows, limit_R: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_weights(
+        self, gaps: GapRows, limit_R: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights within the limit, summed per block and per row."""
 
     def draw_index(
@@ -90,12 +99,25 @@ class SamplingKernels(Protocol):
         """The top_k smallest gaps of each row."""
 
     def listed_limits(
-        self, list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor, /
+        self,
+        list_NRK: torch.Tensor,
+        top_k_R: torch.Tensor,
+        top_p_R: torch.Tensor,
+        max_gap_R: torch.Tensor,
+        /,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of every rank."""
+        """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
+        every rank.
+        """
 
     def gap_histogram(
-        self, gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool, /
+        self,
+        gaps: GapRows,
+        within_R: torch.Tensor,
+        prefix_R: torch.Tensor,
+        radix_pass: int,
+        by_weight: bool,
+        /,
     ) -> torch.Tensor:
         """Tokens, or their weights, by one digit of their gap."""
 
@@ -109,14 +131,18 @@ class Kernels(Protocol):
     capabilities: Capabilities
     sampling: SamplingKernels
 
-    def kv_cache_shapes(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /) -> tuple[Shape, Shape]:
+    def kv_cache_shapes(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /
+    ) -> tuple[Shape, Shape]:
         """Shapes of one layer's keys and of its values, equal in their number of elements."""
 
     def set_num_threads(self, num_threads: int, /) -> None:
         """Number of threads for kernels that the calling thread runs from now on. CPU only."""
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """One call per kernel of a greedy step, so that each is compiled; the slowest to compile come first."""
+        """One call per kernel of a greedy step, so that each is compiled; the slowest to compile
+        come first.
+        """
 
     def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """The same for the kernels that other kinds of sampling need."""
@@ -124,7 +150,9 @@ class Kernels(Protocol):
     def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
         """The weight in the layout `linear` wants, perhaps the same tensor."""
 
-    def linear(self, x_TE: torch.Tensor, packed_YE: torch.Tensor, bias_Y: torch.Tensor | None, /) -> torch.Tensor:
+    def linear(
+        self, x_TE: torch.Tensor, packed_YE: torch.Tensor, bias_Y: torch.Tensor | None, /
+    ) -> torch.Tensor:
         """x @ weight.T + bias, [T, Y]."""
 
     def qk_norm_rope_store(

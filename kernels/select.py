@@ -1,8 +1,8 @@
 """Which kernels run on which device: the one place that chooses.
 
-Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest) and `reference`
-(plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can tell what would run; `load` imports
-the backend.
+Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest)
+and `reference` (plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can
+tell what would run; `load` imports the backend.
 """
 
 from __future__ import annotations
@@ -16,27 +16,42 @@ from kernels.interface import Capabilities, Kernels
 
 
 def select_backend(
-    device: str, name: str = "auto", *, dtype: str | None = None, head_dim: int = 128, block_size: int | None = None
+    device: str,
+    name: str = "auto",
+    *,
+    dtype: str | None = None,
+    head_dim: int = 128,
+    block_size: int | None = None,
 ) -> Kernels:
     """`choose` a backend and `load` it. Raises `ValueError`."""
-    return load(device, choose(device, name, dtype=dtype, head_dim=head_dim, block_size=block_size).name)
+    return load(
+        device, choose(device, name, dtype=dtype, head_dim=head_dim, block_size=block_size).name
+    )
 
 
 def choose(
-    device: str, name: str = "auto", *, dtype: str | None = None, head_dim: int = 128, block_size: int | None = None
+    device: str,
+    name: str = "auto",
+    *,
+    dtype: str | None = None,
+    head_dim: int = 128,
+    block_size: int | None = None,
 ) -> Capabilities:
-    """The backend called `name`, or the best one for `device` ("cpu" or "cuda", with or without an index).
+    """The backend called `name`, or the best one for `device` ("cpu" or "cuda", with or without an
+    index).
 
-    "auto" skips a backend that is not installed or cannot do the dtype, head dim or block size. `block_size` None means
-    the backend's default. Raises `ValueError` saying what is possible when the name is unknown or what was named cannot
-    run.
+    "auto" skips a backend that is not installed or cannot do the dtype, head dim or block size.
+    `block_size` None means the backend's default. Raises `ValueError` saying what is possible when
+    the name is unknown or what was named cannot run.
     """
     possible = _backends_of(device)
     if name == "auto":
         return _best(possible, dtype, head_dim, block_size)
     if name not in possible:
         names = ", ".join(("auto", *possible))
-        raise ValueError(f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}")
+        raise ValueError(
+            f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}"
+        )
     found = possible[name].describe()
     found.check_shape(head_dim, block_size or found.default_block_size)
     return found
@@ -49,7 +64,9 @@ def load(device: str, name: str) -> Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """How to describe and how to load one backend. `describe` raises `ValueError` where it is not installed."""
+    """How to describe and how to load one backend. `describe` raises `ValueError` where it is not
+    installed.
+    """
 
     describe: Callable[[], Capabilities]
     load: Callable[[], Kernels]
@@ -59,11 +76,15 @@ class Backend:
 def _backends_of(device: str) -> dict[str, Backend]:
     kind = device.partition(":")[0]
     if kind not in BACKENDS:
-        raise ValueError(f"there are no kernels for device {device!r}; possible are {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"there are no kernels for device {device!r}; possible are {', '.join(BACKENDS)}"
+        )
     return BACKENDS[kind]
 
 
-def _best(possible: dict[str, Backend], dtype: str | None, head_dim: int, block_size: int | None) -> Capabilities:
+def _best(
+    possible: dict[str, Backend], dtype: str | None, head_dim: int, block_size: int | None
+) -> Capabilities:
     automatic = [backend for backend in possible.values() if backend.automatic]
     for backend in automatic[:-1]:
         try:
@@ -105,8 +126,8 @@ def _load_triton() -> Kernels:
 def _describe_interpreted_triton() -> Capabilities:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "kernel backend 'triton' runs on a CPU only in Triton's interpreter, which is for tests and debugging: set "
-            "TRITON_INTERPRET=1, or choose 'cpu'"
+            "kernel backend 'triton' runs on a CPU only in Triton's interpreter, which is for tests"
+            " and debugging: set TRITON_INTERPRET=1, or choose 'cpu'"
         )
     return _describe_triton()
 
@@ -141,7 +162,9 @@ _REFERENCE = Backend(describe=_describe_reference, load=_load_reference, automat
 BACKENDS: dict[str, dict[str, Backend]] = {
     "cpu": {
         "cpu": Backend(describe=_describe_cpu, load=_load_cpu),
-        "triton": Backend(describe=_describe_interpreted_triton, load=_load_triton, automatic=False),
+        "triton": Backend(
+            describe=_describe_interpreted_triton, load=_load_triton, automatic=False
+        ),
         "reference": _REFERENCE,
     },
     "cuda": {

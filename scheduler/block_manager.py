@@ -1,14 +1,15 @@
 """Paged KV-cache accounting: which block holds what, who uses it, what may be reused.
 
-Owns block ids, reference counts and the prefix index. Never touches tensors, time or Ray.
-Laws (`BlockManager.check`): a block is free or used, never both; `ref_count` equals the tables that name it; the index
-finds only full, published blocks, by the hash, tokens and parent they were published with.
-Called by the scheduler, from one thread.
+Owns block ids, reference counts and the prefix index. Never touches tensors, time or Ray. Laws
+(`BlockManager.check`): a block is free or used, never both; `ref_count` equals the tables that name
+it; the index finds only full, published blocks, by the hash, tokens and parent they were published
+with. Called by the scheduler, from one thread.
 
-A block is *published* when its content is known and every step that fills it has been submitted: steps run in order
-and a layer stores KV before it attends, so whoever is planned later may read it. Publishing gives a *serial*; a second
-copy of the same content takes the serial of the first, so (salt, tokens, parent serial) names a whole prefix exactly
-and the hash only has to be fast. A free block keeps its content and stays findable until it is taken for something new.
+A block is *published* when its content is known and every step that fills it has been submitted:
+steps run in order and a layer stores KV before it attends, so whoever is planned later may read it.
+Publishing gives a *serial*; a second copy of the same content takes the serial of the first, so
+(salt, tokens, parent serial) names a whole prefix exactly and the hash only has to be fast. A free
+block keeps its content and stays findable until it is taken for something new.
 """
 
 from __future__ import annotations
@@ -25,14 +26,23 @@ ROOT_SERIAL = 0
 
 
 class Block:
-    """One block of the cache. `ref_count` 0 is free, 1 owned, more shared; `hash` is `NO_HASH` until published.
+    """One block of the cache. `ref_count` 0 is free, 1 owned, more shared; `hash` is `NO_HASH`
+    until published.
 
     `previous` and `next` link the free list, least recently used first.
     """
 
     __slots__ = (
-        "block_id", "cache_salt", "hash", "next", "parent_serial", "previous", "ref_count", "serial", "token_ids",
-    )  # fmt: skip
+        "block_id",
+        "cache_salt",
+        "hash",
+        "next",
+        "parent_serial",
+        "previous",
+        "ref_count",
+        "serial",
+        "token_ids",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -57,7 +67,9 @@ class BlockUser(Protocol):
 
 
 class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix index over the published ones."""
+    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix index over the published
+    ones.
+    """
 
     def __init__(
         self,
@@ -81,17 +93,20 @@ class BlockManager:
         for block in self.blocks:
             self._push_free(block)
 
-    # -- sequences --------------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether blocks for all tokens of a sequence can be had; cached blocks that are free count as taken."""
+        """Whether blocks for all tokens of a sequence can be had; cached blocks that are free count
+        as taken.
+        """
         cached = self._find_cached(seq)
         num_revived = sum(block.ref_count == 0 for block in cached)
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(cached)
         return num_new + num_revived <= self.num_free_blocks
 
     def allocate(self, seq: BlockUser) -> int:
-        """Give a sequence blocks for all its tokens, shared ones first; returns the number of tokens cached.
+        """Give a sequence blocks for all its tokens, shared ones first; returns the number of
+        tokens cached.
 
         Call only where `can_allocate`.
         """
@@ -113,7 +128,9 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - len(seq.block_table) <= self.num_free_blocks
 
     def append(self, seq: BlockUser, num_tokens: int) -> list[int]:
-        """Grow a table to hold `num_tokens` and return the new block ids. Call only where `can_append`."""
+        """Grow a table to hold `num_tokens` and return the new block ids. Call only where
+        `can_append`.
+        """
         num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
         new = [self._take_free() for _ in range(num_new)]
         seq.block_table.extend(new)
@@ -152,17 +169,21 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # -- prefix index -----------------------------------------------------------------------------------------------
+    # -- prefix index ------------------------------------------------------------------------------
 
     def _find_cached(self, seq: BlockUser) -> list[Block]:
-        """The published blocks that hold the beginning of a sequence; nothing counts after the first miss."""
+        """The published blocks that hold the beginning of a sequence; nothing counts after the
+        first miss.
+        """
         found: list[Block] = []
         if not self._caching:
             return found
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):
             block = self._index.get(self._block_hash(seq, index))
-            if block is None or not _has_content(block, self._block_tokens(seq, index), parent_serial, seq.cache_salt):
+            if block is None or not _has_content(
+                block, self._block_tokens(seq, index), parent_serial, seq.cache_salt
+            ):
                 break
             found.append(block)
             parent_serial = block.serial
@@ -170,13 +191,19 @@ class BlockManager:
 
     def _publish_block(self, seq: BlockUser, index: int) -> None:
         block = self.blocks[seq.block_table[index]]
-        assert block.ref_count == 1 and block.hash == NO_HASH, "only a block of one's own is published, once"
+        assert block.ref_count == 1 and block.hash == NO_HASH, (
+            "only a block of one's own is published, once"
+        )
         block.hash = self._block_hash(seq, index)
         block.token_ids = self._block_tokens(seq, index)
         block.cache_salt = seq.cache_salt
-        block.parent_serial = self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
+        block.parent_serial = (
+            self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
+        )
         first = self._index.get(block.hash)
-        if first is not None and _has_content(first, block.token_ids, block.parent_serial, block.cache_salt):
+        if first is not None and _has_content(
+            first, block.token_ids, block.parent_serial, block.cache_salt
+        ):
             block.serial = first.serial
         else:
             self._last_serial += 1
@@ -187,11 +214,17 @@ class BlockManager:
             self._index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
-        """Chained hash of block `index`: it covers the parent's hash, or the salt for the first, and the tokens."""
+        """Chained hash of block `index`: it covers the parent's hash, or the salt for the first,
+        and the tokens.
+        """
         hashes = seq.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            parent = hashes[-1].to_bytes(16, "little") if hashes else seq.cache_salt.encode("utf-8", "surrogatepass")
+            parent = (
+                hashes[-1].to_bytes(16, "little")
+                if hashes
+                else seq.cache_salt.encode("utf-8", "surrogatepass")
+            )
             tokens = array("i", seq.token_ids[start : start + self.block_size])
             hashes.append(self._hash(parent + tokens.tobytes()))
         return hashes[index]
@@ -200,12 +233,14 @@ class BlockManager:
         start = index * self.block_size
         return tuple(seq.token_ids[start : start + self.block_size])
 
-    # -- free list --------------------------------------------------------------------------------------------------
+    # -- free list ---------------------------------------------------------------------------------
 
     def _take_free(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
         block = self._head.next
-        assert block is not None and block is not self._head, "no free block; ask can_allocate or can_append first"
+        assert block is not None and block is not self._head, (
+            "no free block; ask can_allocate or can_append first"
+        )
         self._remove_free(block)
         if block.hash != NO_HASH:
             if self._index.get(block.hash) is block:
@@ -230,42 +265,62 @@ class BlockManager:
         block.previous = block.next = None
         self.num_free_blocks -= 1
 
-    # -- laws -------------------------------------------------------------------------------------------------------
+    # -- laws --------------------------------------------------------------------------------------
 
     def check(self, users: Iterable[BlockUser]) -> None:
-        """Raise AssertionError, naming the law and the values, unless every invariant holds over all `users`."""
+        """Raise AssertionError, naming the law and the values, unless every invariant holds over
+        all `users`.
+        """
         counted = [0] * len(self.blocks)
         for user in users:
             for position, block_id in enumerate(user.block_table):
                 counted[block_id] += 1
                 published = position < user.num_published_blocks
                 has_hash = self.blocks[block_id].hash != NO_HASH
-                assert has_hash == published, f"block {block_id}: hash set {has_hash}, published {published}"
+                assert has_hash == published, (
+                    f"block {block_id}: hash set {has_hash}, published {published}"
+                )
         for block in self.blocks:
             assert block.ref_count == counted[block.block_id], (
-                f"block {block.block_id}: ref_count {block.ref_count}, but {counted[block.block_id]} tables name it"
+                f"block {block.block_id}: ref_count {block.ref_count}, but"
+                f" {counted[block.block_id]} tables name it"
             )
         self._check_free_list()
         for key, block in self._index.items():
-            assert key == block.hash != NO_HASH, f"index entry of block {block.block_id} has another block's hash"
-            assert len(block.token_ids) == self.block_size, f"block {block.block_id} is indexed, but not full"
+            assert key == block.hash != NO_HASH, (
+                f"index entry of block {block.block_id} has another block's hash"
+            )
+            assert len(block.token_ids) == self.block_size, (
+                f"block {block.block_id} is indexed, but not full"
+            )
 
     def _check_free_list(self) -> None:
         num_free = 0
         block = self._head.next
         while block is not None and block is not self._head:
-            assert block.ref_count == 0, f"block {block.block_id} is free and used {block.ref_count} times"
-            assert block.next is not None and block.next.previous is block, f"free list broken at {block.block_id}"
+            assert block.ref_count == 0, (
+                f"block {block.block_id} is free and used {block.ref_count} times"
+            )
+            assert block.next is not None and block.next.previous is block, (
+                f"free list broken at {block.block_id}"
+            )
             num_free += 1
             block = block.next
         num_unused = sum(b.ref_count == 0 for b in self.blocks)
         assert num_free == num_unused == self.num_free_blocks, (
-            f"{num_free} blocks in the free list, {num_unused} unused, {self.num_free_blocks} counted"
+            f"{num_free} blocks in the free list, {num_unused} unused, {self.num_free_blocks}"
+            " counted"
         )
 
 
-def _has_content(block: Block, token_ids: tuple[int, ...], parent_serial: int, cache_salt: str) -> bool:
-    return block.token_ids == token_ids and block.parent_serial == parent_serial and block.cache_salt == cache_salt
+def _has_content(
+    block: Block, token_ids: tuple[int, ...], parent_serial: int, cache_salt: str
+) -> bool:
+    return (
+        block.token_ids == token_ids
+        and block.parent_serial == parent_serial
+        and block.cache_salt == cache_salt
+    )
 
 
 def _forget(block: Block) -> None:

@@ -1,8 +1,8 @@
 """The step loop: a scheduler on one side, an executor that runs its plans on the other.
 
-`Engine.step` keeps `num_steps_ahead` steps submitted beyond the one whose result it reads, so that the executor always
-has the next step while the host looks at the last. The executor may be a group of Ray actors, a model in this process
-or a simulation.
+`Engine.step` keeps `num_steps_ahead` steps submitted beyond the one whose result it reads, so that
+the executor always has the next step while the host looks at the last. The executor may be a group
+of Ray actors, a model in this process or a simulation.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ class Executor(Protocol):
 class Engine:
     """Requests in, tokens out, one `step` at a time. One thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, num_steps_ahead: int = 1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, num_steps_ahead: int = 1
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. One that its own tokens end already is returned finished. Raises `RequestError`."""
+        """Queue a request. One that its own tokens end already is returned finished. Raises
+        `RequestError`.
+        """
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         seq = self.scheduler.add(request)
@@ -60,7 +64,8 @@ class Engine:
         return len(self._sequences)
 
     def step(self) -> StepOutput | None:
-        """Submit what can be submitted, then wait for the oldest unread step; None when there was none.
+        """Submit what can be submitted, then wait for the oldest unread step; None when there was
+        none.
 
         An error of the executor passes through: the epoch is over.
         """

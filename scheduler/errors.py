@@ -10,8 +10,8 @@
         ├── StepTimeoutError     a step outlived its limit
         └── EngineDeadError      the engine has stopped and will not come back           503
 
-A message says what was asked, what is possible and what to do. All of them pickle: the message is their only state,
-but for `RequestError.parameter`. `http_status` maps the classes to HTTP.
+A message says what was asked, what is possible and what to do. All of them pickle: the message is
+their only state, but for `RequestError.parameter`. `http_status` maps the classes to HTTP.
 """
 
 from __future__ import annotations

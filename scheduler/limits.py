@@ -31,15 +31,24 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
     """Raise `RequestError` unless the prompt fits and leaves room for at least one new token."""
     tokens, most = request.token_ids, limits.max_total_tokens
     if not 1 <= request.num_prompt_tokens <= len(tokens):
-        given = f"{request.num_prompt_tokens} of {len(tokens)} tokens are the prompt" if tokens else "it is empty"
+        given = (
+            f"{request.num_prompt_tokens} of {len(tokens)} tokens are the prompt"
+            if tokens
+            else "it is empty"
+        )
         raise RequestError(f"the prompt needs at least one token; {given}", "prompt")
     if request.num_prompt_tokens >= most:
         by_model = most == limits.max_model_len
-        bound = "max_model_len" if by_model else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
+        bound = (
+            "max_model_len"
+            if by_model
+            else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
+        )
         remedy = "max_model_len" if by_model else "num_kv_blocks or the memory of the cache"
         raise RequestError(
-            f"the prompt has {request.num_prompt_tokens} tokens; at most {most - 1} are possible, one less "
-            f"than {bound} allows for prompt and output. Shorten the prompt or raise {remedy}",
+            f"the prompt has {request.num_prompt_tokens} tokens; at most {most - 1} are possible,"
+            f" one less than {bound} allows for prompt and output. Shorten the prompt or raise"
+            f" {remedy}",
             "prompt",
         )
     check_vocabulary(tokens, limits.vocab_size)
@@ -49,4 +58,6 @@ def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
     """Raise `RequestError` for a prompt token that is not in the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab_size} ids", "prompt")
+        raise RequestError(
+            f"token id {wrong} is outside the vocabulary of {vocab_size} ids", "prompt"
+        )

@@ -3,9 +3,9 @@
     frontend --Request--> driver --StepPlan--> every worker
     frontend <--Deltas--- driver <-StepResult- rank 0
 
-Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to schedule. A receiver of a
-plan or a result checks `epoch` and `step_id`. Slots are rows of the workers' `BatchState`; a sequence keeps its slot
-while it runs.
+Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
+schedule. A receiver of a plan or a result checks `epoch` and `step_id`. Slots are rows of the
+workers' `BatchState`; a sequence keeps its slot while it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def ints(values: Iterable[int] = ()) -> array[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent again.
+    """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
+    again.
 
     With `final_only` the frontend hears of it when it has ended, and of all its tokens then.
     """
@@ -43,8 +44,9 @@ class Request:
 class AdmittedRows:
     """Rows that enter the batch in a step; arrays of one entry a row, but for the two flat ones.
 
-    `num_cached_tokens[i]` leading tokens already stand in shared blocks, which must not be written. The row starts at
-    position `min(num_cached_tokens, num_tokens - 1)`: a row cached to its last token runs that one as a query only.
+    `num_cached_tokens[i]` leading tokens already stand in shared blocks, which must not be written.
+    The row starts at position `min(num_cached_tokens, num_tokens - 1)`: a row cached to its last
+    token runs that one as a query only.
     """
 
     slots: array[int]
@@ -61,8 +63,9 @@ class AdmittedRows:
 class StepPlan:
     """What changed since the last plan, and what runs now. Applied in the order of the fields.
 
-    `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is `slots`, row by row
-    with `num_new_tokens` each; a row samples one token at the end of its chunk where `samples` is 1.
+    `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
+    `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
+    where `samples` is 1.
     """
 
     step_id: int
@@ -78,7 +81,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the raw logits: of the sampled token, and of the best alternatives."""
+    """Natural-log probabilities under the raw logits: of the sampled token, and of the best
+    alternatives.
+    """
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
@@ -87,10 +92,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Tokens of the sampling rows in batch order; `logprobs` has an entry a sampling row when any row asked.
+    """Tokens of the sampling rows in batch order; `logprobs` has an entry a sampling row when any
+    row asked.
 
-    `digest` is a CRC-32 of the token ids: every rank computes it, and the ranks must agree. `seconds` holds the time
-    of each part of the step by name.
+    `digest` is a CRC-32 of the token ids: every rank computes it, and the ranks must agree.
+    `seconds` holds the time of each part of the step by name.
     """
 
     step_id: int
@@ -106,7 +112,8 @@ class StepResult:
 class EngineStats:
     """Sequences and blocks at the moment; steps, preemptions and tokens since the start.
 
-    num_prompt_tokens, num_cached_tokens: of first admissions, and how many of them were found in the prefix cache.
+    num_prompt_tokens, num_cached_tokens: of first admissions, and how many of them were found in
+    the prefix cache.
     """
 
     num_running: int
@@ -123,8 +130,8 @@ class EngineStats:
 class Deltas:
     """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
 
-    One entry a request; `token_ids` is flat with `num_tokens` each. `finish_reasons`, `errors` and `logprobs` hold
-    only the requests that have any.
+    One entry a request; `token_ids` is flat with `num_tokens` each. `finish_reasons`, `errors` and
+    `logprobs` hold only the requests that have any.
     """
 
     up_to: int

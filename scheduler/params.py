@@ -1,8 +1,9 @@
 """What a caller may ask of sampling, and what the engine gets of it.
 
-`SamplingParams` is the caller's: every field may be left unset. `resolve` fills what is unset from layers of defaults
-(flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and gives `Sampling`, the complete engine-side
-message. Stop strings, `n` and `ignore_eos` end at the frontend: text and end-of-sequence ids are its business.
+`SamplingParams` is the caller's: every field may be left unset. `resolve` fills what is unset from
+layers of defaults (flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and gives
+`Sampling`, the complete engine-side message. Stop strings, `n` and `ignore_eos` end at the
+frontend: text and end-of-sequence ids are its business.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def _parameter(
     whole: bool = False,
     help: str = "",
 ) -> Any:
-    """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from `low` to `high`.
+    """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from
+    `low` to `high`.
 
     One with `help` has a flag on the command line.
     """
@@ -39,8 +41,9 @@ def _parameter(
 class Sampling:
     """How the next token of one sequence is chosen and when the sequence ends; complete.
 
-    `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report, -1 for no logprobs.
-    `stop_token_ids` holds every id that ends the sequence, those of the checkpoint included.
+    `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report,
+    -1 for no logprobs. `stop_token_ids` holds every id that ends the sequence, those of the
+    checkpoint included.
     """
 
     seed: int
@@ -66,14 +69,21 @@ class SamplingParams:
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
     presence_penalty, frequency_penalty: in [-2, 2], over the output.
     logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
-    stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides the checkpoint's
-    end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs, each with a seed of its own.
+    stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides
+    the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs,
+    each with a seed of its own.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
-    top_k: int | None = _parameter(0, low=-1, high=2**31 - 1, whole=True, help="0 keeps all tokens.")
-    top_p: float | None = _parameter(1.0, low=0.0, high=1.0, help="Probability mass of the nucleus.")
-    min_p: float | None = _parameter(0.0, low=0.0, high=1.0, help="Least share of the best token's probability.")
+    top_k: int | None = _parameter(
+        0, low=-1, high=2**31 - 1, whole=True, help="0 keeps all tokens."
+    )
+    top_p: float | None = _parameter(
+        1.0, low=0.0, high=1.0, help="Probability mass of the nucleus."
+    )
+    min_p: float | None = _parameter(
+        0.0, low=0.0, high=1.0, help="Least share of the best token's probability."
+    )
     repetition_penalty: float | None = _parameter(1.0, low=0.0, high=100.0, help="1 means none.")
     presence_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
     frequency_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
@@ -83,8 +93,12 @@ class SamplingParams:
         help="End the output before this text; may be repeated."
     )
     stop_token_ids: tuple[int, ...] | list[int] | None = _parameter()
-    min_tokens: int | None = _parameter(0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens.")
-    max_tokens: int | None = _parameter(256, low=1, high=2**31 - 1, whole=True, help="Longest output; 256 if unset.")
+    min_tokens: int | None = _parameter(
+        0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens."
+    )
+    max_tokens: int | None = _parameter(
+        256, low=1, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
+    )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
     n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
@@ -93,24 +107,32 @@ class SamplingParams:
         for field in dataclasses.fields(self):
             value, limits = getattr(self, field.name), field.metadata
             if value is not None and limits["low"] is not None:
-                _check_number(field.name, value, limits["low"], limits["high"], whole=limits["whole"])
+                _check_number(
+                    field.name, value, limits["low"], limits["high"], whole=limits["whole"]
+                )
         if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos")
+            raise RequestError(
+                f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos"
+            )
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
         _check_logit_bias(self.logit_bias)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from decoded JSON. An unknown key raises `RequestError` and names the known ones."""
+        """Build from decoded JSON. An unknown key raises `RequestError` and names the known
+        ones.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise RequestError(f"unknown sampling parameter {key!r}; known are {', '.join(known)}", str(key))
+                raise RequestError(
+                    f"unknown sampling parameter {key!r}; known are {', '.join(known)}", str(key)
+                )
         values = dict(values)
         if isinstance(values.get("logit_bias"), dict):
             values["logit_bias"] = {_token_id_key(k): v for k, v in values["logit_bias"].items()}
@@ -118,14 +140,19 @@ class SamplingParams:
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters with what is unset taken from `defaults`."""
-        unset = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) is None}
+        unset = {
+            f.name: getattr(defaults, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) is None
+        }
         return dataclasses.replace(self, **unset)
 
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()) -> Sampling:
-        """The engine's message for output number `index`; `seed` is the request's, drawn if it had none.
+        """The engine's message for output number `index`; `seed` is the request's, drawn if it had
+        none.
 
         What is unset gets the value in `DEFAULTS`.
         """
@@ -147,7 +174,9 @@ class SamplingParams:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of output number `index` of a request: the request's own for 0, hashed from (seed, index) for the others."""
+    """Seed of output number `index` of a request: the request's own for 0, hashed from (seed,
+    index) for the others.
+    """
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
@@ -169,14 +198,18 @@ def _check_stop(stop: object) -> None:
     if strings is None:
         return
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
-        raise RequestError(f"stop must be a non-empty string or a list of them, got {stop!r}", "stop")
+        raise RequestError(
+            f"stop must be a non-empty string or a list of them, got {stop!r}", "stop"
+        )
 
 
 def _check_stop_token_ids(ids: object) -> None:
     if ids is None:
         return
     if not isinstance(ids, list | tuple) or not all(is_token_id(i) for i in ids):
-        raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids")
+        raise RequestError(
+            f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids"
+        )
 
 
 def _check_logit_bias(bias: object) -> None:
@@ -201,4 +234,6 @@ def _token_id_key(key: object) -> object:
     return key
 
 
-DEFAULTS = SamplingParams(**{f.name: f.metadata["default"] for f in dataclasses.fields(SamplingParams)})
+DEFAULTS = SamplingParams(
+    **{f.name: f.metadata["default"] for f in dataclasses.fields(SamplingParams)}
+)

@@ -1,16 +1,19 @@
 """Who runs next, and with how many tokens. One loop for prefill chunks and decodes.
 
-    schedule(): running sequences first, then waiting ones, both in order of arrival, each by as many tokens as are
-    not computed yet, until `max_num_batched_tokens` are planned. When a running sequence finds no block, the latest
-    arrival yields: it gives back its blocks and slot and goes to the head of the waiting queue.
+    schedule(): running sequences first, then waiting ones, both in order of arrival, each by as
+    many tokens as are not computed yet, until `max_num_batched_tokens` are planned. When a running
+    sequence finds no block, the latest arrival yields: it gives back its blocks and slot and goes
+    to the head of the waiting queue.
 
-A step is accounted for when it is submitted, not when its result is read, so the next one can be planned right away
-(running ahead). `apply` gives the tokens of a result to the *sequences* of the submitted plan: one that has finished
-since drops its token, one that was preempted keeps it. Because every rank runs the steps in order, blocks and slots
-are free for others as soon as they are given back here. An end by length is known beforehand and never run beyond.
+A step is accounted for when it is submitted, not when its result is read, so the next one can be
+planned right away (running ahead). `apply` gives the tokens of a result to the *sequences* of the
+submitted plan: one that has finished since drops its token, one that was preempted keeps it.
+Because every rank runs the steps in order, blocks and slots are free for others as soon as they are
+given back here. An end by length is known beforehand and never run beyond.
 
-At most one running sequence is in the middle of its prompt, and it is the last: so every other one makes progress in
-every step. Owns sequences and the `BlockManager`. Never touches tensors, time or Ray. One thread.
+At most one running sequence is in the middle of its prompt, and it is the last: so every other one
+makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors, time or
+Ray. One thread.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from dataclasses import dataclass, field
 from scheduler.block_manager import BlockManager
 from scheduler.errors import EngineError
 from scheduler.limits import SchedulerLimits, check_request
-from scheduler.messages import AdmittedRows, EngineStats, Request, StepPlan, StepResult, TokenLogprobs, ints
+from scheduler.messages import (
+    AdmittedRows,
+    EngineStats,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    ints,
+)
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
 RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
@@ -59,7 +70,9 @@ class _Step:
     sampling_sequences: list[Sequence] = field(default_factory=list)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
-    admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # with its number of cached tokens
+    admitted: list[tuple[Sequence, int]] = field(
+        default_factory=list
+    )  # with its number of cached tokens
     preempted: bool = False
 
 
@@ -71,7 +84,9 @@ class _Submitted:
 
 
 class Scheduler:
-    """Sequences between arrival and end. `schedule` gives the next plan, `apply` takes the oldest unread result."""
+    """Sequences between arrival and end. `schedule` gives the next plan, `apply` takes the oldest
+    unread result.
+    """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager | None = None) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "EngineConfig checks this"
@@ -89,12 +104,16 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._released_slots: list[int] = []  # since the last plan
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; one that was sent again with all its tokens comes back finished. Raises `RequestError`."""
+        """Queue a request; one that was sent again with all its tokens comes back finished. Raises
+        `RequestError`.
+        """
         check_request(request, self.limits)
-        max_total = min(request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens)
+        max_total = min(
+            request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
+        )
         seq = Sequence(request, arrival=self._next_arrival, max_total=max_total)
         self._next_arrival += 1
         if seq.num_output_tokens and seq.token_ids[-1] in seq.stop_token_ids:
@@ -106,7 +125,9 @@ class Scheduler:
         return seq
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now; tokens in flight for it are dropped. Does nothing to one that has ended."""
+        """End a sequence now; tokens in flight for it are dropped. Does nothing to one that has
+        ended.
+        """
         if seq.status is FINISHED:
             return
         if seq.status is RUNNING:
@@ -119,10 +140,12 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and account for it as submitted; None when nothing can run before a result is read."""
+        """Plan the next step and account for it as submitted; None when nothing can run before a
+        result is read.
+        """
         step = _Step(budget=self.limits.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:  # blocks are short: nobody else is admitted
@@ -135,16 +158,31 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult) -> StepOutput:
-        """Take the result of the oldest unread step. Raises `EngineError` for a result of another step."""
+        """Take the result of the oldest unread step. Raises `EngineError` for a result of another
+        step.
+        """
         submitted = self.submitted[0] if self.submitted else None
-        if submitted is None or (result.step_id, result.epoch) != (submitted.step_id, submitted.epoch):
-            expected = f"step {submitted.step_id} of epoch {submitted.epoch}" if submitted else "no step"
-            raise EngineError(f"got the result of step {result.step_id} of epoch {result.epoch}, expected {expected}")
+        if submitted is None or (result.step_id, result.epoch) != (
+            submitted.step_id,
+            submitted.epoch,
+        ):
+            expected = (
+                f"step {submitted.step_id} of epoch {submitted.epoch}" if submitted else "no step"
+            )
+            raise EngineError(
+                f"got the result of step {result.step_id} of epoch {result.epoch}, expected"
+                f" {expected}"
+            )
         sequences, tokens = submitted.sampling_sequences, result.token_ids
         if len(sequences) != len(tokens):
-            raise EngineError(f"step {result.step_id} sampled {len(tokens)} tokens for {len(sequences)} rows")
+            raise EngineError(
+                f"step {result.step_id} sampled {len(tokens)} tokens for {len(sequences)} rows"
+            )
         if result.logprobs is not None and len(result.logprobs) != len(tokens):
-            raise EngineError(f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(tokens)} tokens")
+            raise EngineError(
+                f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(tokens)}"
+                " tokens"
+            )
         self.submitted.popleft()
         output = StepOutput([], [])
         self._take_tokens(sequences, tokens, output)
@@ -156,7 +194,8 @@ class Scheduler:
         return output
 
     def start_epoch(self) -> None:
-        """All submitted steps are lost and the caches of the workers empty: every sequence starts again, in order.
+        """All submitted steps are lost and the caches of the workers empty: every sequence starts
+        again, in order.
 
         Tokens whose result was not read are forgotten; they will be sampled again.
         """
@@ -187,14 +226,19 @@ class Scheduler:
             num_cached_tokens=self.stats.num_cached_tokens,
         )
 
-    # -- planning ---------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def _schedule_running(self, step: _Step) -> None:
-        """Plan every running sequence that has something to compute. Hot: once a sequence, a step."""
+        """Plan every running sequence that has something to compute. Hot: once a sequence, a
+        step.
+        """
         manager, running, block_size = self.block_manager, self.running, self.limits.block_size
         slots, num_new_tokens, samples, sampling = (
-            step.slots, step.num_new_tokens, step.samples, step.sampling_sequences,
-        )  # fmt: skip
+            step.slots,
+            step.num_new_tokens,
+            step.samples,
+            step.sampling_sequences,
+        )
         budget, index = step.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -260,7 +304,9 @@ class Scheduler:
         num_cached = self.block_manager.allocate(seq)
         seq.status = RUNNING
         seq.slot = self._free_slots.pop()
-        seq.num_computed = min(num_cached, num_tokens - 1)  # cached to the end: the last token runs as a query only
+        seq.num_computed = min(
+            num_cached, num_tokens - 1
+        )  # cached to the end: the last token runs as a query only
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
             self.stats.num_cached_tokens += seq.num_computed
@@ -296,10 +342,14 @@ class Scheduler:
             samples=bytes(step.samples),
         )
 
-    # -- results ----------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
-    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
-        """Append each token to its sequence and end those that are done. Hot: once a sampled token."""
+    def _take_tokens(
+        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+    ) -> None:
+        """Append each token to its sequence and end those that are done. Hot: once a sampled
+        token.
+        """
         block_size = self.limits.block_size
         kept, kept_tokens = output.sequences, output.token_ids
         for seq, token in zip(sequences, tokens, strict=True):
@@ -339,27 +389,39 @@ class Scheduler:
         seq.slot = NO_SLOT
         seq.num_computed = 0
 
-    # -- laws -------------------------------------------------------------------------------------------------------
+    # -- laws --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError, naming the law and the values, unless every invariant holds."""
         limits = self.limits
-        assert len(self.running) <= limits.max_num_seqs, f"{len(self.running)} running, {limits.max_num_seqs} allowed"
+        assert len(self.running) <= limits.max_num_seqs, (
+            f"{len(self.running)} running, {limits.max_num_seqs} allowed"
+        )
         for seq in self.running:
             assert seq.status is RUNNING and seq.slot != NO_SLOT, f"running without being so: {seq}"
-            assert 0 < seq.num_computed <= seq.num_total <= seq.max_total, f"counts out of order: {seq}"
-            assert len(seq.block_table) * limits.block_size >= seq.num_computed, f"computed beyond its blocks: {seq}"
+            assert 0 < seq.num_computed <= seq.num_total <= seq.max_total, (
+                f"counts out of order: {seq}"
+            )
+            assert len(seq.block_table) * limits.block_size >= seq.num_computed, (
+                f"computed beyond its blocks: {seq}"
+            )
         for seq in self.waiting:
             assert seq.status is WAITING and seq.slot == NO_SLOT, f"waiting without being so: {seq}"
-            assert not seq.block_table and seq.num_computed == 0, f"waiting, but holds blocks: {seq}"
+            assert not seq.block_table and seq.num_computed == 0, (
+                f"waiting, but holds blocks: {seq}"
+            )
         for seq in (*self.running, *self.waiting):
-            assert seq.num_total == len(seq.token_ids) + seq.num_pending, f"tokens in flight miscounted: {seq}"
+            assert seq.num_total == len(seq.token_ids) + seq.num_pending, (
+                f"tokens in flight miscounted: {seq}"
+            )
         arrivals = [seq.arrival for seq in (*self.running, *self.waiting)]
         assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(limits.max_num_seqs)), f"slots lost or doubled: {slots}"
         in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
-        assert not in_prompt or in_prompt == self.running[-1:], f"in the middle of a prompt, but not last: {in_prompt}"
+        assert not in_prompt or in_prompt == self.running[-1:], (
+            f"in the middle of a prompt, but not last: {in_prompt}"
+        )
         self.block_manager.check(self.running)
 
 

@@ -28,13 +28,31 @@ NO_SLOT = -1
 
 
 class Sequence:
-    """State of one request in the scheduler. `max_total` is the length, prompt included, at which it ends."""
+    """State of one request in the scheduler. `max_total` is the length, prompt included, at which
+    it ends.
+    """
 
     __slots__ = (
-        "arrival", "block_hashes", "block_table", "cache_salt", "finish_reason", "max_total", "num_cached_tokens",
-        "num_computed", "num_pending", "num_preemptions", "num_prompt_tokens", "num_published_blocks", "num_total",
-        "request_id", "sampling", "slot", "status", "stop_token_ids", "token_ids",
-    )  # fmt: skip
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "finish_reason",
+        "max_total",
+        "num_cached_tokens",
+        "num_computed",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_total",
+        "request_id",
+        "sampling",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
 
     def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
         self.request_id = request.request_id
@@ -63,6 +81,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request_id}, {self.status.value}, {len(self.token_ids)} tokens of {self.max_total}, "
-            f"{self.num_computed} computed, {self.num_pending} pending, blocks {self.block_table})"
+            f"Sequence({self.request_id}, {self.status.value}, {len(self.token_ids)} tokens of"
+            f" {self.max_total}, {self.num_computed} computed, {self.num_pending} pending, blocks"
+            f" {self.block_table})"
         )

@@ -1,4 +1,4 @@
-"""What all tests share: the checkout on the path, quiet libraries, no network, Triton's interpreter without a GPU."""
+"""What all tests share: quiet libraries, no network, Triton's interpreter where there is no GPU."""
 
 import os
 import signal
@@ -10,7 +10,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell in the background starts us, and we our programs
+# One thread per test process: two of them share two cores, and the first float32 cosine of a
+# process may come back in low accuracy on several threads, also in a test's own reference.
+torch.set_num_threads(1)
+
+# A shell in the background starts its programs with SIGINT ignored, and ours would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -17,11 +17,22 @@ OURS = ("scheduler", "kernels", "workers", "cluster", "configs", "launch", "test
 ALLOWED = {
     "scheduler": {"scheduler"},
     "kernels": {"kernels"},
-    "workers": {"workers", "kernels", "configs", "scheduler.messages", "scheduler.params", "scheduler.errors"},
+    "workers": {
+        "workers",
+        "kernels",
+        "configs",
+        "scheduler.messages",
+        "scheduler.params",
+        "scheduler.errors",
+    },
     "configs": {"configs", "scheduler.errors"},
     "cluster": {"cluster", "workers", "kernels", "configs", "scheduler"},
 }
-NEVER = {"kernels": {"ray", "transformers"}, "workers": {"ray", "transformers"}, "configs": {"ray", "transformers"}}
+NEVER = {
+    "kernels": {"ray", "transformers"},
+    "workers": {"ray", "transformers"},
+    "configs": {"ray", "transformers"},
+}
 
 LOAD_ALL = """
 import importlib, json, pkgutil, sys
@@ -36,14 +47,19 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 def loaded_by(package: str) -> set[str]:
     """Every module that importing all modules of a package loads, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-c", LOAD_ALL, package]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def is_within(module: str, allowed: set[str]) -> bool:
     """Whether a module is one of those allowed, inside one, or a package that one is in."""
-    return any(f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.") for name in allowed)
+    return any(
+        f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")
+        for name in allowed
+    )
 
 
 def imports_in(package: str) -> Iterator[tuple[str, str]]:
@@ -84,29 +100,54 @@ def test_import_inside_a_function_obeys_the_table_too(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["kernels", "workers"])
 def test_what_runs_in_a_rank_never_imports_ray_or_transformers(package: str) -> None:
-    assert [found for found in imports_in(package) if found[1].split(".")[0] in NEVER[package]] == []
+    assert [
+        found for found in imports_in(package) if found[1].split(".")[0] in NEVER[package]
+    ] == []
 
 
 def modules() -> dict[str, Path]:
     """Every module of ours, by its dotted name."""
-    paths = [path for package in (*ALLOWED, "benchmarks") for path in (ROOT / package).rglob("*.py")]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (*paths, ROOT / "launch.py")]
-    return dict(zip((name.removesuffix(".__init__") for name in names), (*paths, ROOT / "launch.py"), strict=True))
+    paths = [
+        path for package in (*ALLOWED, "benchmarks") for path in (ROOT / package).rglob("*.py")
+    ]
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (*paths, ROOT / "launch.py")
+    ]
+    return dict(
+        zip(
+            (name.removesuffix(".__init__") for name in names),
+            (*paths, ROOT / "launch.py"),
+            strict=True,
+        )
+    )
 
 
 def test_no_module_imports_itself_through_others_not_even_inside_functions() -> None:
     known = modules()
-    graph: dict[str, set[str]] = {}
-    for name, path in known.items():
-        imported = [found for file, found in imports_in(name.split(".")[0]) if ROOT / file == path]
-        ours = {target if target in known else target.rpartition(".")[0] for target in imported}
-        graph[name] = {target for target in ours if target in known}
+    names = {str(path.relative_to(ROOT)): name for name, path in known.items()}
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for package in {name.split(".")[0] for name in known}:
+        for file, imported in imports_in(package):
+            # "from a.b import c" may import the module a.b.c or a name of the module a.b.
+            target = imported if imported in known else imported.rpartition(".")[0]
+            if target in known:
+                graph[names[file]].add(target)
     assert len(graph) > 60 and "kernels.select" in graph["workers.configuration"]
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
+    list(
+        graphlib.TopologicalSorter(graph).static_order()
+    )  # raises CycleError, which shows the cycle
 
 
-@pytest.mark.parametrize("module", ["cluster.llm", "cluster.engine.driver", "cluster.commands.generate"])
+@pytest.mark.parametrize(
+    "module", ["cluster.llm", "cluster.engine.driver", "cluster.commands.generate"]
+)
 def test_client_and_driver_load_neither_torch_nor_numba_nor_transformers(module: str) -> None:
-    program = f"import sys, {module}; print(sorted({{'torch', 'numba', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    program = (
+        f"import sys, {module}; print(sorted({{'torch', 'numba', 'transformers'}} &"
+        " set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

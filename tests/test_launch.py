@@ -1,4 +1,6 @@
-"""The command line without an engine: flags, exit codes, one clear message for each mistake, and what is importable."""
+"""The command line without an engine: flags, exit codes, one clear message for each mistake, and
+what is importable.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,18 @@ from tests.checkpoints import write_fast_checkpoint
 
 CHECKOUT = Path(launch.__file__).resolve().parent
 RAW: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "tie_word_embeddings": True, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +78,9 @@ class Run:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever would start Ray fails the test, and the process's signal handler and loggers stay as they were."""
+    """Whatever would start Ray fails the test, and the process's signal handler and loggers stay as
+    they were.
+    """
 
     def refuse(*_: object) -> None:
         raise AssertionError("the command would have started an engine")
@@ -93,7 +105,12 @@ def run_process(*arguments: str | bytes | Path, cwd: Path = CHECKOUT) -> Run:
     """Run the command line as a user does."""
     command = [sys.executable, str(CHECKOUT / "launch.py"), *arguments]
     done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"}
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200"},
     )
     return Run(done.returncode, done.stdout, done.stderr)
 
@@ -123,25 +140,36 @@ def test_an_unknown_subcommand_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("no_engine")
 def test_an_impossible_size_is_refused_with_the_possible_ones(model_dir: Path) -> None:
     run = invoke("generate", "Hi", "--model", model_dir, "--tp", "3")
-    run.check_one_message("tensor_parallel_size 3 does not split this model", "possible are 1, 2, 4")
+    run.check_one_message(
+        "tensor_parallel_size 3 does not split this model", "possible are 1, 2, 4"
+    )
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_a_truncated_checkpoint_is_refused_with_its_file_and_sizes(model_dir: Path, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_refused_with_its_file_and_sizes(
+    model_dir: Path, tmp_path: Path
+) -> None:
     data = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(data[:-100])
     run = invoke("generate", "Hi", "--model", tmp_path)
     run.check_one_message(
-        f"{tmp_path / 'model.safetensors'} has {len(data) - 100} bytes, its header speaks of {len(data)}"
+        f"{tmp_path / 'model.safetensors'} has {len(data) - 100} bytes, its header speaks of"
+        f" {len(data)}"
     )
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_an_unknown_key_in_an_input_file_is_refused_with_its_line(model_dir: Path, tmp_path: Path) -> None:
-    file = write_lines(tmp_path, {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 5})
+def test_an_unknown_key_in_an_input_file_is_refused_with_its_line(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    file = write_lines(
+        tmp_path, {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 5}
+    )
     run = invoke("generate", "--model", model_dir, "--input", file)
-    run.check_one_message(f"{file}, line 2: unknown key 'max_tokens'; known are prompt, prompt_token_ids, messages")
+    run.check_one_message(
+        f"{file}, line 2: unknown key 'max_tokens'; known are prompt, prompt_token_ids, messages"
+    )
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -152,7 +180,9 @@ def test_an_input_file_that_is_not_there_is_refused(model_dir: Path, tmp_path: P
 
 @pytest.mark.usefixtures("no_engine")
 def test_an_empty_prompt_is_refused(model_dir: Path) -> None:
-    invoke("generate", "Hi", "", "--model", model_dir).check_one_message("a prompt is empty; give at least one token")
+    invoke("generate", "Hi", "", "--model", model_dir).check_one_message(
+        "a prompt is empty; give at least one token"
+    )
 
 
 def test_an_argument_that_is_not_utf8_is_refused_before_ray_starts() -> None:
@@ -171,16 +201,24 @@ def test_an_argument_that_is_not_utf8_is_refused_before_ray_starts() -> None:
         ("--tp", "0", "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ("--device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
         ("--max-num-batched-tokens", "8", "max_num_batched_tokens 8 is below max_num_seqs 64"),
-        ("--gpu-memory-utilization", "2", "gpu_memory_utilization must be above 0 and at most 1, got 2.0"),
+        (
+            "--gpu-memory-utilization",
+            "2",
+            "gpu_memory_utilization must be above 0 and at most 1, got 2.0",
+        ),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(model_dir: Path, flag: str, value: str, message: str) -> None:
+def test_a_value_out_of_range_is_refused_by_name(
+    model_dir: Path, flag: str, value: str, message: str
+) -> None:
     invoke("generate", "Hi", "--model", model_dir, flag, value).check_one_message(message)
 
 
 @pytest.mark.usefixtures("no_engine")
 def test_a_value_that_is_no_number_is_refused_by_flag() -> None:
-    invoke("generate", "Hi", "--max-tokens", "many").check_refused("Invalid value for '--max-tokens'", "integer")
+    invoke("generate", "Hi", "--max-tokens", "many").check_refused(
+        "Invalid value for '--max-tokens'", "integer"
+    )
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -191,12 +229,18 @@ def test_no_prompt_at_all_is_refused_with_what_is_possible() -> None:
 @pytest.mark.usefixtures("no_engine")
 def test_prompts_beside_an_input_file_are_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path, {"prompt": "Hi"})
-    invoke("generate", "Hi", "--input", file).check_one_message("give PROMPTs or --input FILE.jsonl, one of the two")
+    invoke("generate", "Hi", "--input", file).check_one_message(
+        "give PROMPTs or --input FILE.jsonl, one of the two"
+    )
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_a_missing_output_folder_is_refused_before_anything_runs(model_dir: Path, tmp_path: Path) -> None:
-    run = invoke("generate", "Hi", "--model", model_dir, "--output", tmp_path / "nowhere" / "answers.jsonl")
+def test_a_missing_output_folder_is_refused_before_anything_runs(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    run = invoke(
+        "generate", "Hi", "--model", model_dir, "--output", tmp_path / "nowhere" / "answers.jsonl"
+    )
     run.check_one_message("the folder of --output", "nowhere/answers.jsonl' does not exist")
 
 
@@ -208,7 +252,9 @@ def test_an_output_that_cannot_be_written_is_refused(model_dir: Path, tmp_path: 
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize("link", [None, os.symlink, os.link])
-def test_the_input_is_no_output_under_whatever_name(model_dir: Path, tmp_path: Path, link: Any) -> None:
+def test_the_input_is_no_output_under_whatever_name(
+    model_dir: Path, tmp_path: Path, link: Any
+) -> None:
     file = write_lines(tmp_path, {"prompt_token_ids": [1]})
     output = tmp_path / "answers.jsonl" if link else tmp_path / ".." / tmp_path.name / file.name
     if link:
@@ -220,14 +266,25 @@ def test_the_input_is_no_output_under_whatever_name(model_dir: Path, tmp_path: P
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
-    ("line", "tp", "message"), [("{}", 1, "line 1: a prompt needs"), ('{"prompt": "Hi"}', 3, "possible are")]
+    ("line", "tp", "message"),
+    [("{}", 1, "line 1: a prompt needs"), ('{"prompt": "Hi"}', 3, "possible are")],
 )
 def test_a_refused_run_leaves_no_output_behind(
     model_dir: Path, tmp_path: Path, line: str, tp: int, message: str
 ) -> None:
     (tmp_path / "in.jsonl").write_text(line)
     output = tmp_path / "new.jsonl"
-    run = invoke("generate", "--model", model_dir, "--input", tmp_path / "in.jsonl", "--output", output, "--tp", tp)
+    run = invoke(
+        "generate",
+        "--model",
+        model_dir,
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        output,
+        "--tp",
+        tp,
+    )
     run.check_one_message(message)
     assert not output.exists()
 
@@ -238,7 +295,10 @@ def test_a_refused_run_leaves_no_output_behind(
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("error", "exit_code", "message"),
-    [(EngineError("rank 1 died"), 1, "error: rank 1 died\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+    [
+        (EngineError("rank 1 died"), 1, "error: rank 1 died\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
 )
 def test_a_fault_of_ours_is_1_and_an_interruption_130(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, message: str
@@ -254,39 +314,118 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
 # The surface
 
 ENGINE_FLAGS = {
-    "--model", "--tp", "--tokenizer", "--revision", "--device", "--dtype", "--attention-backend", "--block-size",
-    "--num-kv-blocks", "--kv-cache-bytes", "--max-num-seqs", "--max-num-batched-tokens", "--max-model-len",
-    "--gpu-memory-utilization", "--prefix-caching", "--no-prefix-caching", "--enforce-eager", "--num-steps-ahead",
-    "--seed", "--ray-address", "--log-level",
-}  # fmt: skip
+    "--model",
+    "--tp",
+    "--tokenizer",
+    "--revision",
+    "--device",
+    "--dtype",
+    "--attention-backend",
+    "--block-size",
+    "--num-kv-blocks",
+    "--kv-cache-bytes",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--max-model-len",
+    "--gpu-memory-utilization",
+    "--prefix-caching",
+    "--no-prefix-caching",
+    "--enforce-eager",
+    "--num-steps-ahead",
+    "--seed",
+    "--ray-address",
+    "--log-level",
+}
 FLAGS = {
-    "generate": ENGINE_FLAGS | {
-        "--input", "--output", "--raw", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--stop", "--min-tokens", "--ignore-eos",
-        "--n",
-    },
-    "bench": ENGINE_FLAGS | {
-        "--input", "--num-seqs", "--max-input", "--max-output", "--temperature", "--request-rate", "--num-warmup",
-    },
+    "generate": (
+        ENGINE_FLAGS
+        | {
+            "--input",
+            "--output",
+            "--raw",
+            "--max-tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--min-p",
+            "--repetition-penalty",
+            "--presence-penalty",
+            "--frequency-penalty",
+            "--stop",
+            "--min-tokens",
+            "--ignore-eos",
+            "--n",
+        }
+    ),
+    "bench": (
+        ENGINE_FLAGS
+        | {
+            "--input",
+            "--num-seqs",
+            "--max-input",
+            "--max-output",
+            "--temperature",
+            "--request-rate",
+            "--num-warmup",
+        }
+    ),
     "doctor": set(),
-}  # fmt: skip
+}
 ENGINE_FLAGS_AND_VALUES = {
-    "--model": "m", "--tp": 2, "--tokenizer": "t", "--revision": "r", "--device": "cpu", "--dtype": "float32",
-    "--attention-backend": "reference", "--block-size": 8, "--num-kv-blocks": 9, "--kv-cache-bytes": 10,
-    "--max-num-seqs": 11, "--max-num-batched-tokens": 12, "--max-model-len": 13, "--gpu-memory-utilization": 0.5,
-    "--num-steps-ahead": 0, "--seed": 14, "--ray-address": "a:1", "--log-level": "error",
-}  # fmt: skip
+    "--model": "m",
+    "--tp": 2,
+    "--tokenizer": "t",
+    "--revision": "r",
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--attention-backend": "reference",
+    "--block-size": 8,
+    "--num-kv-blocks": 9,
+    "--kv-cache-bytes": 10,
+    "--max-num-seqs": 11,
+    "--max-num-batched-tokens": 12,
+    "--max-model-len": 13,
+    "--gpu-memory-utilization": 0.5,
+    "--num-steps-ahead": 0,
+    "--seed": 14,
+    "--ray-address": "a:1",
+    "--log-level": "error",
+}
 ENGINE_SWITCHES = ["--no-prefix-caching", "--enforce-eager"]
 ENGINE = EngineConfig(
-    model="m", tensor_parallel_size=2, tokenizer="t", revision="r", device="cpu", dtype="float32",
-    attention_backend="reference", block_size=8, num_kv_blocks=9, kv_cache_bytes=10, max_num_seqs=11,
-    max_num_batched_tokens=12, max_model_len=13, gpu_memory_utilization=0.5, num_steps_ahead=0, seed=14,
-    ray_address="a:1", log_level="error", enable_prefix_caching=False, enforce_eager=True,
-)  # fmt: skip
+    model="m",
+    tensor_parallel_size=2,
+    tokenizer="t",
+    revision="r",
+    device="cpu",
+    dtype="float32",
+    attention_backend="reference",
+    block_size=8,
+    num_kv_blocks=9,
+    kv_cache_bytes=10,
+    max_num_seqs=11,
+    max_num_batched_tokens=12,
+    max_model_len=13,
+    gpu_memory_utilization=0.5,
+    num_steps_ahead=0,
+    seed=14,
+    ray_address="a:1",
+    log_level="error",
+    enable_prefix_caching=False,
+    enforce_eager=True,
+)
 SAMPLING_FLAGS_AND_VALUES = {
-    "--max-tokens": 15, "--temperature": 0.5, "--top-k": 16, "--top-p": 0.75, "--min-p": 0.25,
-    "--repetition-penalty": 1.5, "--presence-penalty": 0.5, "--frequency-penalty": 0.25, "--min-tokens": 3, "--n": 2,
-}  # fmt: skip
+    "--max-tokens": 15,
+    "--temperature": 0.5,
+    "--top-k": 16,
+    "--top-p": 0.75,
+    "--min-p": 0.25,
+    "--repetition-penalty": 1.5,
+    "--presence-penalty": 0.5,
+    "--frequency-penalty": 0.25,
+    "--min-tokens": 3,
+    "--n": 2,
+}
 
 
 def commands() -> dict[str, Any]:
@@ -301,7 +440,12 @@ def test_the_subcommands_are_these() -> None:
 @pytest.mark.parametrize("command", FLAGS)
 def test_the_flags_of_a_command_are_these(command: str) -> None:
     parameters = commands()[command].params
-    flags = {flag for p in parameters if p.param_type_name == "option" for flag in (*p.opts, *p.secondary_opts)}
+    flags = {
+        flag
+        for p in parameters
+        if p.param_type_name == "option"
+        for flag in (*p.opts, *p.secondary_opts)
+    }
     assert flags - {"--help"} == FLAGS[command]
 
 
@@ -320,41 +464,68 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
         GenerateJob(
             config=ENGINE,
             defaults=SamplingParams(
-                max_tokens=15, temperature=0.5, top_k=16, top_p=0.75, min_p=0.25, repetition_penalty=1.5,
-                presence_penalty=0.5, frequency_penalty=0.25, min_tokens=3, ignore_eos=True, n=2, stop=["x", "y"],
+                max_tokens=15,
+                temperature=0.5,
+                top_k=16,
+                top_p=0.75,
+                min_p=0.25,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=0.25,
+                min_tokens=3,
+                ignore_eos=True,
+                n=2,
+                stop=["x", "y"],
             ),
             prompts=("one", "two"),
             input=None,
             output=Path("answers.jsonl"),
             raw=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_every_flag_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[BenchJob] = []
     monkeypatch.setattr(cluster.commands.bench, "run_bench", jobs.append)
-    workload = {"--num-seqs": 3, "--max-input": 4, "--max-output": 5, "--temperature": 0.25, "--request-rate": 6.5,
-                "--num-warmup": 7, "--input": "x.jsonl"}  # fmt: skip
+    workload = {
+        "--num-seqs": 3,
+        "--max-input": 4,
+        "--max-output": 5,
+        "--temperature": 0.25,
+        "--request-rate": 6.5,
+        "--num-warmup": 7,
+        "--input": "x.jsonl",
+    }
     run = invoke("bench", *words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(workload))
     assert run.exit_code == 0, run.stderr
     assert jobs == [
         BenchJob(
-            config=ENGINE, input=Path("x.jsonl"), num_seqs=3, max_input=4, max_output=5, temperature=0.25,
-            request_rate=6.5, num_warmup=7,
+            config=ENGINE,
+            input=Path("x.jsonl"),
+            num_seqs=3,
+            max_input=4,
+            max_output=5,
+            temperature=0.25,
+            request_rate=6.5,
+            num_warmup=7,
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[BenchJob] = []
     monkeypatch.setattr(cluster.commands.bench, "run_bench", jobs.append)
     assert invoke("bench").exit_code == 0
-    nothing = dict.fromkeys(("input", "num_seqs", "max_input", "max_output", "temperature", "request_rate"))
+    nothing = dict.fromkeys(
+        ("input", "num_seqs", "max_input", "max_output", "temperature", "request_rate")
+    )
     assert jobs == [BenchJob(config=EngineConfig(seed=0), num_warmup=1, **nothing)]
 
 
-def test_without_flags_engine_and_sampling_have_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flags_engine_and_sampling_have_their_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     jobs: list[GenerateJob] = []
     monkeypatch.setattr(cluster.commands.generate, "run_generate", jobs.append)
     assert invoke("generate", "Hi").exit_code == 0
@@ -375,18 +546,47 @@ def test_the_names_to_import_from_cluster_are_these() -> None:
 
 def test_the_public_names_of_an_llm_are_these() -> None:
     assert {name for name in vars(cluster.LLM) if not name.startswith("_")} == {
-        "generate", "chat", "stream", "agenerate", "achat", "astream", "abort", "shutdown", "stats", "report",
-        "has_chat_template", "check_prompt",
-    }  # fmt: skip
+        "generate",
+        "chat",
+        "stream",
+        "agenerate",
+        "achat",
+        "astream",
+        "abort",
+        "shutdown",
+        "stats",
+        "report",
+        "has_chat_template",
+        "check_prompt",
+    }
 
 
 def test_the_options_of_an_engine_are_these() -> None:
     assert set(EngineConfig.__dataclass_fields__) == {
-        "model", "tokenizer", "revision", "tensor_parallel_size", "device", "dtype", "attention_backend", "block_size",
-        "num_kv_blocks", "kv_cache_bytes", "gpu_memory_utilization", "enable_prefix_caching", "max_num_seqs",
-        "max_num_batched_tokens", "max_model_len", "enforce_eager", "num_steps_ahead", "seed", "ray_address",
-        "start_timeout_s", "step_timeout_s", "frontend_timeout_s", "log_level",
-    }  # fmt: skip
+        "model",
+        "tokenizer",
+        "revision",
+        "tensor_parallel_size",
+        "device",
+        "dtype",
+        "attention_backend",
+        "block_size",
+        "num_kv_blocks",
+        "kv_cache_bytes",
+        "gpu_memory_utilization",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "enforce_eager",
+        "num_steps_ahead",
+        "seed",
+        "ray_address",
+        "start_timeout_s",
+        "step_timeout_s",
+        "frontend_timeout_s",
+        "log_level",
+    }
 
 
 # doctor and the machine
@@ -395,7 +595,9 @@ def test_the_options_of_an_engine_are_these() -> None:
 def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
     run = run_process("doctor")
     wrong = [line for line in run.stdout.splitlines() if line.startswith("WRONG")]
-    assert all("/dev/shm" in line for line in wrong), wrong  # a container's shared memory is not ours to judge
+    assert all("/dev/shm" in line for line in wrong), (
+        wrong
+    )  # a container's shared memory is not ours to judge
     assert run.exit_code == (2 if wrong else 0), run.stderr
     assert f"torch {torch.__version__}" in run.stdout
     assert "\nray 2." in run.stdout
@@ -420,12 +622,16 @@ def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_transformers_imports_beside_our_kernels() -> None:
     program = "import kernels, transformers.integrations.hub_kernels; print(kernels.__file__)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == CHECKOUT / "kernels" / "__init__.py"
 
 
-@pytest.mark.parametrize(("command", "flag"), [("generate", "--max-tokens"), ("bench", "--num-seqs")])
+@pytest.mark.parametrize(
+    ("command", "flag"), [("generate", "--max-tokens"), ("bench", "--num-seqs")]
+)
 def test_help_needs_neither_torch_nor_ray(command: str, flag: str) -> None:
     program = (
         "import sys, launch\n"

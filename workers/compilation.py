@@ -1,8 +1,9 @@
 """When the CPU's kernels are compiled: what the first step needs at the start, the rest beside it.
 
-The ranks share the work of the start and load what the others compiled from the cache. A process of low priority
-compiles what only other kinds of sampling need; whoever is faster compiles a kernel, and the other finds it cached.
-`python -m workers.compilation` fills the cache before anything is served (`make` runs it after installing).
+The ranks share the work of the start and load what the others compiled from the cache. A process of
+low priority compiles what only other kinds of sampling need; whoever is faster compiles a kernel,
+and the other finds it cached. `python -m workers.compilation` fills the cache before anything is
+served (`make` runs it after installing).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _LOWEST_PRIORITY = 19
 
 
 def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str) -> None:
-    """Have the kernels of a greedy step ready, and those of the all-reduce. Every rank at the same time."""
+    """Have the kernels of a greedy step ready, and those of the all-reduce. Every rank at the same
+    time.
+    """
     calls = kernels.first_step(torch_dtype(dtype))
     if group.size > 1 and calls:
         calls.insert(1, compile_all_reduce)
@@ -38,18 +41,34 @@ def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str)
 
 def compile_all_reduce() -> None:
     """Have the loop of the shared-memory all-reduce ready."""
-    from workers.parallel.advance import compile_advance  # imports numba, which a rank on a GPU does not need
+    from workers.parallel.advance import (
+        compile_advance,
+    )  # imports numba, which a rank on a GPU does not need
 
     compile_advance()
 
 
 def compile_other_steps_beside(dtype: str) -> subprocess.Popen[bytes] | None:
-    """Start a process that fills the cache, if it is not full already. It ends with this process, or before."""
+    """Start a process that fills the cache, if it is not full already. It ends with this process,
+    or before.
+    """
     if _marker(dtype).exists():
         return None
-    command = [sys.executable, "-m", __name__, OTHER_STEPS, "--dtype", dtype, "--while-stdin-is-open"]
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        OTHER_STEPS,
+        "--dtype",
+        dtype,
+        "--while-stdin-is-open",
+    ]
     return subprocess.Popen(
-        command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=CHECKOUT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 
@@ -58,7 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fill the cache of compiled CPU kernels.")
     parser.add_argument("steps", choices=(FIRST_STEP, OTHER_STEPS))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--while-stdin-is-open", action="store_true", help="give up when the starter ends")
+    parser.add_argument(
+        "--while-stdin-is-open", action="store_true", help="give up when the starter ends"
+    )
     args = parser.parse_args()
     if args.while_stdin_is_open:
         os.nice(_LOWEST_PRIORITY)

@@ -1,6 +1,8 @@
-"""Options, checkpoint and kernels put together: the configuration that the driver and the workers run.
+"""Options, checkpoint and kernels put together: the configuration that the driver and the workers
+run.
 
-Used by clients before anything starts, so it loads no kernels, and no torch unless a GPU is asked about.
+Used by clients before anything starts, so it loads no kernels, and no torch unless a GPU is asked
+about.
 """
 
 from __future__ import annotations
@@ -15,15 +17,22 @@ from kernels.select import choose, select_backend
 from scheduler.errors import ConfigError
 
 
-def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str) -> ResolvedConfig:
+def resolve_config(
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str
+) -> ResolvedConfig:
     """`configs.engine.resolve` with the backend chosen for `device` ("cpu" or "cuda").
 
-    "auto" depends on what is installed where this is called; the ranks run what was chosen here. Raises `ConfigError`.
+    "auto" depends on what is installed where this is called; the ranks run what was chosen here.
+    Raises `ConfigError`.
     """
     dtype = model.dtype if engine.dtype == "auto" else engine.dtype
     try:
         backend = choose(
-            device, engine.attention_backend, dtype=dtype, head_dim=model.head_dim, block_size=engine.block_size
+            device,
+            engine.attention_backend,
+            dtype=dtype,
+            head_dim=model.head_dim,
+            block_size=engine.block_size,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -42,14 +51,16 @@ def resolve_config(engine: EngineConfig, model: ModelConfig, model_dir: Path, de
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
     """What the engine will run, as far as that is known before the cluster is.
 
-    With device "auto", a configuration that only one device can run is accepted. Raises `ConfigError` for one that
-    neither can.
+    With device "auto", a configuration that only one device can run is accepted. Raises
+    `ConfigError` for one that neither can.
     """
     refused: list[ConfigError] = []
     for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
         known = engine
         if device == "cuda" and engine.attention_backend == "flash_attn" and not has_cuda():
-            known = dataclasses.replace(engine, attention_backend="auto")  # the ranks may have what is missing here
+            known = dataclasses.replace(
+                engine, attention_backend="auto"
+            )  # the ranks may have what is missing here
         try:
             return resolve_config(known, model, model_dir, device)
         except ConfigError as error:
@@ -61,7 +72,10 @@ def find_kernels(config: ResolvedConfig) -> Kernels:
     """The backend that was chosen. Raises `ConfigError` if this machine lacks what it needs."""
     try:
         return select_backend(
-            config.device, config.attention_backend, head_dim=config.model.head_dim, block_size=config.block_size
+            config.device,
+            config.attention_backend,
+            head_dim=config.model.head_dim,
+            block_size=config.block_size,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

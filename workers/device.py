@@ -1,8 +1,10 @@
-"""What a rank asks of its device beside arithmetic: copies nobody waits for, events, graphs, the memory that is held.
+"""What a rank asks of its device beside arithmetic: copies nobody waits for, events, graphs, the
+memory that is held.
 
-`Device` is a CPU: copies are the arrays themselves and everything has happened when a call returns. `CudaDevice` is a
-GPU: no method waits for it but those that say so. Tests put a device of their own in its place, which holds without a
-GPU what only a GPU can do. One thread, but `wait` from another.
+`Device` is a CPU: copies are the arrays themselves and everything has happened when a call returns.
+`CudaDevice` is a
+GPU: no method waits for it but those that say so. Tests put a device of their own in its place,
+which holds without a GPU what only a GPU can do. One thread, but `wait` from another.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes: of the device, free on it whoever holds the rest, and what this process's allocator holds of it."""
+    """Bytes: of the device, free on it whoever holds the rest, and what this process's allocator
+    holds of it.
+    """
 
     total: int
     free: int
@@ -74,13 +78,17 @@ class Device:
         deadline = time.monotonic() + limit_s
         while event is not None and not event.query():
             if time.monotonic() > deadline:
-                raise StepTimeoutError(f"{what} did not finish on {self.torch} within {limit_s:g} s")
+                raise StepTimeoutError(
+                    f"{what} did not finish on {self.torch} within {limit_s:g} s"
+                )
             time.sleep(_LOOK_S)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
-        """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the device.
+        """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the
+        device.
 
-        The memory of intermediate tensors is shared with `beside`: the two never run at the same time.
+        The memory of intermediate tensors is shared with `beside`: the two never run at the same
+        time.
         """
         raise NotImplementedError(f"{self.torch} has no graphs")
 
@@ -89,7 +97,9 @@ class Device:
         raise NotImplementedError(f"the memory of {self.torch} is not measured")
 
     def peak_during(self, run: Callable[[], None]) -> int:
-        """Bytes of tensors that were alive at most while `run` ran, beyond those alive before. On a GPU only."""
+        """Bytes of tensors that were alive at most while `run` ran, beyond those alive before. On a
+        GPU only.
+        """
         raise NotImplementedError(f"the memory of {self.torch} is not measured")
 
 
@@ -110,7 +120,10 @@ class CudaDevice(Device):
         for offset, array in zip(offsets, arrays, strict=False):
             staging.numpy()[offset : offset + len(array)] = array
         flat = staging.to(self.torch, non_blocking=True)
-        return [flat[offset : offset + len(array)] for offset, array in zip(offsets, arrays, strict=False)]
+        return [
+            flat[offset : offset + len(array)]
+            for offset, array in zip(offsets, arrays, strict=False)
+        ]
 
     def upload_into(self, target: torch.Tensor, array: Ints) -> None:
         staging = _pinned(array.shape, torch.int32)
@@ -118,7 +131,10 @@ class CudaDevice(Device):
         target.copy_(staging, non_blocking=True)
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
-        copies = [_pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors]
+        copies = [
+            _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
         copied: Event = torch.cuda.Event()
         copied.record()  # type: ignore[attr-defined]
         return copies, copied
@@ -126,12 +142,16 @@ class CudaDevice(Device):
     def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
         self._capturing.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(self._capturing):
-            run()  # compiles kernels, makes handles and connects ranks: nothing of it may happen in a capture
+            # compiles kernels, makes handles and connects ranks: nothing of it may happen in a
+            # capture
+            run()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
         # Only this thread may not wait: NCCL's watchdog looks at its events all the while.
         pool = beside.pool() if beside is not None else None
-        with torch.cuda.graph(graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"
+        ):
             run()
         return graph
 
@@ -152,7 +172,9 @@ class CudaDevice(Device):
 
 
 def open_device(kind: str) -> Device:
-    """The device of a rank: "cpu", or "cuda", the first GPU this process sees. Raises `ConfigError` if it sees none."""
+    """The device of a rank: "cpu", or "cuda", the first GPU this process sees. Raises `ConfigError`
+    if it sees none.
+    """
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU "
@@ -164,7 +186,7 @@ def open_device(kind: str) -> Device:
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Host memory that the device copies from and to by itself.
 
-    From torch's cache, which hands memory out again only when the copies that used it have run: there are as many
-    buffers as steps under way.
+    From torch's cache, which hands memory out again only when the copies that used it have run:
+    there are as many buffers as steps under way.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -1,6 +1,8 @@
-"""The executor of one rank in this process, without Ray: what `Engine` drives in tests, tools and on a single GPU.
+"""The executor of one rank in this process, without Ray: what `Engine` drives in tests, tools and
+on a single GPU.
 
-Owns its `Worker`. On CPU `launch` runs the step to its end; on a GPU it returns once the step is launched.
+Owns its `Worker`. On CPU `launch` runs the step to its end; on a GPU it returns once the step is
+launched.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from workers.worker import Worker
 
 
 class InProcessExecutor:
-    """An `Executor` over one rank. `num_threads`: threads of torch, None leaves them as they are."""
+    """An `Executor` over one rank. `num_threads`: threads of torch, None leaves them as they
+    are.
+    """
 
     def __init__(self, config: ResolvedConfig, num_threads: int | None = None) -> None:
         if config.engine.tensor_parallel_size != 1:
             raise ConfigError(
-                f"one process runs one rank, but tensor_parallel_size is {config.engine.tensor_parallel_size}"
+                "one process runs one rank, but tensor_parallel_size is"
+                f" {config.engine.tensor_parallel_size}"
             )
         self.worker = Worker(config, rank=0)
         self.report: WorkerReport = self.worker.start(None, num_threads)

@@ -1,9 +1,12 @@
 """One step on one rank: batch state, model, sampler, in this order.
 
-Owns the KV cache, the batch state and the sampler of an epoch-spanning engine; the model is handed in. `run` only
-launches work: on a GPU nothing in it waits for the device, and `PendingStep.finish` does. Logits are computed for the
-last token of sampling rows alone. A decode step is one graph where there are graphs. Never talks to the driver.
-Legend: T tokens of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
+Owns the KV cache, the batch state and the sampler of an epoch-spanning engine; the model is handed
+in. `run` only
+launches work: on a GPU nothing in it waits for the device, and `PendingStep.finish` does. Logits
+are computed for the last token of sampling rows alone. A decode step is one graph where there are
+graphs. Never talks to the driver.
+Legend: T tokens of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,8 +44,12 @@ class PendingStep:
     copied: Event | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def finish(self, limit_s: float, what: str) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
-        """(token ids, logprobs where asked). Waits for the device. Raises `StepTimeoutError` after `limit_s`."""
+    def finish(
+        self, limit_s: float, what: str
+    ) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
+        """(token ids, logprobs where asked). Waits for the device. Raises `StepTimeoutError` after
+        `limit_s`.
+        """
         if self.token_ids_R is None:
             return ints(), None
         self.device.wait(self.copied, limit_s, what)
@@ -62,13 +69,19 @@ class ModelRunner:
         device: Device,
         num_blocks: int,
     ) -> None:
-        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the same time. Raises
-        `ConfigError` when the memory of cache and batch cannot be had."""
+        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the
+        same time. Raises `ConfigError` when the memory of cache and batch cannot be had.
+        """
         self.model = model
         self.device = device
         self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
-        rows, columns = config.engine.max_num_seqs, config.max_model_len + 1 + config.blocks_per_sequence
-        with room_for(f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"):
+        rows, columns = (
+            config.engine.max_num_seqs,
+            config.max_model_len + 1 + config.blocks_per_sequence,
+        )
+        with room_for(
+            f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
+        ):
             self.state = BatchState(config, num_blocks, device)
             self.sampler = make_sampler(config, model, group, kernels)
         self.graphs: DecodeGraphs | None = None
@@ -90,14 +103,18 @@ class ModelRunner:
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
         if not len(rows.sampling_slots_R):
             return PendingStep(device=self.device, seconds=seconds)
-        batch = self.sampler.batch(rows.sampling_slots_R.astype(np.int64), rows.sampling_positions_R.astype(np.int64))
+        batch = self.sampler.batch(
+            rows.sampling_slots_R.astype(np.int64), rows.sampling_positions_R.astype(np.int64)
+        )
         sampled = self.sampler.sample(self.model.logits(hidden_RE), batch)
         self.state.write_sampled(places_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
         return self._to_host(sampled, seconds)
 
     def clear(self) -> None:
-        """Empty the batch, for a new epoch. What the cache holds is never read again before it is written."""
+        """Empty the batch, for a new epoch. What the cache holds is never read again before it is
+        written.
+        """
         for slot in self.state.used_S.nonzero()[0].tolist():
             self.sampler.release(slot)
         self.state.clear()
@@ -122,27 +139,46 @@ class ModelRunner:
             start += num_tokens
 
     def _forward(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states of the last token of each sampling row, where in the token table its next token goes)."""
+        """(hidden states of the last token of each sampling row, where in the token table its next
+        token goes).
+        """
         if self.graphs is not None and self.graphs.fit(rows):
             return self.graphs.run(rows)
         inputs = self.state.upload(rows)
-        hidden_TE = self.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers)
+        hidden_TE = self.model.forward(
+            inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
+        )
         return hidden_TE.index_select(0, inputs.logits_indices_R), inputs.sampled_places_R
 
     def _to_host(self, sampled: SampledTokens, seconds: dict[str, float]) -> PendingStep:
         logprobs = sampled.logprobs
-        wanted = [] if logprobs is None else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
+        wanted = (
+            []
+            if logprobs is None
+            else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
+        )
         (tokens, *parts), copied = self.device.to_host(sampled.token_ids_B, *wanted)
         if logprobs is not None:
             logprob_L, top_ids_LM, top_logprobs_LM = parts
-            logprobs = replace(logprobs, logprob_L=logprob_L, top_ids_LM=top_ids_LM, top_logprobs_LM=top_logprobs_LM)
+            logprobs = replace(
+                logprobs,
+                logprob_L=logprob_L,
+                top_ids_LM=top_ids_LM,
+                top_logprobs_LM=top_logprobs_LM,
+            )
         return PendingStep(
-            device=self.device, num_rows=len(tokens), token_ids_R=tokens, logprobs=logprobs, copied=copied,
+            device=self.device,
+            num_rows=len(tokens),
+            token_ids_R=tokens,
+            logprobs=logprobs,
+            copied=copied,
             seconds=seconds,
-        )  # fmt: skip
+        )
 
 
-def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> Sampler:
+def make_sampler(
+    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
+) -> Sampler:
     """The sampler of this rank's shard of the vocabulary."""
     start, shard = model.head.first_id, model.head.shard
     return Sampler(
@@ -156,19 +192,28 @@ def make_sampler(config: ResolvedConfig, model: Qwen3, group: TensorParallelGrou
     )
 
 
-def run_largest_step(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> None:
-    """Run the step that needs most memory: as many tokens and sampling rows as there can be, every stage of sampling
-    in use. Every rank runs it at the same time."""
+def run_largest_step(
+    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
+) -> None:
+    """Run the step that needs most memory: as many tokens and sampling rows as there can be, every
+    stage of sampling in use. Every rank runs it at the same time.
+    """
     num_rows = min(config.engine.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
-    sampling = Sampling(seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+    sampling = Sampling(
+        seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20
+    )
     _run_step(config, model, group, kernels, num_rows, row_len, row_len, [sampling] * num_rows)
 
 
-def warm_up(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels) -> None:
-    """Run what a backend compiles at its first use, so that no request waits for it: attention of long prompts, short
-    ones and single tokens, within a bound that is theirs and within the widest; every kind of row to sample, from the
-    raw logits and from adjusted ones. Every rank runs it at the same time."""
+def warm_up(
+    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
+) -> None:
+    """Run what a backend compiles at its first use, so that no request waits for it: attention of
+    long prompts, short ones and single tokens, within a bound that is theirs and within the widest;
+    every kind of row to sample, from the raw logits and from adjusted ones. Every rank runs it at
+    the same time.
+    """
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     kinds = [
         Sampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
@@ -176,7 +221,12 @@ def warm_up(config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, ke
         for top_k, top_p in ((0, 1.0), (MAX_LISTED, 1.0), (MAX_LISTED + 1, 0.9))
     ]
     most = config.max_num_batched_tokens // longest
-    steps = ((most, longest, longest), (1, min(2, longest), longest), (1, 1, 1), (1, 1, config.max_model_len))
+    steps = (
+        (most, longest, longest),
+        (1, min(2, longest), longest),
+        (1, 1, 1),
+        (1, 1, config.max_model_len),
+    )
     for num_rows, row_len, bound in steps:
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     for sampling in kinds:
@@ -194,7 +244,9 @@ def _run_step(
     max_seq_len: int,
     samplings: list[Sampling],
 ) -> None:
-    """A step of equal rows, the first of which are sampled so. Its cache is one block, which nothing is written to."""
+    """A step of equal rows, the first of which are sampled so. Its cache is one block, which
+    nothing is written to.
+    """
     device, num_tokens = group.device, num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
@@ -202,7 +254,9 @@ def _run_step(
         query_start_B1=starts_B1,
         seq_start_B1=starts_B1,
         seq_lens_B=torch.full((num_rows,), row_len, dtype=torch.int32, device=device),
-        block_table_BW=torch.zeros(num_rows, -(-max_seq_len // config.block_size), dtype=torch.int32, device=device),
+        block_table_BW=torch.zeros(
+            num_rows, -(-max_seq_len // config.block_size), dtype=torch.int32, device=device
+        ),
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,

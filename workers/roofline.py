@@ -1,16 +1,21 @@
-"""The least time a workload can take on this machine, whatever the engine: what a measured time is judged against.
+"""The least time a workload can take on this machine, whatever the engine: what a measured time is
+judged against.
 
     floor_s = max(total_flops / flops_per_s, total_bytes / memory_bytes_per_s)
 
-    total_flops = 2 * layer_parameters * T + 2 * head_parameters * S + 4 * heads * head_dim * layers * (sum of contexts)
-    total_bytes = weight_bytes * D + 2 * kv_heads * head_dim * itemsize * layers * (sum of contexts of decoded tokens)
+    total_flops = 2 * layer_parameters * T + 2 * head_parameters * S + 4 * heads * head_dim * layers
+    * (sum of contexts) total_bytes = weight_bytes * D + 2 * kv_heads * head_dim * itemsize * layers
+    * (sum of contexts of decoded tokens)
 
-T counts the tokens that must run: of each request the prompt (what it shares with the prompt of another from its
-start only once) and all output tokens but the last. S counts the tokens sampled, D the steps that cannot be avoided:
-the longest output. A token at position p has context p + 1. `weight_bytes` holds each parameter once, the embedding
-not: looking up a row is neither a product nor a read that counts, and a tied one is counted as the head.
+T counts the tokens that must run: of each request the prompt (what it shares with the prompt of
+another from its start only once) and all output tokens but the last. S counts the tokens sampled, D
+the steps that cannot be avoided: the longest output. A token at position p has context p + 1.
+`weight_bytes` holds each parameter once, the embedding
+not: looking up a row is neither a product nor a read that counts, and a tied one is counted as the
+head.
 
-Weights that fit the processor's caches are not read from memory each step: for such models the floor is none.
+Weights that fit the processor's caches are not read from memory each step: for such models the
+floor is none.
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One output: tokens of its prompt, how many of them another output has computed too, and tokens sampled."""
+    """One output: tokens of its prompt, how many of them another output has computed too, and
+    tokens sampled.
+    """
 
     num_prompt: int
     num_shared: int
@@ -48,18 +55,22 @@ class Work:
 
 
 def probe_cpu(dtype: str) -> Machine:
-    """Measure this machine in about a second: the best of a few reads of 256 MiB, and of a few square products in
-    `dtype`, both with all threads of torch."""
+    """Measure this machine in about a second: the best of a few reads of 256 MiB, and of a few
+    square products in `dtype`, both with all threads of torch.
+    """
     data = torch.ones(PROBE_BYTES // 4)
     read_s = _best(data.sum)
     del data
     square = torch.randn(PROBE_SIZE, PROBE_SIZE).to(torch_dtype(dtype))
     product_s = _best(lambda: square @ square)
-    return Machine(memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_SIZE**3 / product_s)
+    return Machine(
+        memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_SIZE**3 / product_s
+    )
 
 
 def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[Work]:
-    """What each request is as `Work`, from its prompt's token ids and its number of output tokens, in sorted order.
+    """What each request is as `Work`, from its prompt's token ids and its number of output tokens,
+    in sorted order.
 
     A sorted prompt shares no longer a start with any before it than with the one just before it.
     """
@@ -67,20 +78,32 @@ def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[W
     for prompt, num_output in sorted(zip(prompts, num_outputs, strict=True)):
         pairs = enumerate(zip(prompt, before, strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(before)))
-        works.append(Work(num_prompt=len(prompt), num_shared=min(shared, len(prompt) - 1), num_output=num_output))
+        works.append(
+            Work(
+                num_prompt=len(prompt),
+                num_shared=min(shared, len(prompt) - 1),
+                num_output=num_output,
+            )
+        )
         before = prompt
     return works
 
 
 def floor_s(model: ModelConfig, itemsize: int, works: Sequence[Work], machine: Machine) -> float:
-    """Seconds that `works` take at least, with weights and cache of `itemsize` bytes a number; see the top."""
+    """Seconds that `works` take at least, with weights and cache of `itemsize` bytes a number; see
+    the top.
+    """
     num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)
     num_sampled = sum(w.num_output for w in works)
     decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
     prefilled = sum(_sum_of_contexts(w.num_shared, w.num_prompt) for w in works)
     attention = model.num_hidden_layers * model.head_dim * (decoded + prefilled)
     in_layers, in_head = layer_parameters(model), model.vocab_size * model.hidden_size
-    flops = 2 * in_layers * num_run + 2 * in_head * num_sampled + 4 * model.num_attention_heads * attention
+    flops = (
+        2 * in_layers * num_run
+        + 2 * in_head * num_sampled
+        + 4 * model.num_attention_heads * attention
+    )
     num_steps = max((w.num_output for w in works), default=0)
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     num_bytes = itemsize * ((in_layers + in_head) * num_steps + kv_row * decoded)
@@ -99,8 +122,9 @@ def layer_parameters(model: ModelConfig) -> int:
 def report(
     model: ModelConfig, dtype: str, works: Sequence[Work], total_s: float, machine: Machine | None
 ) -> dict[str, Any]:
-    """The entry of a result: what the machine sustains, the floor, and its share of `total_s`; nulls and a reason
-    where `machine` was not probed."""
+    """The entry of a result: what the machine sustains, the floor, and its share of `total_s`;
+    nulls and a reason where `machine` was not probed.
+    """
     if machine is None:
         names = ("memory_bytes_per_s", "flops_per_s", "floor_s", "share")
         return dict.fromkeys(names) | {"reason": "only CPUs are probed"}
@@ -119,7 +143,9 @@ def _sum_of_contexts(start: int, end: int) -> int:
 
 
 def _best(action: Callable[[], object]) -> float:
-    """Seconds of the fastest of the runs that fit `PROBE_SECONDS`, after one to warm up; three at least."""
+    """Seconds of the fastest of the runs that fit `PROBE_SECONDS`, after one to warm up; three at
+    least.
+    """
     action()
     times: list[float] = []
     while len(times) < 3 or sum(times) < PROBE_SECONDS:

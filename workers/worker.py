@@ -1,10 +1,11 @@
 """One tensor-parallel rank, as a plain class that runs in any process.
 
-Owns the rank's group, model, cache and the outcomes of steps not yet read. Never imports Ray or transformers, never
-decides what runs: plans come from the driver. `launch` and `result` may be called from different threads (one each):
-`launch` starts steps in order, `result` waits for one. Whatever a step raises is kept under its id and raised by
-`result`; the steps after it in its epoch are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`,
-then steps, and `reset` for each new epoch.
+Owns the rank's group, model, cache and the outcomes of steps not yet read. Never imports Ray or
+transformers, never decides what runs: plans come from the driver. `launch` and `result` may be
+called from different threads (one each): `launch` starts steps in order, `result` waits for one.
+Whatever a step raises is kept under its id and raised by `result`; the steps after it in its epoch
+are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then steps, and `reset`
+for each new epoch.
 """
 
 from __future__ import annotations
@@ -61,16 +62,19 @@ class Worker:
         self._finishing = threading.Lock()
         self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
 
-    # -- start ------------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     def open_rendezvous(self, host: str = "127.0.0.1") -> Address:
-        """Rank 0: listen on `host`, an address of this machine the other ranks reach, on a port the system picks."""
+        """Rank 0: listen on `host`, an address of this machine the other ranks reach, on a port the
+        system picks.
+        """
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
 
     def start(self, address: Address | None, num_threads: int | None = None) -> WorkerReport:
-        """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the same time, on the
-        thread that will launch. Raises `ConfigError` or `WorkerError`."""
+        """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the
+        same time, on the thread that will launch. Raises `ConfigError` or `WorkerError`.
+        """
         engine = self.config.engine
         kernels = find_kernels(self.config)
         if num_threads is not None:
@@ -78,7 +82,11 @@ class Worker:
         device = open_device(self.config.device)
         with self._phase("rendezvous"):
             group = TensorParallelGroup.create(
-                self.rank, engine.tensor_parallel_size, address, device.torch, engine.start_timeout_s
+                self.rank,
+                engine.tensor_parallel_size,
+                address,
+                device.torch,
+                engine.start_timeout_s,
             )
         with self._phase("compile"):
             compile_first_step(kernels, group, self.config.dtype)
@@ -113,11 +121,13 @@ class Worker:
         self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
 
     def compile_other_steps_beside(self) -> None:
-        """On the first rank of a CPU: fill the cache of compiled kernels with what only other steps need."""
+        """On the first rank of a CPU: fill the cache of compiled kernels with what only other steps
+        need.
+        """
         if self.rank == 0 and self.config.attention_backend == "cpu":
             self._compiling = compile_other_steps_beside(self.config.dtype)
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
         """Run a step as far as the host has to; on CPU to its end. Never raises: see `result`."""
@@ -138,26 +148,41 @@ class Worker:
     def result(self, step_id: int, epoch: int) -> StepResult:
         """The tokens of a step, which may be launched later. Rank 0's result has the logprobs.
 
-        Raises what the step raised (as `WorkerError` if it was none of our errors), `StepTimeoutError` when it is not
-        launched within `step_timeout_s` after the one before, and `WorkerError` when `reset` has ended its epoch.
+        Raises what the step raised (as `WorkerError` if it was none of our errors),
+        `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before, and
+        `WorkerError` when `reset` has ended its epoch.
         """
         key, limit_s = (epoch, step_id), self.config.engine.step_timeout_s
         with self._changed:
-            while key not in self._outcomes and epoch >= self.epoch and self._changed.wait(limit_s + GRACE_S):
+            while (
+                key not in self._outcomes
+                and epoch >= self.epoch
+                and self._changed.wait(limit_s + GRACE_S)
+            ):
                 pass  # another step was launched: the clock starts anew
             outcome = self._outcomes.pop(key, None)
             current = self.epoch
         if outcome is None and epoch < current:
-            raise WorkerError(f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, now is epoch {current}")
+            raise WorkerError(
+                f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, now is epoch {current}"
+            )
         if outcome is None:
-            raise StepTimeoutError(f"rank {self.rank}: step {step_id} of epoch {epoch} did not run in {limit_s} s")
+            raise StepTimeoutError(
+                f"rank {self.rank}: step {step_id} of epoch {epoch} did not run in {limit_s} s"
+            )
         if isinstance(outcome, EaglerayError):
             raise outcome
         if isinstance(outcome, Exception):
-            raise WorkerError(f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}") from outcome
+            raise WorkerError(
+                f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
+            ) from outcome
         started = time.perf_counter()
-        with self._finishing:  # one after another, as the device runs them: a step's clock starts with its turn
-            token_ids, logprobs = outcome.finish(limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}")
+        with (
+            self._finishing
+        ):  # one after another, as the device runs them: a step's clock starts with its turn
+            token_ids, logprobs = outcome.finish(
+                limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
+            )
         return StepResult(
             step_id=step_id,
             epoch=epoch,
@@ -169,7 +194,9 @@ class Worker:
         )
 
     def reset(self, epoch: int) -> None:
-        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Called where `launch` is."""
+        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Called where
+        `launch` is.
+        """
         if epoch <= self.epoch:
             raise WorkerError(f"rank {self.rank}: epoch {epoch} does not follow epoch {self.epoch}")
         if self._runner is not None:
@@ -201,7 +228,7 @@ class Worker:
             self._group.close()
         self._group = self._model = self._kernels = self._rendezvous = None
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _check_turn(self, plan: StepPlan) -> None:
         where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"

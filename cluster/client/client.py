@@ -1,4 +1,6 @@
-"""A client of one engine: builds requests, sends them, and follows them. `LLM` is a facade over one."""
+"""A client of one engine: builds requests, sends them, and follows them. `LLM` is a facade over
+one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Client:
     ) -> list[Generation]:
         """Send requests, all or none. A sink gets the chunks of its prompt, on the polling thread.
 
-        `request_id` names a single prompt for `abort_named`. Raises `RequestError` before any request runs.
+        `request_id` names a single prompt for `abort_named`. Raises `RequestError` before any
+        request runs.
         """
         many = as_list(prompts)
         named = self._named.get(request_id) if request_id is not None else None
@@ -48,7 +51,9 @@ class Client:
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
-        """The finished requests. Raises the error of the first that failed and aborts the others."""
+        """The finished requests. Raises the error of the first that failed and aborts the
+        others.
+        """
         try:
             return [generation.result() for generation in generations]
         except BaseException:
@@ -97,7 +102,9 @@ class Client:
 
 
 class ChunkQueue:
-    """Chunks of one request on their way to an event loop. `put` is a sink; None ends the stream."""
+    """Chunks of one request on their way to an event loop. `put` is a sink; None ends the
+    stream.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,8 +1,9 @@
 """A tokenizer and chat template without transformers, whose import takes seconds.
 
-`load` accepts only what it is sure to treat exactly as transformers does, which a test compares: a `tokenizer.json`
-whose settings agree with `tokenizer_config.json`, and a chat template that needs nothing but messages. For everything
-else it returns None, and `cluster/client/tokenizer.py` uses transformers.
+`load` accepts only what it is sure to treat exactly as transformers does, which a test compares: a
+`tokenizer.json` whose settings agree with `tokenizer_config.json`, and a chat template that needs
+nothing but messages. For everything else it returns None, and `cluster/client/tokenizer.py` uses
+transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Settings of `tokenizer_config.json` that change ids or text, with the only value that is understood here.
+# Settings of `tokenizer_config.json` that change ids or text, with the only value that is
+# understood here.
 _PLAIN = {
     "add_bos_token": False,
     "add_eos_token": False,
@@ -33,14 +35,24 @@ _PLAIN = {
     "split_special_tokens": False,
     "clean_up_tokenization_spaces": False,
 }
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _TOKEN_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class FastTokenizer:
     """Encodes, decodes and renders with `tokenizers` and jinja2."""
 
-    def __init__(self, backend: Backend, template: str | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, backend: Backend, template: str | None, special_tokens: dict[str, str]
+    ) -> None:
         self._backend = backend
         self._special_tokens = special_tokens
         self._template = None if template is None else _environment().from_string(template)
@@ -64,7 +76,11 @@ class FastTokenizer:
         """Token ids of a conversation, up to where the assistant answers."""
         assert self._template is not None
         text = self._template.render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._special_tokens,
         )
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -83,7 +99,9 @@ def load(path: Path) -> FastTokenizer | None:
             template = template_file.read_text(encoding="utf-8")
         if not _is_plain_template(template, config) or (path / "chat_template.json").exists():
             return None
-        special = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
+        special = {
+            name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
+        }
         return FastTokenizer(Backend.from_file(str(path / "tokenizer.json")), template, special)
     except Exception:  # whatever is wrong with the files, transformers says it better
         return None
@@ -110,7 +128,10 @@ def _is_qwen2(stored: dict[str, Any]) -> bool:
     parts = pre_tokenizer.get("pretokenizers") or []
     return (
         model.get("type") == "BPE"
-        and not any(model.get(name) for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"))
+        and not any(
+            model.get(name)
+            for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+        )
         and (stored.get("normalizer") or {}).get("type") == "NFC"
         and [part.get("type") for part in parts] == ["Split", "ByteLevel"]
         and parts[0].get("pattern") == {"Regex": _QWEN2_SPLIT}
@@ -123,7 +144,9 @@ def _is_qwen2(stored: dict[str, Any]) -> bool:
 
 
 def _same_added_tokens(config: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether the configuration adds no token, and changes none, of those that `tokenizer.json` has."""
+    """Whether the configuration adds no token, and changes none, of those that `tokenizer.json`
+    has.
+    """
     by_id = {str(token["id"]): token for token in stored.get("added_tokens", [])}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         known = by_id.get(token_id)
@@ -142,7 +165,9 @@ def _is_plain_template(template: object, config: dict[str, Any]) -> bool:
         return False  # several templates, or transformers' own block
     if config["tokenizer_class"] in _GENERIC_CLASSES:
         return True
-    return not re.search(rf"\b({'|'.join(_SPECIAL_NAMES)})\b", template)  # Qwen2 has defaults for these
+    return not re.search(
+        rf"\b({'|'.join(_SPECIAL_NAMES)})\b", template
+    )  # Qwen2 has defaults for these
 
 
 def _content(token: Any) -> str:

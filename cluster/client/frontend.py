@@ -1,7 +1,8 @@
 """The client's end of the driver: sends requests, polls for news, ends what nobody needs any more.
 
-One background thread polls while anything is outstanding. News go to the outputs of their generation, whose sinks run
-on that thread. `Generation.done` completes once, with or without an error.
+One background thread polls while anything is outstanding. News go to the outputs of their
+generation, whose sinks run on that thread. `Generation.done` completes once, with or without an
+error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Frontend:
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
-        """Send the requests of these generations, all or none. Raises `RequestError`, `EngineDeadError`."""
+        """Send the requests of these generations, all or none. Raises `RequestError`,
+        `EngineDeadError`.
+        """
         requests = [request for generation in generations for request in generation.requests]
         with self._changed:
             self._check_reachable()
@@ -62,9 +65,13 @@ class Frontend:
             self._changed.notify_all()
 
     def abort(self, generations: list[Generation]) -> None:
-        """End generations; they keep what they have, with `finish_reason` "abort". Does not wait for the engine."""
+        """End generations; they keep what they have, with `finish_reason` "abort". Does not wait
+        for the engine.
+        """
         with self._changed:
-            outputs = [o for g in generations for o in g.outputs if o.completion.finish_reason is None]
+            outputs = [
+                o for g in generations for o in g.outputs if o.completion.finish_reason is None
+            ]
             for output in outputs:
                 output.abort()
             for generation in generations:
@@ -95,7 +102,9 @@ class Frontend:
             raise EngineDeadError("the engine was shut down; start a new one")
 
     def _finish(self, request_ids: list[str], reason: str, after: Any = None) -> None:
-        """Tell the driver that these requests are no longer needed, once the call `after` has ended. Does not wait."""
+        """Tell the driver that these requests are no longer needed, once the call `after` has
+        ended. Does not wait.
+        """
         if request_ids and not self._closed and self._is_reachable():
             self._driver.finish.remote(request_ids, reason, self._id, after)
 
@@ -105,7 +114,7 @@ class Frontend:
                 for request_id in generation.request_ids:
                     self._active.pop(request_id, None)
 
-    # -- polling thread --------------------------------------------------------------------------
+    # -- polling thread ----------------------------------------------------------------------------
 
     def _poll_loop(self) -> None:
         try:

@@ -17,7 +17,9 @@ MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
 def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
-    """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises `ConfigError`."""
+    """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises
+    `ConfigError`.
+    """
     try:
         path = Path(model).expanduser()
         is_dir, exists = bool(model) and path.is_dir(), bool(model) and path.exists()
@@ -28,7 +30,10 @@ def find_model(model: str, revision: str | None = None, *, what: str = "model") 
     if exists:
         raise ConfigError(f"{what} {model!r} is a file; give the directory that holds it")
     if not HUB_ID.match(model):
-        raise ConfigError(f"{what} {model!r} is neither an existing directory nor a hub id such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            f"{what} {model!r} is neither an existing directory nor a hub id such as"
+            " Qwen/Qwen3-0.6B"
+        )
     return _download(model, revision, what)
 
 
@@ -38,21 +43,27 @@ def _download(model: str, revision: str | None, what: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=MODEL_FILES if what == "model" else TOKENIZER_FILES
+                model,
+                revision=revision,
+                allow_patterns=MODEL_FILES if what == "model" else TOKENIZER_FILES,
             )
         )
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{what} {model!r} is no directory here, and as a hub id it cannot be downloaded: {first_line} "
-            "Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
+            f"{what} {model!r} is no directory here, and as a hub id it cannot be downloaded:"
+            f" {first_line} Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
         ) from error
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Sampling defaults of a checkpoint's `generation_config.json`; `do_sample` false means greedy."""
+    """Sampling defaults of a checkpoint's `generation_config.json`; `do_sample` false means
+    greedy.
+    """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    values = {
+        name: generation_config[name] for name in names if generation_config.get(name) is not None
+    }
     for name, value in values.items():
         if name != "top_k" and isinstance(value, int | float) and math.isfinite(value):
             values[name] = float(value)

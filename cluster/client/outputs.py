@@ -1,4 +1,6 @@
-"""What a caller gets: chunks while a request runs, a `RequestOutput` at its end; and how news become both."""
+"""What a caller gets: chunks while a request runs, a `RequestOutput` at its end; and how news
+become both.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from scheduler.messages import Request, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of output `index`. The last one has a `finish_reason`: stop, length, abort or error."""
+    """What is new of output `index`. The last one has a `finish_reason`: stop, length, abort or
+    error.
+    """
 
     index: int
     text: str
@@ -42,7 +46,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request. `outputs` holds `n` completions; `text` and the like are those of the first."""
+    """A finished request. `outputs` holds `n` completions; `text` and the like are those of the
+    first.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -65,21 +71,26 @@ class RequestOutput:
 class OutputFollower:
     """Follows one engine request and cuts its news into chunks."""
 
-    def __init__(self, request: Request, index: int, stream: TextStream | None, sink: Sink | None) -> None:
+    def __init__(
+        self, request: Request, index: int, stream: TextStream | None, sink: Sink | None
+    ) -> None:
         self.request = request
         self.completion = CompletionOutput(index)
         self._stream = stream
         self._sink = sink
 
     def take(self, news: News) -> bool:
-        """Add news, leaving out what is known. True if a stop string ended the output here, not in the engine."""
+        """Add news, leaving out what is known. True if a stop string ended the output here, not in
+        the engine.
+        """
         done = self.completion
         if done.finish_reason is not None:
             return False
         known = len(done.token_ids) - news.first_index
         if known < 0 and news.token_ids:
             raise EngineError(
-                f"tokens {len(done.token_ids)} to {news.first_index - 1} of {self.request.request_id} are missing"
+                f"tokens {len(done.token_ids)} to {news.first_index - 1} of"
+                f" {self.request.request_id} are missing"
             )
         tokens = news.token_ids[known:] if news.token_ids else []
         stopped_at = self._stream.push(tokens) if self._stream is not None else None
@@ -95,7 +106,11 @@ class OutputFollower:
         self._add([], None, "abort", 0)
 
     def _add(
-        self, tokens: list[int], logprobs: list[TokenLogprobs | None] | None, reason: str | None, num_cached: int
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs | None] | None,
+        reason: str | None,
+        num_cached: int,
     ) -> None:
         done = self.completion
         text = self._new_text(final=reason is not None)
@@ -126,7 +141,9 @@ class OutputFollower:
 
 
 class Generation:
-    """One user request: its prompt, its outputs, and a future that completes when they have ended."""
+    """One user request: its prompt, its outputs, and a future that completes when they have
+    ended.
+    """
 
     def __init__(self, prompt: str | None, outputs: list[OutputFollower]) -> None:
         self.prompt = prompt

@@ -14,12 +14,20 @@ class ProgressBar:
     def __init__(self) -> None:
         # Imported here: a tenth of a second, for a bar that most programs do not show.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._lock = threading.Lock()
         self._began = time.perf_counter()
         self._num_prefilled = self._num_decoded = 0
-        speed = "prefill {task.fields[prefill]:.0f} tokens/s, decode {task.fields[decode]:.0f} tokens/s"
+        speed = (
+            "prefill {task.fields[prefill]:.0f} tokens/s, decode {task.fields[decode]:.0f} tokens/s"
+        )
         self._progress = Progress(
             TextColumn("Requests"),
             BarColumn(),

@@ -1,4 +1,6 @@
-"""The forms in which a program gives prompts and parameters, each checked once and turned into one form."""
+"""The forms in which a program gives prompts and parameters, each checked once and turned into one
+form.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
 
 
 def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = ("cache_salt",)) -> str:
-    """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown keys."""
+    """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
+    keys.
+    """
     known = (*FORMS, *other_keys)
     unknown = [key for key in prompt if key not in known]
     if unknown:
@@ -59,7 +63,8 @@ def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = ("cache_sal
     given = [form for form in FORMS if form in prompt]
     if len(given) != 1:
         raise RequestError(
-            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}", "prompt"
+            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}",
+            "prompt",
         )
     return given[0]
 
@@ -70,7 +75,8 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Seq):
         raise RequestError(
-            f"prompts are text, a list of token ids, a mapping, or a list of these; got {type(prompts).__name__}",
+            "prompts are text, a list of token ids, a mapping, or a list of these; got"
+            f" {type(prompts).__name__}",
             "prompt",
         )
     if len(prompts) > 0 and isinstance(prompts[0], int):
@@ -78,18 +84,24 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """Parameters per prompt: the same for all, or a list as long as the prompts. Raises `RequestError`."""
+def one_each(
+    params: SamplingParams | Seq[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    """Parameters per prompt: the same for all, or a list as long as the prompts. Raises
+    `RequestError`.
+    """
     each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
     wrong = [type(p).__name__ for p in each if not isinstance(p, SamplingParams | None)]
     if wrong:
         raise RequestError(
-            f"sampling_params must be a SamplingParams or a list with one per prompt, got {wrong[0]}; "
-            "use SamplingParams.from_dict to make one from a dict",
+            "sampling_params must be a SamplingParams or a list with one per prompt, got"
+            f" {wrong[0]}; use SamplingParams.from_dict to make one from a dict",
             "sampling_params",
         )
     if len(each) != count:
-        raise RequestError(f"got {len(each)} sampling_params for {count} prompts", "sampling_params")
+        raise RequestError(
+            f"got {len(each)} sampling_params for {count} prompts", "sampling_params"
+        )
     return each
 
 
@@ -97,7 +109,8 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
     """One conversation or many, as prompts. Raises `RequestError` for anything else."""
     if not isinstance(messages, list | tuple):
         raise RequestError(
-            f"messages must be a list of {{role, content}}, or a list of such lists; got {type(messages).__name__}",
+            "messages must be a list of {role, content}, or a list of such lists; got"
+            f" {type(messages).__name__}",
             "messages",
         )
     one = not messages or isinstance(messages[0], Mapping)
@@ -111,16 +124,23 @@ def check_messages(messages: object) -> list[Message]:
     for message in messages:
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_message or "content" not in message:
-            raise RequestError(f"each message needs a role and content, got {message!r}", "messages")
+            raise RequestError(
+                f"each message needs a role and content, got {message!r}", "messages"
+            )
     return list(messages)
 
 
 def _token_ids(value: object) -> list[int]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt")
+        raise RequestError(
+            f"a prompt is text or a list of token ids, got {type(value).__name__}", "prompt"
+        )
     for token in value:
         if type(token) is not int:
-            raise RequestError(f"a prompt is text or a list of token ids, got a list that holds {token!r}", "prompt")
+            raise RequestError(
+                f"a prompt is text or a list of token ids, got a list that holds {token!r}",
+                "prompt",
+            )
     return list(value)
 
 

@@ -1,4 +1,6 @@
-"""From a prompt and parameters to requests: form, token ids, complete parameters, request, each step once."""
+"""From a prompt and parameters to requests: form, token ids, complete parameters, request, each
+step once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class RequestBuilder:
         limits: SchedulerLimits,
         seed: int | None,
     ) -> None:
-        """`defaults` fill what a request leaves unset. `seed` makes the seeds of requests without one repeatable."""
+        """`defaults` fill what a request leaves unset. `seed` makes the seeds of requests without
+        one repeatable.
+        """
         self.limits = limits
         self._model = model
         self._tokenizer = tokenizer
@@ -43,7 +47,8 @@ class RequestBuilder:
     def build(self, prompt: Prompt, wanted: SamplingParams | None, sink: Sink | None) -> Generation:
         """A generation whose requests can be sent. Raises `RequestError` if they could not run.
 
-        Without a sink nobody reads before the end, so the driver sends nothing before it where that is possible.
+        Without a sink nobody reads before the end, so the driver sends nothing before it where that
+        is possible.
         """
         parsed = parse_prompt(prompt)
         token_ids = self._token_ids(parsed)
@@ -56,7 +61,9 @@ class RequestBuilder:
                 request_id=f"{self._name}-{next(self._numbers)}",
                 token_ids=array("i", token_ids),
                 num_prompt_tokens=len(token_ids),
-                sampling=params.resolve(seed=seed, index=index, eos_token_ids=self._model.eos_token_ids),
+                sampling=params.resolve(
+                    seed=seed, index=index, eos_token_ids=self._model.eos_token_ids
+                ),
                 cache_salt=parsed.cache_salt,
                 final_only=final_only,
             )
@@ -65,28 +72,37 @@ class RequestBuilder:
         return Generation(parsed.text, outputs)
 
     def check(self, prompt: Prompt, wanted: SamplingParams | None) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no seed."""
+        """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
+        seed.
+        """
         [params] = one_each(wanted, 1)
         seeded = dataclasses.replace(params or SamplingParams(), seed=0)
         return self.build(prompt, seeded, None).prompt_token_ids
 
     def parameters(self, wanted: SamplingParams | None) -> SamplingParams:
-        """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint cannot do."""
+        """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint
+        cannot do.
+        """
         params = (wanted or SamplingParams()).over(self._defaults)
         if params.stop_strings() and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none", "stop")
+            raise RequestError(
+                "stop strings need a tokenizer, and this checkpoint has none", "stop"
+            )
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         return params
 
     def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:
-            check_vocabulary(prompt.token_ids, self._model.vocab_size)  # before they become 32-bit numbers
+            check_vocabulary(
+                prompt.token_ids, self._model.vocab_size
+            )  # before they become 32-bit numbers
             return prompt.token_ids
         if self._tokenizer is None:
             form = "messages" if prompt.messages is not None else "a text prompt"
             raise RequestError(
-                f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
+                f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids",
+                "prompt",
             )
         if prompt.messages is not None:
             return self._tokenizer.encode_chat(prompt.messages)
@@ -102,4 +118,6 @@ class RequestBuilder:
         size = self._model.vocab_size
         for token_id in ids:
             if token_id >= size:
-                raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {size} ids", name)
+                raise RequestError(
+                    f"{name}: token id {token_id} is outside the vocabulary of {size} ids", name
+                )

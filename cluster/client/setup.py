@@ -1,6 +1,7 @@
 """Everything about an engine that is known before Ray starts, checked.
 
-What cannot work is refused here, and requests can be built and checked against the limits, before any process runs.
+What cannot work is refused here, and requests can be built and checked against the limits, before
+any process runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _MANY_BLOCKS = 2**31 - 1  # of a cache whose size only the ranks know
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is what will run, as far as that is known."""
+    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is what will run, as far as
+    that is known.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -40,7 +43,9 @@ class EngineSetup:
         return self.tokenizer is not None and self.tokenizer.has_chat_template
 
     def request_builder(self, limits: SchedulerLimits | None = None) -> RequestBuilder:
-        """Builds requests within the limits of a started engine, or within those that are known before."""
+        """Builds requests within the limits of a started engine, or within those that are known
+        before.
+        """
         limits = limits or limits_of(self.foreseen, self._num_blocks())
         return RequestBuilder(self.model, self.tokenizer, self.defaults, limits, self.config.seed)
 
@@ -52,10 +57,13 @@ class EngineSetup:
 def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = None) -> EngineSetup:
     """Find and check everything; downloads a hub id. Raises `ConfigError`.
 
-    `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the rest.
+    `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the
+    rest.
     """
     if not isinstance(sampling_defaults, SamplingParams | None):
-        raise ConfigError(f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}")
+        raise ConfigError(
+            f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}"
+        )
     model_dir = find_model(config.model, config.revision)
     model = ModelConfig.from_dir(model_dir)
     model.check_tensor_parallel_size(config.tensor_parallel_size)
@@ -68,7 +76,9 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
         model=model,
         model_dir=model_dir,
         tokenizer=_load_tokenizer(config, model_dir),
-        defaults=(sampling_defaults or SamplingParams()).over(generation_defaults(read_generation_config(model_dir))),
+        defaults=(sampling_defaults or SamplingParams()).over(
+            generation_defaults(read_generation_config(model_dir))
+        ),
         foreseen=foreseen,
     )
 

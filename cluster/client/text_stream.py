@@ -1,7 +1,7 @@
 """Text of one output while its tokens arrive.
 
-A `TextStream` turns tokens into text that never has to be taken back: the bytes of an unfinished character, and text
-that may be the beginning of a stop string, are held until they are decided.
+A `TextStream` turns tokens into text that never has to be taken back: the bytes of an unfinished
+character, and text that may be the beginning of a stop string, are held until they are decided.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# An unfinished character has at most three bytes, each of which may decode to one replacement character.
+# An unfinished character has at most three bytes, each of which may decode to one replacement
+# character.
 _MAX_UNFINISHED = 3
-# Tokens that are decoded together with new ones. The context must hold at least one whole character.
+# Tokens that are decoded together with new ones. The context must hold at least one whole
+# character.
 CONTEXT = 10
 
 
@@ -43,7 +45,9 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_ids: Seq[int]) -> int | None:
-        """Take the next tokens. Returns how many it took to complete a stop string, or None if none is complete."""
+        """Take the next tokens. Returns how many it took to complete a stop string, or None if none
+        is complete.
+        """
         if not self._stop:
             self._push(token_ids)
             return None

@@ -30,7 +30,9 @@ class Tokenizer:
         return self._fast.has_chat_template if self._fast else bool(self._slow.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises `RequestError` for text that is not Unicode (half a surrogate pair)."""
+        """Token ids of a text. Raises `RequestError` for text that is not Unicode (half a surrogate
+        pair).
+        """
         try:
             return (self._fast or self._slow).encode(text)
         except (TypeError, UnicodeError) as error:
@@ -40,7 +42,10 @@ class Tokenizer:
         """Token ids of a conversation, up to where the assistant answers. Raises `RequestError`."""
         check_messages(messages)
         if not self.has_chat_template:
-            raise RequestError("this checkpoint has no chat template; send a prompt instead of messages", "messages")
+            raise RequestError(
+                "this checkpoint has no chat template; send a prompt instead of messages",
+                "messages",
+            )
         try:
             if self._fast and all(_is_plain(message) for message in messages):
                 return self._fast.encode_chat(messages)
@@ -50,7 +55,9 @@ class Tokenizer:
         except ConfigError:
             raise
         except Exception as error:  # the template is a program of the checkpoint
-            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", "messages"
+            ) from error
         return ids
 
     def decode(self, token_ids: Seq[int]) -> str:

@@ -1,8 +1,10 @@
-"""Running a batch for the command line: read and check every input line, generate, write every output line.
+"""Running a batch for the command line: read and check every input line, generate, write every
+output line.
 
-Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params` and `cache_salt`.
-Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`, `num_prompt_tokens` and
-`num_cached_tokens`, `logprobs` where asked; with `n` above 1 a list `outputs` of what belongs to each.
+Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
+and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
+`num_prompt_tokens` and `num_cached_tokens`, `logprobs` where asked; with `n` above 1 a list
+`outputs` of what belongs to each.
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ class BatchRequest:
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """Every line of a JSONL file, checked for form. Raises `RequestError` naming the line; blank lines are skipped."""
+    """Every line of a JSONL file, checked for form. Raises `RequestError` naming the line; blank
+    lines are skipped.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
-    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [
+        (f"{path}, line {number}", line)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     if not lines:
         raise RequestError(f"the input file {str(path)!r} holds no requests")
     return [_read_line(where, line) for where, line in lines]
@@ -65,13 +73,19 @@ def _read_line(where: str, line: str) -> BatchRequest:
 
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
-    """Check every request against the engine, then generate. Raises `RequestError` naming the line."""
+    """Check every request against the engine, then generate. Raises `RequestError` naming the
+    line.
+    """
     requests = tokenize_batch(llm.client.builder, requests)
-    return llm.generate([r.prompt for r in requests], [r.params for r in requests], progress=progress)
+    return llm.generate(
+        [r.prompt for r in requests], [r.params for r in requests], progress=progress
+    )
 
 
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
-    """The requests with token ids as prompts, checked against the limits. Raises `RequestError` naming the line."""
+    """The requests with token ids as prompts, checked against the limits. Raises `RequestError`
+    naming the line.
+    """
     tokenized = []
     for request in requests:
         with _naming(request.where):
@@ -102,12 +116,13 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         values["logprobs"] = [
-            entry and {
+            entry
+            and {
                 "logprob": entry.logprob,
                 "top": dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True)),
             }
             for entry in completion.logprobs
-        ]  # fmt: skip
+        ]
     return values
 
 

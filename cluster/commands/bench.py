@@ -1,12 +1,11 @@
 """`launch.py bench`: a workload through the engine as a client sees it, in one JSON line.
 
-    engine, model, dtype, tp, device
-    requests, input_tokens, output_tokens, cached_tokens
-    total_s, output_tokens_per_s        from the first request being due to the last one's end
-    ttft_s, inter_token_s               p50 and p99, see `cluster.commands.timing`
-    preemptions, num_steps              of the driver, without the warm-up
-    start_s                             seconds of each phase of the start, "all" of them together
-    roofline                            the least the workload can take on this machine, see `workers.roofline`
+    engine, model, dtype, tp, device requests, input_tokens, output_tokens, cached_tokens total_s,
+    output_tokens_per_s        from the first request being due to the last one's end ttft_s,
+    inter_token_s               p50 and p99, see `cluster.commands.timing` preemptions, num_steps
+    of the driver, without the warm-up start_s                             seconds of each phase of
+    the start, "all" of them together roofline                            the least the workload can
+    take on this machine, see `workers.roofline`
 
 The machine is the one this runs on: with ranks elsewhere the roofline says nothing of them.
 """
@@ -41,7 +40,8 @@ logger = logging.getLogger("eagleray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What to time: the requests of a file, or made-up ones, for which None means the default. `config` has a seed.
+    """What to time: the requests of a file, or made-up ones, for which None means the default.
+    `config` has a seed.
 
     `request_rate` is in requests a second, None sends all at once.
     """
@@ -57,8 +57,9 @@ class BenchJob:
 
 
 def run_bench(job: BenchJob) -> None:
-    """Check, probe the machine, start an engine, run the requests, print the line. Raises `ClientError` before the
-    engine starts, but for prompts of a file that do not fit it."""
+    """Check, probe the machine, start an engine, run the requests, print the line. Raises
+    `ClientError` before the engine starts, but for prompts of a file that do not fit it.
+    """
     _check(job)
     setup = prepare(job.config)
     config = setup.foreseen
@@ -69,19 +70,28 @@ def run_bench(job: BenchJob) -> None:
         run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         before = llm.stats()
         logger.info("%d requests", len(requests))
-        run = run_timed(llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0))
+        run = run_timed(
+            llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0)
+        )
         line = _line(llm, config, run, before, machine)
     print(json.dumps(line), flush=True)
 
 
 def synthetic_requests(
-    num_seqs: int, max_input: int, max_output: int, *, seed: int, temperature: float, vocab_size: int
+    num_seqs: int,
+    max_input: int,
+    max_output: int,
+    *,
+    seed: int,
+    temperature: float,
+    vocab_size: int,
 ) -> list[BatchRequest]:
     """Made-up requests, the same for the same arguments.
 
-    Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token ids between 0 and
-    10,000 (or the last of the vocabulary); no end-of-sequence id ends an output. For each request
-    `random.Random(seed)` draws with `randint` the prompt's length, its ids and the output's length, in this order.
+    Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token
+    ids between 0 and 10,000 (or the last of the vocabulary); no end-of-sequence id ends an output.
+    For each request `random.Random(seed)` draws with `randint` the prompt's length, its ids and the
+    output's length, in this order.
     """
     rng, last_id = random.Random(seed), min(LAST_MADE_UP_ID, vocab_size - 1)
 
@@ -91,15 +101,23 @@ def synthetic_requests(
     requests = []
     for i in range(num_seqs):
         token_ids = [rng.randint(0, last_id) for _ in range(length(max_input))]
-        params = SamplingParams(temperature=temperature, max_tokens=length(max_output), ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=length(max_output), ignore_eos=True
+        )
         requests.append(
-            BatchRequest(where=f"made-up request {i}", prompt={"prompt_token_ids": token_ids}, params=params)
+            BatchRequest(
+                where=f"made-up request {i}", prompt={"prompt_token_ids": token_ids}, params=params
+            )
         )
     return requests
 
 
 def _check(job: BenchJob) -> None:
-    made_up = {"--num-seqs": job.num_seqs, "--max-input": job.max_input, "--max-output": job.max_output}
+    made_up = {
+        "--num-seqs": job.num_seqs,
+        "--max-input": job.max_input,
+        "--max-output": job.max_output,
+    }
     given = [flag for flag, value in made_up.items() if value is not None]
     if (job.input is not None) == bool(given):
         raise RequestError(
@@ -107,14 +125,19 @@ def _check(job: BenchJob) -> None:
             + (f"; not both --input and {given[0]}" if given else "")
         )
     if job.input is not None and job.temperature is not None:
-        raise RequestError("--temperature is for made-up requests; the lines of --input say it in `sampling_params`")
+        raise RequestError(
+            "--temperature is for made-up requests; the lines of --input say it in"
+            " `sampling_params`"
+        )
     for flag, value in made_up.items():
         if value is not None and value < 1:
             raise RequestError(f"{flag} must be at least 1, got {value}")
     if job.num_warmup < 0:
         raise RequestError(f"--num-warmup must be at least 0, got {job.num_warmup}")
     if job.request_rate is not None and not 0 < job.request_rate < math.inf:
-        raise RequestError(f"--request-rate must be above 0 requests a second, got {job.request_rate}")
+        raise RequestError(
+            f"--request-rate must be above 0 requests a second, got {job.request_rate}"
+        )
 
 
 def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
@@ -123,13 +146,18 @@ def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     max_input, max_output = job.max_input or MAX_INPUT, job.max_output or MAX_OUTPUT
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
-            f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output} tokens, more than "
-            f"max_model_len {config.max_model_len}; lower them or, as far as the checkpoint goes, raise --max-model-len"
+            f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
+            f" tokens, more than max_model_len {config.max_model_len}; lower them or, as far as the"
+            " checkpoint goes, raise --max-model-len"
         )
     return synthetic_requests(
-        job.num_seqs or NUM_SEQS, max_input, max_output, seed=job.config.seed or 0,
-        temperature=TEMPERATURE if job.temperature is None else job.temperature, vocab_size=config.model.vocab_size,
-    )  # fmt: skip
+        job.num_seqs or NUM_SEQS,
+        max_input,
+        max_output,
+        seed=job.config.seed or 0,
+        temperature=TEMPERATURE if job.temperature is None else job.temperature,
+        vocab_size=config.model.vocab_size,
+    )
 
 
 def _warmup(llm: LLM) -> BatchRequest:
@@ -142,7 +170,11 @@ def _warmup(llm: LLM) -> BatchRequest:
 def _probe(config: ResolvedConfig) -> Machine | None:
     """This machine, unless the ranks will run on GPUs."""
     asked = config.engine.device
-    return probe_cpu(config.dtype) if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()) else None
+    return (
+        probe_cpu(config.dtype)
+        if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available())
+        else None
+    )
 
 
 def _line(
@@ -170,5 +202,7 @@ def _line(
         "preemptions": stats.num_preemptions - before.num_preemptions,
         "num_steps": stats.num_steps - before.num_steps,
         "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
-        "roofline": report(config.model, config.dtype, works, run.total_s, machine if device == "cpu" else None),
+        "roofline": report(
+            config.model, config.dtype, works, run.total_s, machine if device == "cpu" else None
+        ),
     }

@@ -12,8 +12,17 @@ from pathlib import Path
 from configs.paths import CHECKOUT
 
 PACKAGES = (
-    "torch", "triton", "transformers", "tokenizers", "safetensors", "ray", "xxhash", "numpy", "flash-attn", "fa3-fwd",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "ray",
+    "xxhash",
+    "numpy",
+    "flash-attn",
+    "fa3-fwd",
+)
 
 MIN_SHM_BYTES = 2**30
 
@@ -37,14 +46,18 @@ def _devices() -> tuple[list[str], list[str]]:
         names.append("cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
-            found.append(f"device cuda:{i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+            found.append(
+                f"device cuda:{i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            )
     else:
         found.append("device cuda: none")
     backends = []
     for name in names:
         kernels = select_backend(name).capabilities
         block_size = kernels.default_block_size
-        backends.append(f"on {name} the kernels would be {kernels.description}, block size {block_size}")
+        backends.append(
+            f"on {name} the kernels would be {kernels.description}, block size {block_size}"
+        )
     return found, backends
 
 
@@ -52,26 +65,38 @@ def _ray_line() -> str:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return f"ray: RAY_ADDRESS is {address}"
-    return "ray: RAY_ADDRESS is not set: a cluster of `ray start` on this machine is joined, else a local one started"
+    return (
+        "ray: RAY_ADDRESS is not set: a cluster of `ray start` on this machine is joined, else a"
+        " local one started"
+    )
 
 
 def _clashes() -> list[str]:
     wrong = []
     if _version("kernels"):
         wrong.append(
-            f"the package `kernels` {_version('kernels')} is installed: our folder of that name stands before it, and "
-            "transformers may fail to import. `pip uninstall kernels`"
+            f"the package `kernels` {_version('kernels')} is installed: our folder of that name"
+            " stands before it, and transformers may fail to import. `pip uninstall kernels`"
         )
     spec = importlib.util.find_spec("kernels")
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != CHECKOUT / "kernels":
-        wrong.append(f"`import kernels` finds {spec and spec.origin}; run from the checkout {CHECKOUT}")
+    if (
+        spec is None
+        or spec.origin is None
+        or Path(spec.origin).resolve().parent != CHECKOUT / "kernels"
+    ):
+        wrong.append(
+            f"`import kernels` finds {spec and spec.origin}; run from the checkout {CHECKOUT}"
+        )
     try:
         import transformers.integrations.hub_kernels  # noqa: F401
     except ImportError as error:
         wrong.append(f"transformers does not import beside our `kernels`: {error}")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else MIN_SHM_BYTES
     if shm < MIN_SHM_BYTES:
-        wrong.append(f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker: --shm-size)")
+        wrong.append(
+            f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker:"
+            " --shm-size)"
+        )
     return wrong
 
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from cluster.client.outputs import RequestOutput
 from cluster.client.setup import prepare
-from cluster.commands.batch import BatchRequest, output_line, read_requests, run_batch, tokenize_batch
+from cluster.commands.batch import (
+    BatchRequest,
+    output_line,
+    read_requests,
+    run_batch,
+    tokenize_batch,
+)
 from cluster.llm import LLM
 from cluster.resources.session import check_arguments
 from configs.engine import EngineConfig
@@ -34,12 +40,16 @@ class GenerateJob:
 
 
 def run_generate(job: GenerateJob) -> None:
-    """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before anything runs."""
+    """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before
+    anything runs.
+    """
     check_arguments(sys.argv)
     if bool(job.prompts) == (job.input is not None):
         raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
     if job.raw and job.input is not None:
-        raise RequestError("--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves")
+        raise RequestError(
+            "--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves"
+        )
     requests = read_requests(job.input) if job.input is not None else None
     if job.output is not None:
         _check_output(job.output, job.input)
@@ -60,7 +70,9 @@ def run_generate(job: GenerateJob) -> None:
 
 
 def _check_output(output: Path, input: Path | None) -> None:
-    """Raise `ConfigError` unless answers can be written there. Leaves no file behind that was not there."""
+    """Raise `ConfigError` unless answers can be written there. Leaves no file behind that was not
+    there.
+    """
     name = f"--output {str(output)!r}"
     try:
         if output.is_dir():
@@ -69,7 +81,8 @@ def _check_output(output: Path, input: Path | None) -> None:
             raise ConfigError(f"the folder of {name} does not exist")
         if input is not None and output.exists() and output.samefile(input):
             raise ConfigError(
-                f"{name} is the file of --input, and answers would take the place of requests; name another"
+                f"{name} is the file of --input, and answers would take the place of requests; name"
+                " another"
             )
         is_new = not os.path.lexists(output)
         output.open("a").close()
@@ -105,6 +118,7 @@ def _speed(outputs: list[RequestOutput], seconds: float) -> str:
     num_cached = sum(output.num_cached_tokens for output in outputs)
     num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     return (
-        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached} cached) and "
-        f"{num_output} output tokens, {num_prompt / seconds:.0f} and {num_output / seconds:.0f} tokens/s"
+        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached}"
+        f" cached) and {num_output} output tokens, {num_prompt / seconds:.0f} and"
+        f" {num_output / seconds:.0f} tokens/s"
     )

@@ -1,9 +1,9 @@
 """Running requests at the times they are due, and when their tokens reach the client.
 
-Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a client sees, with
-the way through the driver. A token belongs to the moment its chunk arrives: a chunk of k tokens gives one gap to the
-chunk before and k - 1 gaps of zero. The time to the first token counts from the moment a request was due, so a client
-that falls behind its schedule shows.
+Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a
+client sees, with the way through the driver. A token belongs to the moment its chunk arrives: a
+chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
+token counts from the moment a request was due, so a client that falls behind its schedule shows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from cluster.llm import LLM
 
 
 class Timeline:
-    """The sink of one request: when how many tokens of each of its outputs came. Seconds of `clock`."""
+    """The sink of one request: when how many tokens of each of its outputs came. Seconds of
+    `clock`.
+    """
 
     def __init__(self, due_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.due_s = due_s
         self._clock = clock
-        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # by output: moment, number of tokens
+        self._arrivals: dict[
+            int, list[tuple[float, int]]
+        ] = {}  # by output: moment, number of tokens
 
     def __call__(self, chunk: Chunk) -> None:
         if chunk.token_ids:
@@ -41,7 +45,9 @@ class Timeline:
         return min(moments) - self.due_s if moments else None
 
     def gaps_s(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
-        """Between consecutive tokens of each output: the gaps that end after `since_s` and not after `until_s`."""
+        """Between consecutive tokens of each output: the gaps that end after `since_s` and not
+        after `until_s`.
+        """
         gaps: list[float] = []
         for moments in self._arrivals.values():
             before = None
@@ -88,7 +94,10 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
         now_s = time.perf_counter() - started
         end = next((i for i in range(sent + 1, len(requests)) if due_s[i] > now_s), len(requests))
         run.timelines += [Timeline(started + due) for due in due_s[sent:end]]
-        prompts, params = [r.prompt for r in requests[sent:end]], [r.params for r in requests[sent:end]]
+        prompts, params = (
+            [r.prompt for r in requests[sent:end]],
+            [r.params for r in requests[sent:end]],
+        )
         run.generations += llm.client.submit(prompts, params, run.timelines[sent:])
     for generation in run.generations:
         generation.done.result()
@@ -97,7 +106,9 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
 
 def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds at which requests are due: all at once, or a Poisson process of `rate` a second from 0 on."""
+    """Seconds at which requests are due: all at once, or a Poisson process of `rate` a second from
+    0 on.
+    """
     if rate is None:
         return [0.0] * num_requests
     rng = random.Random(f"arrivals {seed}")
@@ -105,7 +116,9 @@ def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """The median and the 99th percentile, linear between neighbours; nulls if there are no values."""
+    """The median and the 99th percentile, linear between neighbours; nulls if there are no
+    values.
+    """
     if not values:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(values, (50, 99)).tolist()

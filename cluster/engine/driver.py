@@ -1,8 +1,9 @@
 """The driver actor: it owns the scheduler, and with it every token of one engine.
 
-An actor shell around two parts. The *event loop* serves the frontends: it checks requests, passes them on as commands,
-and answers polls (`frontends.py`). The *engine thread* runs the step loop (`loop.py`). A failed step ends the engine:
-every request ends with an error that says why, and the ranks are killed.
+An actor shell around two parts. The *event loop* serves the frontends: it checks requests, passes
+them on as commands, and answers polls (`frontends.py`). The *engine thread* runs the step loop
+(`loop.py`). A failed step ends the engine: every request ends with an error that says why, and the
+ranks are killed.
 """
 
 from __future__ import annotations
@@ -68,10 +69,17 @@ class Driver:
         gc.freeze()  # no later collection walks over the blocks
         self._engine_loop.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
-        return EngineReport(device=self._config.device, limits=self._limits, seconds=report.seconds, lines=report.lines)
+        return EngineReport(
+            device=self._config.device,
+            limits=self._limits,
+            seconds=report.seconds,
+            lines=report.lines,
+        )
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
-        """Queue requests, all or none. Raises `RequestError` for one that cannot run, `EngineDeadError`."""
+        """Queue requests, all or none. Raises `RequestError` for one that cannot run,
+        `EngineDeadError`.
+        """
         limits, loop = self._alive()
         request_ids: set[str] = set()
         for request in requests:
@@ -82,8 +90,11 @@ class Driver:
         self._frontends.add(frontend_id, request_ids)
         loop.post(Submit(frontend_id=frontend_id, requests=requests))
 
-    async def finish(self, request_ids: list[str], reason: str, frontend_id: str, after: None = None) -> None:
-        """End requests that their frontend no longer needs ("abort", or "stop" where a stop string matched).
+    async def finish(
+        self, request_ids: list[str], reason: str, frontend_id: str, after: None = None
+    ) -> None:
+        """End requests that their frontend no longer needs ("abort", or "stop" where a stop string
+        matched).
 
         `after` is the ref of a `submit` that is still on its way: Ray makes this call wait for it.
         """
@@ -92,7 +103,9 @@ class Driver:
             self._engine_loop.post(Finish(request_ids=request_ids, reason=reason))
 
     async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
-        """`Deltas` for a frontend, pickled because Ray passes bytes on as they are. See `Frontends.collect`."""
+        """`Deltas` for a frontend, pickled because Ray passes bytes on as they are. See
+        `Frontends.collect`.
+        """
         deltas = await self._frontends.collect(frontend_id, acknowledged, wait_s)
         return pickle.dumps(deltas, protocol=5)
 
@@ -109,7 +122,7 @@ class Driver:
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.join, STOP_TIMEOUT_S)
 
-    # -- event loop ------------------------------------------------------------------------------
+    # -- event loop --------------------------------------------------------------------------------
 
     def _alive(self) -> tuple[SchedulerLimits, EngineLoop]:
         if self._dead is not None or self._limits is None or self._engine_loop is None:
@@ -126,19 +139,25 @@ class Driver:
                 await self.finish(request_ids, "abort", frontend_id)
 
     def _end_all(self, reason: str) -> None:
-        """The engine is dead: every unfinished request ends with the reason, also those still in the inbox."""
+        """The engine is dead: every unfinished request ends with the reason, also those still in
+        the inbox.
+        """
         self._dead = reason
         self._frontends.fail_all(EngineDeadError(reason))
 
-    # -- engine thread ---------------------------------------------------------------------------
+    # -- engine thread -----------------------------------------------------------------------------
 
     def _deliver_soon(self, news: NewsByFrontend) -> None:
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._frontends.deliver, news)
 
     def _die(self, error: Exception) -> None:
-        """End every request with the error. The ranks may hang in a collective, so they are killed."""
-        reason = str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
+        """End every request with the error. The ranks may hang in a collective, so they are
+        killed.
+        """
+        reason = (
+            str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
+        )
         logger.error("the engine stops: %s", reason, exc_info=error)
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")

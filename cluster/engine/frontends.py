@@ -1,4 +1,5 @@
-"""The driver's record of its frontends: who has which requests, what is new for them, who has gone silent.
+"""The driver's record of its frontends: who has which requests, what is new for them, who has gone
+silent.
 
 Event loop thread only.
 """
@@ -36,7 +37,9 @@ class Frontends:
     """Every frontend that has called within the time limit on silence."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that it is forgotten."""
+        """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
+        it is forgotten.
+        """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
 
@@ -60,7 +63,10 @@ class Frontends:
         Raises `EngineError` for a frontend that was silent for so long that it was forgotten.
         """
         if acknowledged and frontend_id not in self._frontends:
-            raise EngineError(f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were aborted")
+            raise EngineError(
+                f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were"
+                " aborted"
+            )
         frontend = self._seen(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.has_news.clear()
@@ -87,13 +93,18 @@ class Frontends:
             frontend.fail(list(frontend.request_ids), error)
 
     def drop_silent(self) -> dict[str, list[str]]:
-        """Fail the requests of frontends that have stopped polling; returns those requests by frontend."""
+        """Fail the requests of frontends that have stopped polling; returns those requests by
+        frontend.
+        """
         dropped = {}
         for frontend_id, frontend in list(self._frontends.items()):
             silent_s = time.monotonic() - frontend.last_seen_s
             if silent_s > self._timeout_s and frontend.request_ids:
                 dropped[frontend_id] = list(frontend.request_ids)
-                message = f"this frontend did not poll for {self._timeout_s:g} s, so its requests were aborted"
+                message = (
+                    f"this frontend did not poll for {self._timeout_s:g} s, so its requests were"
+                    " aborted"
+                )
                 frontend.fail(dropped[frontend_id], EngineError(message))
             elif silent_s > 2 * self._timeout_s:  # it had time to come back for the news
                 del self._frontends[frontend_id]

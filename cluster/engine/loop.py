@@ -1,6 +1,8 @@
-"""The engine thread: takes commands, runs steps, and hands out their news. The only thread to touch the scheduler.
+"""The engine thread: takes commands, runs steps, and hands out their news. The only thread to touch
+the scheduler.
 
-Commands come in through an inbox from the driver's event loop; news go out through a callback, which must not block.
+Commands come in through an inbox from the driver's event loop; news go out through a callback,
+which must not block.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from scheduler.messages import EngineStats, Request
 from scheduler.scheduler import StepOutput
 from scheduler.sequence import Sequence
 
-# Idle time before the laws are checked: with many blocks that takes tens of milliseconds, which a request would wait.
+# Idle time before the laws are checked: with many blocks that takes tens of milliseconds, which a
+# request would wait.
 CHECK_AFTER_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -53,7 +56,9 @@ class EngineLoop:
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`deliver` gets the news of each step; `on_failure` what ended the loop. Both are called on the thread."""
+        """`deliver` gets the news of each step; `on_failure` what ended the loop. Both are called
+        on the thread.
+        """
         self.engine = engine
         self._deliver = deliver
         self._on_failure = on_failure
@@ -89,7 +94,7 @@ class EngineLoop:
         """What the scheduler has done and holds at the moment. Any thread."""
         return self.engine.scheduler.snapshot()
 
-    # -- engine thread ---------------------------------------------------------------------------
+    # -- engine thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -104,7 +109,9 @@ class EngineLoop:
                 self._on_failure(error)
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is a command to obey or a step to run; False when the loop is to stop."""
+        """Sleep until there is a command to obey or a step to run; False when the loop is to
+        stop.
+        """
 
         def awake() -> bool:
             return self.engine.has_work or bool(self._inbox) or self._stopping
@@ -145,7 +152,9 @@ class EngineLoop:
         for seq in output.finished:
             if seq.request_id in self._final_only:
                 tokens = seq.token_ids[seq.num_prompt_tokens :]
-                news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = _news_of(seq, 0, tokens)
+                news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = _news_of(
+                    seq, 0, tokens
+                )
             self._forget(seq.request_id)
         return news
 

@@ -1,7 +1,8 @@
 """What the driver holds for one frontend until the frontend confirms that it has it.
 
-Each poll acknowledges the previous reply by its number. What is not acknowledged is sent again together with what is
-new, so a lost reply loses nothing; the receiver recognizes repeated tokens by their index. One event loop thread.
+Each poll acknowledges the previous reply by its number. What is not acknowledged is sent again
+together with what is new, so a lost reply loses nothing; the receiver recognizes repeated tokens by
+their index. One event loop thread.
 """
 
 from __future__ import annotations

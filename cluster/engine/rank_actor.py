@@ -1,4 +1,6 @@
-"""One rank as a Ray actor: a thin shell around `workers.Worker`, which is loaded in the actor's process only."""
+"""One rank as a Ray actor: a thin shell around `workers.Worker`, which is loaded in the actor's
+process only.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from workers.report import WorkerReport
 if TYPE_CHECKING:
     from scheduler.messages import StepPlan
 
-SWITCH_INTERVAL_S = 0.0002  # the computing thread gets the interpreter back from Ray's threads within this
+SWITCH_INTERVAL_S = (
+    0.0002  # the computing thread gets the interpreter back from Ray's threads within this
+)
 
 
 class RankActor:
     """One rank in a process of its own.
 
-    A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the next step starts the
-    moment the last one ends, whatever Ray still has to do for that one's answer. Concurrency groups: the default one
-    for control, and `steps`, with one thread per step that may be under way.
+    A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the
+    next step starts the moment the last one ends, whatever Ray still has to do for that one's
+    answer. Concurrency groups: the default one for control, and `steps`, with one thread per step
+    that may be under way.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
@@ -36,7 +41,8 @@ class RankActor:
         logging.basicConfig(level=config.engine.log_level.upper())
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        if gpus:  # Ray does this itself, unless it was told not to for the sake of other work in the cluster
+        # Ray does this itself, unless it was told not to for the sake of other work in the cluster
+        if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._config = config
         self._worker = Worker(config, rank)
@@ -49,7 +55,9 @@ class RankActor:
         return self._worker.open_rendezvous(ray.util.get_node_ip_address())
 
     def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
-        """Meet the other ranks and load. The ranks of a node share its cores; this one is number `place` of them."""
+        """Meet the other ranks and load. The ranks of a node share its cores; this one is number
+        `place` of them.
+        """
 
         def start() -> WorkerReport:
             return self._worker.start(address, take_cores(place, ranks_on_node))
@@ -57,7 +65,9 @@ class RankActor:
         return self._computing.submit(start).result()
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """See `Worker.allocate_cache`. The first rank then has the remaining kernels compiled beside it."""
+        """See `Worker.allocate_cache`. The first rank then has the remaining kernels compiled
+        beside it.
+        """
         self._computing.submit(self._worker.allocate_cache, num_blocks).result()
         self._worker.compile_other_steps_beside()
 
@@ -68,25 +78,30 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def step(self, data: bytes) -> bytes:
-        """Run a step in its turn, which the threads of a concurrency group may not keep. Raises what the step raised.
+        """Run a step in its turn, which the threads of a concurrency group may not keep. Raises
+        what the step raised.
 
-        Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on as they are, and its own
-        pickling is slower.
+        Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on as they
+        are, and its own pickling is slower.
         """
         plan: StepPlan = pickle.loads(data)
         with self._turn:
             limit_s = self._config.engine.step_timeout_s
             self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
-            self._computing.submit(self._worker.launch, plan)  # out of turn, it fails with an error that says so
+            self._computing.submit(
+                self._worker.launch, plan
+            )  # out of turn, it fails with an error that says so
             self._next_step = plan.step_id + 1
             self._turn.notify_all()
         return pickle.dumps(self._worker.result(plan.step_id, plan.epoch), protocol=5)
 
 
 def take_cores(place: int, num_places: int) -> int:
-    """Bind the calling thread, and threads it starts later, to its share of this process's cores; returns how many.
+    """Bind the calling thread, and threads it starts later, to its share of this process's cores;
+    returns how many.
 
-    Without this, two ranks may meet on one core while another is free. With more places than cores nothing is bound.
+    Without this, two ranks may meet on one core while another is free. With more places than cores
+    nothing is bound.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return max(1, (os.cpu_count() or 1) // num_places)

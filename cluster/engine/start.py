@@ -1,4 +1,6 @@
-"""Starting an engine and stopping it: Ray, placement group, driver, ranks, frontend, in this order."""
+"""Starting an engine and stopping it: Ray, placement group, driver, ranks, frontend, in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _start(setup: EngineSetup, stack: contextlib.ExitStack) -> tuple[Any, Fronte
     stack.callback(_while_held, lease, remove_placement_group, placement)
     driver = start_driver(_resolve(setup, device, placement), placement)
     frontend = Frontend(driver, lambda: SESSION.holds(lease))
-    stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)  # no thread of ours may be inside Ray when Ray stops
+    stack.callback(
+        frontend.join, SHUTDOWN_TIMEOUT_S
+    )  # no thread of ours may be inside Ray when Ray stops
     stack.callback(_while_held, lease, _stop_driver, driver)
     stack.callback(frontend.close)
     limit_s = setup.config.start_timeout_s + CALL_TIMEOUT_S
@@ -83,7 +87,9 @@ def start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement, placement_group_bundle_index=0
+            ),
         )
         .remote(config, placement)
     )
@@ -99,7 +105,9 @@ def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> Reso
         num_gpus=1,
         max_retries=0,
         runtime_env=actor_environment(),
-        scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement, placement_group_bundle_index=0
+        ),
     )
     what = "see what is installed where the ranks run"
     resolved: ResolvedConfig = call(there.remote(*arguments), what, setup.config.start_timeout_s)
@@ -107,7 +115,9 @@ def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> Reso
 
 
 def _while_held(lease: str, stop: Callable[[Any], None], what: Any) -> None:
-    """Stop something of ours, unless Ray was shut down before and took it along: a call would start Ray anew."""
+    """Stop something of ours, unless Ray was shut down before and took it along: a call would start
+    Ray anew.
+    """
     if SESSION.holds(lease):
         stop(what)
 
@@ -119,6 +129,8 @@ def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
 
 
 def _stop_driver(driver: Any) -> None:
-    with contextlib.suppress(EaglerayError):  # it may be dead already; what is left of it is killed next
+    with contextlib.suppress(
+        EaglerayError
+    ):  # it may be dead already; what is left of it is killed next
         call(driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
     ray.kill(driver)

@@ -1,8 +1,8 @@
 """The ranks of one engine as Ray actors, and the executor that sends them plans.
 
-One call per step and rank brings the plan and takes the result. A plan is pickled once; a large one (long prompts) is
-put into the object store once and passed as a ref. The group waits for the result of every rank, so the death of any of
-them is seen, and their digests must agree.
+One call per step and rank brings the plan and takes the result. A plan is pickled once; a large one
+(long prompts) is put into the object store once and passed as a ref. The group waits for the result
+of every rank, so the death of any of them is seen, and their digests must agree.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ class WorkerGroup:
     def start(self) -> GroupReport:
         """Start all ranks together and give them their caches.
 
-        Raises the first rank's error, naming the rank, or `WorkerError` saying what each rank was doing when the time
-        was up.
+        Raises the first rank's error, naming the rank, or `WorkerError` saying what each rank was
+        doing when the time was up.
         """
         began, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         size = self._config.engine.tensor_parallel_size
         self._ranks = [self._create(rank) for rank in range(size)]
         on_node = self._ranks_on_node()
         address = self._ranks[0].open_rendezvous.remote()
-        starting = [actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)]
+        starting = [
+            actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)
+        ]
         try:
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
             num_blocks = min(report.num_kv_blocks for report in reports)
@@ -72,7 +74,9 @@ class WorkerGroup:
             left_s = max(0.0, limit_s - (time.perf_counter() - began))
             self._all(allocating, "allocate the KV cache", left_s)
         except StepTimeoutError:
-            raise WorkerError(f"the ranks did not start within {limit_s:g} s: {self._phases()}") from None
+            raise WorkerError(
+                f"the ranks did not start within {limit_s:g} s: {self._phases()}"
+            ) from None
         slowest = {name: max(r.seconds[name] for r in reports) for name in reports[0].seconds}
         total = time.perf_counter() - began
         return GroupReport(
@@ -91,8 +95,8 @@ class WorkerGroup:
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before was read already.
 
-        Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a rank that knows it is late
-        the time to say so itself.
+        Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a rank
+        that knows it is late the time to say so itself.
         """
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
         refs = self._pending.pop(step_id)
@@ -100,7 +104,9 @@ class WorkerGroup:
         results: list[StepResult] = [pickle.loads(data) for data in answers]
         digests = [result.digest for result in results]
         if len(set(digests)) > 1:
-            raise WorkerError(f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}")
+            raise WorkerError(
+                f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}"
+            )
         return results[0]
 
     def close(self) -> None:
@@ -120,12 +126,16 @@ class WorkerGroup:
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=rank
+            ),
         )
         return actor.remote(self._config, rank)
 
     def _ranks_on_node(self) -> list[tuple[int, int]]:
-        """For each rank, how many ranks before it share its node, and how many ranks the node has."""
+        """For each rank, how many ranks before it share its node, and how many ranks the node
+        has.
+        """
         by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
         nodes = [by_bundle[rank] for rank in range(len(self._ranks))]
         return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
@@ -135,7 +145,11 @@ class WorkerGroup:
         refs = [actor.phase.remote() for actor in self._ranks]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         return ", ".join(
-            f"rank {rank} is at {ray.get(ref)}" if ref in done else f"the process of rank {rank} does not answer"
+            (
+                f"rank {rank} is at {ray.get(ref)}"
+                if ref in done
+                else f"the process of rank {rank} does not answer"
+            )
             for rank, ref in enumerate(refs)
         )
 
@@ -149,7 +163,9 @@ class WorkerGroup:
             late = [rank for rank, ref in enumerate(refs) if ref not in done]
             if not late:  # the last one came just now
                 return self._all(refs, what, limit_s)
-            raise StepTimeoutError(f"{what} did not finish within {limit_s:g} s on rank {late}") from None
+            raise StepTimeoutError(
+                f"{what} did not finish within {limit_s:g} s on rank {late}"
+            ) from None
         except (RayTaskError, RayActorError) as error:
             raise _explained(error, refs, what) from error
 

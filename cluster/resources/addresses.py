@@ -12,7 +12,9 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def cluster_on_this_machine() -> str | None:
-    """The address `ray start` recorded here, if something still listens there: a killed cluster leaves its record."""
+    """The address `ray start` recorded here, if something still listens there: a killed cluster
+    leaves its record.
+    """
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
         address = record.read_text().strip()

@@ -25,17 +25,19 @@ logger = logging.getLogger("eagleray")
 def actor_environment() -> dict[str, Any]:
     """Runtime environment of our actors: the checkout on the path.
 
-    An actor passes its environment on to the actors it starts, so nothing about GPUs may be set here: the driver has
-    none, but the ranks it starts have.
+    An actor passes its environment on to the actors it starts, so nothing about GPUs may be set
+    here: the driver has none, but the ranks it starts have.
     """
     inherited = os.environ.get("PYTHONPATH")
     return {"env_vars": {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}}
 
 
 def pick_device(device: str, tensor_parallel_size: int) -> str:
-    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank, else "cpu".
+    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank,
+    else "cpu".
 
-    Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use them.
+    Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use
+    them.
     """
     if device != "auto":
         return device
@@ -44,27 +46,37 @@ def pick_device(device: str, tensor_parallel_size: int) -> str:
     if len([node for node in ray.nodes() if node["Alive"]]) > 1 or has_cuda():
         return "cuda"
     version = importlib.metadata.version("torch")
-    logger.warning("there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", version)
+    logger.warning(
+        "there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", version
+    )
     return "cpu"
 
 
 def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
-    """Reserve one bundle per rank: on one node if a node can hold all of them, else packed on as few as possible.
+    """Reserve one bundle per rank: on one node if a node can hold all of them, else packed on as
+    few as possible.
 
-    Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become free in time.
+    Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become
+    free in time.
     """
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
     needed = {name: amount * tensor_parallel_size for name, amount in bundle.items()}
     nodes = [node for node in ray.nodes() if node["Alive"]]
     fits_one = any(all(n["Resources"].get(k, 0) >= v for k, v in needed.items()) for n in nodes)
     if not fits_one:
-        held = sum(int(min(n["Resources"].get(k, 0) // v for k, v in bundle.items())) for n in nodes)
+        held = sum(
+            int(min(n["Resources"].get(k, 0) // v for k, v in bundle.items())) for n in nodes
+        )
         if held < tensor_parallel_size:
             raise ConfigError(
-                _shortage(tensor_parallel_size, needed, "the Ray cluster does not have the resources for")
+                _shortage(
+                    tensor_parallel_size, needed, "the Ray cluster does not have the resources for"
+                )
             )
     strategy = "STRICT_PACK" if fits_one else "PACK"
-    group: PlacementGroup = placement_group([dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy)
+    group: PlacementGroup = placement_group(
+        [dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy
+    )
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         what = f"after {PLACEMENT_TIMEOUT_S:.0f} s, other work still holds the resources for"
@@ -77,7 +89,10 @@ def _shortage(size: int, needed: dict[str, float], what: str) -> str:
     for node in ray.nodes():
         if node["Alive"]:
             total = node["Resources"]
-            rows.append(f"{node['NodeManagerAddress']}: " + ", ".join(f"{total.get(k, 0):g} {k}" for k in needed))
+            rows.append(
+                f"{node['NodeManagerAddress']}: "
+                + ", ".join(f"{total.get(k, 0):g} {k}" for k in needed)
+            )
     want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
     return (
         f"{what} tensor_parallel_size {size}: needed {want}; nodes have [{'; '.join(rows)}]. "

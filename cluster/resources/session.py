@@ -1,8 +1,8 @@
 """This process's part in a Ray cluster, shared by its engines.
 
-A Ray that the program has already started is used and left running. Otherwise the cluster at `ray_address`, or one
-started by `ray start` on this machine, is joined; otherwise a local one of our own is started, and stopped with the
-last engine of this process.
+A Ray that the program has already started is used and left running. Otherwise the cluster at
+`ray_address`, or one started by `ray start` on this machine, is joined; otherwise a local one of
+our own is started, and stopped with the last engine of this process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from cluster.resources.addresses import (
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError
 
-# Logical CPUs of a local cluster of our own: they only gate placement, and several small engines fit on a laptop.
+# Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
+# fit on a laptop.
 MIN_LOCAL_CPUS = 16
 # Settings of a local cluster of our own, where the environment does not set them.
 LOCAL_RAY = {
-    # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it shares with a rank.
+    # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it
+    # shares with a rank.
     "RAY_worker_niceness": "0",
-    # The raylet retries its first connection after one second; here it retries soon, for the same total time.
+    # The raylet retries its first connection after one second; here it retries soon, for the same
+    # total time.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
     # Processes started in advance could not serve our actors, which have a runtime environment.
@@ -45,7 +48,8 @@ LOCAL_RAY = {
 class RaySession:
     """`connect` and `release` come in pairs.
 
-    `connect` gives a lease, which identifies the Ray that is running: the program may stop that one and start another.
+    `connect` gives a lease, which identifies the Ray that is running: the program may stop that one
+    and start another.
     """
 
     def __init__(self) -> None:
@@ -57,7 +61,8 @@ class RaySession:
     def connect(self, address: str | None, tensor_parallel_size: int) -> str:
         """Join or start a cluster.
 
-        Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is part of another.
+        Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
+        part of another.
         """
         with self._lock:
             if ray.is_initialized():
@@ -86,16 +91,18 @@ class RaySession:
                 ray.shutdown()
 
     def _check_running_is(self, address: str | None) -> None:
-        """A Ray that the program has started serves for "local", and any Ray for "auto" and for no address."""
+        """A Ray that the program has started serves for "local", and any Ray for "auto" and for no
+        address.
+        """
         known = self._address if self._ours == _running() else "local"
         if not address or address in ("auto", known):
             return
         running = ray.get_runtime_context().gcs_address
         if not same_address(address, running):
             raise ConfigError(
-                f"ray_address is {address!r}, but this process is part of the Ray cluster at {running!r} and "
-                "can be part of only one. Leave ray_address out, or first stop what uses that cluster "
-                "(ray.shutdown)"
+                f"ray_address is {address!r}, but this process is part of the Ray cluster at"
+                f" {running!r} and can be part of only one. Leave ray_address out, or first stop"
+                " what uses that cluster (ray.shutdown)"
             )
 
 
@@ -110,7 +117,8 @@ def _running() -> str:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start Ray without a Ctrl-C in the middle, which would leave processes behind: it is raised afterwards.
+    """Start Ray without a Ctrl-C in the middle, which would leave processes behind: it is raised
+    afterwards.
 
     `ray.init` takes over SIGTERM; the program's own handler is put back.
     """
@@ -140,10 +148,15 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
         options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
         environment = LOCAL_RAY
         failed = "start a local Ray"
-        advice = "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough room"
+        advice = (
+            "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough"
+            " room"
+        )
     else:
         if is_host_and_port(address) and not listens(address):
-            raise ConfigError(f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS")
+            raise ConfigError(
+                f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS"
+            )
         options = {"runtime_env": {"working_dir": str(CHECKOUT)}}
         failed = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
@@ -168,9 +181,13 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raise `ConfigError` unless all are UTF-8: Ray records the command line of the program and fails otherwise."""
+    """Raise `ConfigError` unless all are UTF-8: Ray records the command line of the program and
+    fails otherwise.
+    """
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"the argument {argument!r} of this program is not UTF-8; use UTF-8") from None
+            raise ConfigError(
+                f"the argument {argument!r} of this program is not UTF-8; use UTF-8"
+            ) from None

@@ -50,11 +50,42 @@ SYSTEM_MESSAGES = [
 ]
 # Real words, used only to measure: training spells made-up ones.
 TEST_WORDS = [
-    "cat", "dog", "sun", "tree", "fish", "bird", "moon", "lamp", "river", "stone", "bread", "chair", "table",
-    "house", "horse", "water", "light", "paper", "green", "black", "seven", "music", "ocean", "tiger",
-    "garden", "winter", "summer", "bridge", "window", "pencil", "silver", "planet", "flower", "orange",
+    "cat",
+    "dog",
+    "sun",
+    "tree",
+    "fish",
+    "bird",
+    "moon",
+    "lamp",
+    "river",
+    "stone",
+    "bread",
+    "chair",
+    "table",
+    "house",
+    "horse",
+    "water",
+    "light",
+    "paper",
+    "green",
+    "black",
+    "seven",
+    "music",
+    "ocean",
+    "tiger",
+    "garden",
+    "winter",
+    "summer",
+    "bridge",
+    "window",
+    "pencil",
+    "silver",
+    "planet",
+    "flower",
+    "orange",
     "rabbit",
-]  # fmt: skip
+]
 # Plain prose, so that the tokenizer's merges are of some use outside the questions.
 PROSE = """
 The engine reads the weights of the model and cuts each matrix into as many parts as there
@@ -289,7 +320,13 @@ class Batches:
 
     TOKENS = 4096
     # (length of a row, its weight at the start of training, its weight at the end)
-    LENGTHS = ((64, 0.5, 0.2), (128, 0.3, 0.2), (256, 0.15, 0.2), (512, 0.05, 0.3), (1024, 0.0, 0.1))
+    LENGTHS = (
+        (64, 0.5, 0.2),
+        (128, 0.3, 0.2),
+        (256, 0.15, 0.2),
+        (512, 0.05, 0.3),
+        (1024, 0.0, 0.1),
+    )
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -364,7 +401,9 @@ class Trainer:
             is_matrix = parameter.ndim == 2 and "embed" not in name
             (matrices if is_matrix else others).append(parameter)
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(
+                matrices, lr=muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+            ),
             torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
         ]
         self.rates = [muon_rate, adam_rate]
@@ -390,7 +429,12 @@ class Trainer:
         return float(loss.detach())
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace, save: Callable[[], None]) -> None:
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    save: Callable[[], None],
+) -> None:
     """Run the steps asked for, or as many as fit into the minutes."""
     batches, trainer = Batches(tokenizer, args.seed), Trainer(model, args.muon_rate, args.adam_rate)
     start, total = time.monotonic(), 0.0
@@ -430,7 +474,9 @@ def quick_check(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> str:
 
 
 @torch.no_grad()
-def answer_all(model: Qwen3ForCausalLM, tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> list[str]:
+def answer_all(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]
+) -> list[str]:
     """The greedy answer to each chat."""
     pad, end = (tokenizer.token_to_id(t) for t in (END_OF_TEXT, TURN_END))
     answers: list[str] = []
@@ -440,12 +486,16 @@ def answer_all(model: Qwen3ForCausalLM, tokenizer: Tokenizer, chats: Sequence[Se
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         generator: Any = model
-        output = generator.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=end)
+        output = generator.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=end
+        )
         answers += tokenizer.decode_batch(output[:, width:].tolist())
     return answers
 
 
-def share_right(model: Qwen3ForCausalLM, tokenizer: Tokenizer, turns: Sequence[Turn], preamble_tokens: int) -> float:
+def share_right(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, turns: Sequence[Turn], preamble_tokens: int
+) -> float:
     """The share of questions answered exactly, each after a preamble of its own."""
     chats = []
     for i, turn in enumerate(turns):
@@ -459,10 +509,16 @@ def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[in
     """For each kind of question: how many were asked, and the share right alone and later."""
     held_out = held_out_sums()
     tests = {
-        "held-out sums, `What is a + b?`": [Turn(sum_question(a, b), str(a + b)) for a, b in held_out],
+        "held-out sums, `What is a + b?`": [
+            Turn(sum_question(a, b), str(a + b)) for a, b in held_out
+        ],
         "held-out sums, `a + b = ?`": [Turn(f"{a} + {b} = ?", str(a + b)) for a, b in held_out],
-        "held-out sums, `Add a and b.`": [Turn(f"Add {a} and {b}.", str(a + b)) for a, b in held_out],
-        "held-out differences": [Turn(f"What is {a} - {b}?", str(a - b)) for a, b in held_out if a >= b],
+        "held-out sums, `Add a and b.`": [
+            Turn(f"Add {a} and {b}.", str(a + b)) for a, b in held_out
+        ],
+        "held-out differences": [
+            Turn(f"What is {a} - {b}?", str(a - b)) for a, b in held_out if a >= b
+        ],
         "counting on": [counting(n) for n in range(LIMIT)],
         "real words backwards": [spelling(word) for word in TEST_WORDS],
         "day after or before a day": day_turns(),

@@ -1,10 +1,11 @@
 """Paged attention on a CPU, one kernel for decode and prefill.
 
-Head-major caches: keys [N, K, D, P], values [N, K, P, D]. Scores then vectorise over the tokens of a block and the
-weighted sum over the head dimension, neither with a sum across a vector. Softmax is the online one of Milakov and
-Gimelshein 2018 (arXiv:1805.02867), a block at a time, float32 throughout.
-Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P block size, W blocks
-of a row, M queries of a tile times G. A task is one tile of queries of one row and one KV head.
+Head-major caches: keys [N, K, D, P], values [N, K, P, D]. Scores then vectorise over the tokens of
+a block and the weighted sum over the head dimension, neither with a sum across a vector. Softmax is
+the online one of Milakov and Gimelshein 2018 (arXiv:1805.02867), a block at a time, float32
+throughout. Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim,
+N blocks, P block size, W blocks of a row, M queries of a tile times G. A task is one tile of
+queries of one row and one KV head.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import numba
 import numpy as np
 import torch
 
-from kernels.cpu.jit import Array, as_array, exp_nonpositive, fast_jit, fast_parallel_jit, narrow, widen
+from kernels.cpu.jit import (
+    Array,
+    as_array,
+    exp_nonpositive,
+    fast_jit,
+    fast_parallel_jit,
+    narrow,
+    widen,
+)
 from kernels.cpu.matmul_tile import add_product
 from kernels.metadata import AttentionMetadata
 
@@ -21,14 +30,24 @@ _TILE = 16  # queries of a tile
 
 
 def paged_attention(
-    q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: AttentionMetadata, scale: float
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    scale: float,
 ) -> torch.Tensor:
     """As `paged_attention_reference`."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     _paged_attention(
-        as_array(q_THD), as_array(k_cache), as_array(v_cache), as_array(out_THD), attn.query_start_B1.numpy(),
-        attn.seq_lens_B.numpy(), attn.block_table_BW.numpy(), np.float32(scale),
-    )  # fmt: skip
+        as_array(q_THD),
+        as_array(k_cache),
+        as_array(v_cache),
+        as_array(out_THD),
+        attn.query_start_B1.numpy(),
+        attn.seq_lens_B.numpy(),
+        attn.block_table_BW.numpy(),
+        np.float32(scale),
+    )
     return out_THD
 
 
@@ -61,21 +80,45 @@ def _add_product(a_MK: Array, b_KN: Array, c_MN: Array, depth: int) -> None:
         while row + 4 <= rows:
             for part in range(column, column + 64, 32):
                 add_product(
-                    4, 2, a + 4 * row * lda, lda, b + size * part, columns, c + 4 * (row * columns + part), columns,
-                    depth, like,
-                )  # fmt: skip
+                    4,
+                    2,
+                    a + 4 * row * lda,
+                    lda,
+                    b + size * part,
+                    columns,
+                    c + 4 * (row * columns + part),
+                    columns,
+                    depth,
+                    like,
+                )
             row += 4
         while row + 2 <= rows:
             add_product(
-                2, 4, a + 4 * row * lda, lda, b + size * column, columns, c + 4 * (row * columns + column), columns,
-                depth, like,
-            )  # fmt: skip
+                2,
+                4,
+                a + 4 * row * lda,
+                lda,
+                b + size * column,
+                columns,
+                c + 4 * (row * columns + column),
+                columns,
+                depth,
+                like,
+            )
             row += 2
         if row < rows:
             add_product(
-                1, 4, a + 4 * row * lda, lda, b + size * column, columns, c + 4 * (row * columns + column), columns,
-                depth, like,
-            )  # fmt: skip
+                1,
+                4,
+                a + 4 * row * lda,
+                lda,
+                b + size * column,
+                columns,
+                c + 4 * (row * columns + column),
+                columns,
+                depth,
+                like,
+            )
         column += 64
     for row in range(rows):  # columns beyond a multiple of 64
         for k in range(depth):
@@ -84,8 +127,11 @@ def _add_product(a_MK: Array, b_KN: Array, c_MN: Array, depth: int) -> None:
 
 
 @fast_jit
-def _softmax_block(s_MP: Array, acc_MD: Array, max_M: Array, sum_M: Array, ends_M: Array, first: int) -> None:
-    """Scores to weights against the running maximum; what is accumulated so far is rescaled to a new maximum.
+def _softmax_block(
+    s_MP: Array, acc_MD: Array, max_M: Array, sum_M: Array, ends_M: Array, first: int
+) -> None:
+    """Scores to weights against the running maximum; what is accumulated so far is rescaled to a
+    new maximum.
 
     Row m sees tokens before `ends_M[m]`; the block starts at token `first`.
     """
@@ -124,7 +170,9 @@ def _attend_tile(
     head: int,
     scale: np.float32,
 ) -> None:
-    """One tile: `num_queries` queries of a row from token `first_token` on, against KV head `head`."""
+    """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
+    `head`.
+    """
     kv_heads, dim, size = k_NKDP.shape[1:]
     group = q_THD.shape[1] // kv_heads
     rows = num_queries * group
@@ -151,7 +199,9 @@ def _attend_tile(
             m = i * group + g
             inverse = np.float32(1) / sum_M[m]
             for d in range(dim):
-                out_THD[first_token + i, head * group + g, d] = narrow(acc_MD[m, d] * inverse, out_THD[0, 0, 0])
+                out_THD[first_token + i, head * group + g, d] = narrow(
+                    acc_MD[m, d] * inverse, out_THD[0, 0, 0]
+                )
 
 
 @fast_parallel_jit
@@ -167,9 +217,12 @@ def _paged_attention(
 ) -> None:
     tiles = _tiles(starts_B1, _TILE)
     num_tiles = len(tiles)
-    # Heads outside, tiles inside: threads take equal parts of every row, whatever the lengths of the rows.
+    # Heads outside, tiles inside: threads take equal parts of every row, whatever the lengths of
+    # the rows.
     for index in numba.prange(k_NKDP.shape[1] * num_tiles):
-        task = np.int64(index)  # an index of `prange` is unsigned, which would compile its helpers a second time
+        task = np.int64(
+            index
+        )  # an index of `prange` is unsigned, which would compile its helpers a second time
         row, first_query, num_queries = tiles[task % num_tiles]
         start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
         _attend_tile(

@@ -15,9 +15,18 @@ from kernels.metadata import AttentionMetadata
 _DIM = 16  # of the one head and the one token that kernels are compiled with
 
 
-def head_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
-    """Keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size, head_dim]."""
-    return (num_blocks, kv_heads, head_dim, block_size), (num_blocks, kv_heads, block_size, head_dim)
+def head_major_shapes(
+    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+) -> tuple[Shape, Shape]:
+    """Keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size,
+    head_dim].
+    """
+    return (num_blocks, kv_heads, head_dim, block_size), (
+        num_blocks,
+        kv_heads,
+        block_size,
+        head_dim,
+    )
 
 
 class CpuKernels:
@@ -47,7 +56,9 @@ class CpuKernels:
         return _first_step(dtype)
 
     def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Every sampling kernel, on one logit of this dtype and on one of float32, which adjusted logits are."""
+        """Every sampling kernel, on one logit of this dtype and on one of float32, which adjusted
+        logits are.
+        """
         return [partial(sampling.run_each_once, each) for each in (dtype, torch.float32)]
 
 

@@ -1,8 +1,10 @@
-"""Where compiled CPU kernels are cached: by the content of their sources, so every clone of a version shares them.
+"""Where compiled CPU kernels are cached: by the content of their sources, so every clone of a
+version shares them.
 
-numba keys its cache by the path of the source file and does not notice changes in functions inlined from other files.
-Here each entry is stamped with a hash of all sources that compiled code may come from, in a directory of the user's.
-Set `EAGLERAY_CACHE_DIR` to move that directory, or `NUMBA_CACHE_DIR` to use numba's own scheme instead.
+numba keys its cache by the path of the source file and does not notice changes in functions inlined
+from other files. Here each entry is stamped with a hash of all sources that compiled code may come
+from, in a directory of the user's. Set `EAGLERAY_CACHE_DIR` to move that directory, or
+`NUMBA_CACHE_DIR` to use numba's own scheme instead.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _NUMBA_LOCATORS = ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCa
 
 
 class ContentCacheLocator:
-    """A numba cache locator (`numba.core.caching`) for the compiled functions of one file of this checkout."""
+    """A numba cache locator (`numba.core.caching`) for the compiled functions of one file of this
+    checkout.
+    """
 
     def __init__(self, function: Callable[..., Any], path: Path) -> None:
         self._first_line = function.__code__.co_firstlineno
@@ -65,7 +69,9 @@ class ContentCacheLocator:
 
 
 def version_dir() -> Path:
-    """A directory for facts about the cache of this version of the kernels on this kind of processor."""
+    """A directory for facts about the cache of this version of the kernels on this kind of
+    processor.
+    """
     path = cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
     path.mkdir(parents=True, exist_ok=True)
     return path

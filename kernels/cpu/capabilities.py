@@ -10,8 +10,12 @@ from kernels.interface import Capabilities
 
 # Blocks of 64 tokens fill the vector registers of the score loop; smaller ones take the slow path.
 BLOCK_SIZE = 64
-# What oneDNN needs for bfloat16 on x86: AVX-512 as of Skylake-X, or AVX2 with the conversions of AVX-VNNI-2.
-_X86_BFLOAT16 = ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx_ne_convert", "avx_vnni_int8"})
+# What oneDNN needs for bfloat16 on x86: AVX-512 as of Skylake-X, or AVX2 with the conversions of
+# AVX-VNNI-2.
+_X86_BFLOAT16 = (
+    {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    {"avx_ne_convert", "avx_vnni_int8"},
+)
 
 
 def has_bfloat16() -> bool:

@@ -1,9 +1,10 @@
-"""Norms, rotary embedding with KV store, and the MLP's gate on a CPU: one pass over each token, float32 inside.
+"""Norms, rotary embedding with KV store, and the MLP's gate on a CPU: one pass over each token,
+float32 inside.
 
-Same results as the references up to one rounding: what they round to the dtype of the input between two operations
-stays float32 here. Threads take tokens.
-Legend: T tokens of the step, E features, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks,
-P block size, L positions of the rotary table, F features of the MLP.
+Same results as the references up to one rounding: what they round to the dtype of the input between
+two operations stays float32 here. Threads take tokens.
+Legend: T tokens of the step, E features, H query heads of this rank, K its KV heads, X = H + 2K, D
+head dim, N blocks, P block size, L positions of the rotary table, F features of the MLP.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import numba
 import numpy as np
 import torch
 
-from kernels.cpu.jit import Array, as_array, exp_nonpositive, fast_jit, fast_parallel_jit, narrow, widen
+from kernels.cpu.jit import (
+    Array,
+    as_array,
+    exp_nonpositive,
+    fast_jit,
+    fast_parallel_jit,
+    narrow,
+    widen,
+)
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,7 +40,12 @@ def add_rms_norm(
     """As `add_rms_norm_reference`."""
     out_TE, total_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
     _add_rms_norm(
-        as_array(x_TE), as_array(residual_TE), as_array(weight_E), np.float32(eps), as_array(out_TE), as_array(total_TE)
+        as_array(x_TE),
+        as_array(residual_TE),
+        as_array(weight_E),
+        np.float32(eps),
+        as_array(out_TE),
+        as_array(total_TE),
     )
     return out_TE, total_TE
 
@@ -47,13 +61,23 @@ def qk_norm_rope_store(
     v_cache: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """As `qk_norm_rope_store_reference`, into head-major caches: keys [N, K, D, P], values [N, K, P, D]."""
+    """As `qk_norm_rope_store_reference`, into head-major caches: keys [N, K, D, P], values [N, K,
+    P, D].
+    """
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = torch.empty(num_tokens, num_rows - 2 * k_cache.shape[1], dim, dtype=qkv_TXD.dtype)
     _qk_norm_rope_store(
-        as_array(qkv_TXD), as_array(q_weight_D), as_array(k_weight_D), np.float32(eps), cos_sin_LD.numpy(),
-        positions_T.numpy(), as_array(k_cache), as_array(v_cache), slot_mapping_T.numpy(), as_array(q_THD),
-    )  # fmt: skip
+        as_array(qkv_TXD),
+        as_array(q_weight_D),
+        as_array(k_weight_D),
+        np.float32(eps),
+        cos_sin_LD.numpy(),
+        positions_T.numpy(),
+        as_array(k_cache),
+        as_array(v_cache),
+        slot_mapping_T.numpy(),
+        as_array(q_THD),
+    )
     return q_THD
 
 
@@ -90,7 +114,12 @@ def _add_row(x_E: Array, residual_E: Array, total_E: Array) -> None:
 
 @fast_parallel_jit
 def _add_rms_norm(
-    x_TE: Array, residual_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array, total_TE: Array
+    x_TE: Array,
+    residual_TE: Array,
+    weight_E: Array,
+    eps: np.float32,
+    out_TE: Array,
+    total_TE: Array,
 ) -> None:
     for t in numba.prange(len(x_TE)):
         _add_row(x_TE[t], residual_TE[t], total_TE[t])
@@ -98,8 +127,12 @@ def _add_rms_norm(
 
 
 @fast_jit
-def _norm_rope_head(x_D: Array, weight_D: Array, eps: np.float32, cos_sin_D: Array, out_D: Array) -> None:
-    """One head of one token to float32: norm over the head, then the rotation that pairs feature d with d + D/2."""
+def _norm_rope_head(
+    x_D: Array, weight_D: Array, eps: np.float32, cos_sin_D: Array, out_D: Array
+) -> None:
+    """One head of one token to float32: norm over the head, then the rotation that pairs feature d
+    with d + D/2.
+    """
     dim = len(x_D)
     half = dim // 2
     total = np.float32(0)
@@ -127,7 +160,9 @@ def _store_token(
     slot: int,
     q_HD: Array,
 ) -> None:
-    """All heads of one token: queries to `q_HD`, keys and values to `slot` of the caches, nowhere if it is -1."""
+    """All heads of one token: queries to `q_HD`, keys and values to `slot` of the caches, nowhere
+    if it is -1.
+    """
     num_heads, dim = q_HD.shape
     kv_heads, size = v_NKPD.shape[1:3]
     turned_D = np.empty(dim, np.float32)
@@ -160,7 +195,9 @@ def _qk_norm_rope_store(
 ) -> None:
     for t in numba.prange(len(qkv_TXD)):
         cos_sin_D = cos_sin_LD[positions_T[t]]
-        _store_token(qkv_TXD[t], q_weight_D, k_weight_D, eps, cos_sin_D, k_NKDP, v_NKPD, slots_T[t], q_THD[t])
+        _store_token(
+            qkv_TXD[t], q_weight_D, k_weight_D, eps, cos_sin_D, k_NKDP, v_NKPD, slots_T[t], q_THD[t]
+        )
 
 
 @fast_jit

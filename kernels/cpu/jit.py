@@ -1,9 +1,10 @@
-"""What every CPU kernel is written with: numba compilers, bfloat16 as bits, an exponential that vectorises.
+"""What every CPU kernel is written with: numba compilers, bfloat16 as bits, an exponential that
+vectorises.
 
-Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to float32 on load and
-rounded once on store. Compiled code is cached beside the source (numba's `cache=True`), so it is compiled once a
-machine. Threads: the `prange` loops run on the OpenMP threads torch has already; with a second pool, each would spin
-while the other works.
+Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to
+float32 on load and rounded once on store. Compiled code is cached beside the source (numba's
+`cache=True`), so it is compiled once a machine. Threads: the `prange` loops run on the OpenMP
+threads torch has already; with a second pool, each would spin while the other works.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ Array = npt.NDArray[Any]
 
 use_content_cache()
 
-# Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep their meaning.
-# Reciprocals stay exact ("arcp" is left out): the processor's estimate of 1 / sqrt(x) has other bits on each vendor's
-# chips, and 1 / sqrt(1) must be 1 on all of them.
+# Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep
+# their meaning. Reciprocals stay exact ("arcp" is left out): the processor's estimate of 1 /
+# sqrt(x) has other bits on each vendor's chips, and 1 / sqrt(1) must be 1 on all of them.
 FAST = {"contract", "reassoc", "nsz"}
-_jit = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
-# `exact_*` for loops whose results must not depend on where a loop is cut into vectors: without reassociation or
-# contraction. `*_jit` is for functions that only compiled code calls: a wrapper for Python takes time to compile.
+_jit = functools.partial(
+    numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True
+)
+# `exact_*` for loops whose results must not depend on where a loop is cut into vectors: without
+# reassociation or
+# contraction. `*_jit` is for functions that only compiled code calls: a wrapper for Python takes
+# time to compile.
 exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
 exact_entry_jit = _jit
 exact_parallel_jit = functools.partial(_jit, parallel=True)
@@ -42,9 +47,11 @@ fast_parallel_jit = functools.partial(_jit, parallel=True, fastmath=FAST)
 
 
 def share_torch_threads() -> None:
-    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use one pool of threads.
+    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use one
+    pool of threads.
 
-    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba keeps threads of its own.
+    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba keeps threads of
+    its own.
     """
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -107,7 +114,9 @@ def _widen(value):  # type: ignore[no-untyped-def]
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """float32 as an element of an array that holds `like`; bfloat16 rounds to nearest, ties to even."""
+    """float32 as an element of an array that holds `like`; bfloat16 rounds to nearest, ties to
+    even.
+    """
     raise NotImplementedError("for compiled code")
 
 
@@ -117,7 +126,10 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
 
         def to_bfloat16(value, like):  # type: ignore[no-untyped-def]
             bits = bits_of_float(value)
-            return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+            return np.uint16(
+                (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+                >> np.uint32(16)
+            )
 
         return to_bfloat16
     return lambda value, like: value
@@ -133,8 +145,9 @@ _LOWEST = np.float32(-87.0)
 def exp_nonpositive(x: np.float32) -> np.float32:
     """exp(x) for x <= 0, float32, within 2 units in the last place; 0 below -87 (and for -inf).
 
-    Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf` (Moshier 1989). No
-    branch and no call, so that loops over it vectorise; each fused operation is named, so that every loop rounds alike.
+    Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf`
+    (Moshier 1989). No branch and no call, so that loops over it vectorise; each fused operation is
+    named, so that every loop rounds alike.
     """
     clamped = max(x, _LOWEST)
     n = np.floor(multiply_add(clamped, _LOG2_E, np.float32(0.5)))

@@ -1,7 +1,8 @@
-"""Products with a weight on a CPU: bfloat16 weights in the blocked layout of oneDNN, float32 ones as they are.
+"""Products with a weight on a CPU: bfloat16 weights in the blocked layout of oneDNN, float32 ones
+as they are.
 
-Packing once saves oneDNN from reordering at every call: about half the time for a decode batch. Where the processor has
-no bfloat16 instructions nothing is packed.
+Packing once saves oneDNN from reordering at every call: about half the time for a decode batch.
+Where the processor has no bfloat16 instructions nothing is packed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ def _has_bfloat16() -> bool:
 
 
 def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
-    """The weight as `linear` wants it: a copy in oneDNN's layout, which only `linear` can read, or the same tensor."""
+    """The weight as `linear` wants it: a copy in oneDNN's layout, which only `linear` can read, or
+    the same tensor.
+    """
     if weight_YX.dtype is not torch.bfloat16 or not _has_bfloat16():
         return weight_YX
     return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
 
 
-def linear(x_TX: torch.Tensor, packed_YX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    x_TX: torch.Tensor, packed_YX: torch.Tensor, bias_Y: torch.Tensor | None
+) -> torch.Tensor:
     """x @ weight.T + bias, [T, Y]."""
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)

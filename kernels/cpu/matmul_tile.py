@@ -1,8 +1,9 @@
-"""The inner loop of attention as vector instructions: a small tile of a matrix product, held in registers.
+"""The inner loop of attention as vector instructions: a small tile of a matrix product, held in
+registers.
 
-LLVM vectorises the plain loops, but keeps the sums in memory and decides again at every short row whether vectors pay:
-a tenth of the speed. Here the vectors are spelled in LLVM IR, 16 floats wide; LLVM cuts them to what the processor has
-(AVX-512, AVX2, NEON), so the code is the same everywhere.
+LLVM vectorises the plain loops, but keeps the sums in memory and decides again at every short row
+whether vectors pay: a tenth of the speed. Here the vectors are spelled in LLVM IR, 16 floats wide;
+LLVM cuts them to what the processor has (AVX-512, AVX2, NEON), so the code is the same everywhere.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ _FUSED = ("contract",)
 
 @intrinsic(prefer_literal=True)
 def add_product(
-    typing_context: Any, num_rows: Any, num_vectors: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any,
-    c_stride: Any, depth: Any, like: Any,
-) -> Any:  # fmt: skip
-    """c += a @ b for a tile of `num_rows` rows and `num_vectors` * 16 columns, both literal numbers.
+    typing_context: Any,
+    num_rows: Any,
+    num_vectors: Any,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_stride: Any,
+    c: Any,
+    c_stride: Any,
+    depth: Any,
+    like: Any,
+) -> Any:
+    """c += a @ b for a tile of `num_rows` rows and `num_vectors` * 16 columns, both literal
+    numbers.
 
-    a: address of float32 [num_rows, depth], b: of [depth, columns] in the element type of `like` (uint16 stands for
-    bfloat16), c: of float32 [num_rows, columns]. Strides are in elements, between rows.
+    a: address of float32 [num_rows, depth], b: of [depth, columns] in the element type of `like`
+    (uint16 stands for bfloat16), c: of float32 [num_rows, columns]. Strides are in elements,
+    between rows.
     """
     rows, vectors = num_rows.literal_value, num_vectors.literal_value
     is_bfloat16 = like == types.uint16
@@ -52,13 +64,24 @@ def add_product(
             return builder.bitcast(bits, wide)
 
         def load_a(row: int, k: Any) -> Any:
-            scalar = builder.load(at(a, builder.add(builder.mul(constant(row), a_stride), k), 4, single), align=4)
-            first = builder.insert_element(ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+            scalar = builder.load(
+                at(a, builder.add(builder.mul(constant(row), a_stride), k), 4, single), align=4
+            )
+            first = builder.insert_element(
+                ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
+            )
             lanes = ir.VectorType(ir.IntType(32), LANES)
-            return builder.shuffle_vector(first, ir.Constant(wide, ir.Undefined), ir.Constant(lanes, [0] * LANES))
+            return builder.shuffle_vector(
+                first, ir.Constant(wide, ir.Undefined), ir.Constant(lanes, [0] * LANES)
+            )
 
         places = [
-            at(c, builder.add(builder.mul(constant(row), c_stride), constant(vector * LANES)), 4, wide)
+            at(
+                c,
+                builder.add(builder.mul(constant(row), c_stride), constant(vector * LANES)),
+                4,
+                wide,
+            )
             for row in range(rows)
             for vector in range(vectors)
         ]

@@ -1,10 +1,13 @@
-"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each one walk over the logits it needs.
+"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each one walk over the logits
+it needs.
 
-bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read: after `row_best`,
-most kernels look at few blocks. Tasks are runs of blocks, so that one row uses every thread. Compiled without
-reassociation or contraction: a gap or a weight has the same bits in a vector loop, in its tail and alone; sums are of
-integers.
-Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK` columns, the last one shorter.
+bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read:
+after `row_best`, most kernels look at few blocks. Tasks are runs of blocks, so that one row uses
+every thread. Compiled without
+reassociation or contraction: a gap or a weight has the same bits in a vector loop, in its tail and
+alone; sums are of integers.
+Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK` columns, the last one
+shorter.
 """
 
 from __future__ import annotations
@@ -57,11 +60,15 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
     return sums_RX, total_R
 
 
-def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+def pick_column(
+    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
+) -> torch.Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(index_R)
     logits_BV, _, *rows = _arrays(gaps)
-    _pick_column(logits_BV, *rows, limit_R.numpy(), sums_RX.numpy(), index_R.numpy(), column_R.numpy())
+    _pick_column(
+        logits_BV, *rows, limit_R.numpy(), sums_RX.numpy(), index_R.numpy(), column_R.numpy()
+    )
     return column_R
 
 
@@ -76,8 +83,13 @@ def listed_limits(
     list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
-    limit_R, kept_NR = torch.empty_like(max_gap_R), torch.empty(list_NRK.shape[:2], dtype=torch.int64)
-    arrays = (tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR))
+    limit_R, kept_NR = (
+        torch.empty_like(max_gap_R),
+        torch.empty(list_NRK.shape[:2], dtype=torch.int64),
+    )
+    arrays = (
+        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR)
+    )
     _listed_limits(*arrays)
     return limit_R, kept_NR
 
@@ -92,7 +104,13 @@ def gap_histogram(
     num_parts = -(-numba.get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     _gap_histogram(
-        *_arrays(gaps), within_R.numpy(), prefix_R.numpy(), shift, num_bits, by_weight, histogram_RSX.numpy()
+        *_arrays(gaps),
+        within_R.numpy(),
+        prefix_R.numpy(),
+        shift,
+        num_bits,
+        by_weight,
+        histogram_RSX.numpy(),
     )
     return histogram_RSX.sum(dim=1)
 
@@ -116,7 +134,11 @@ def run_each_once(dtype: torch.dtype) -> None:
     logits_BV = torch.zeros(1, 1, dtype=dtype)
     max_B, column_B, block_max_BX = row_best(logits_BV)
     gaps = GapRows(
-        logits_BV=logits_BV, block_max_BX=block_max_BX, rows_R=column_B, max_R=max_B, temperature_R=max_B + 1
+        logits_BV=logits_BV,
+        block_max_BX=block_max_BX,
+        rows_R=column_B,
+        max_R=max_B,
+        temperature_R=max_B + 1,
     )
     one_R = column_B + 1
     limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
@@ -130,12 +152,14 @@ def _arrays(gaps: GapRows) -> tuple[Array, ...]:
     return as_array(gaps.logits_BV), *(tensor.numpy() for tensor in rest)
 
 
-# The best token. Integers in the order of the floats, because a maximum of floats without rules for NaN does not
-# vectorise; for bfloat16 they are half as wide.
+# The best token. Integers in the order of the floats, because a maximum of floats without rules for
+# NaN does not vectorise; for bfloat16 they are half as wide.
 
 
 def _order_key(value: Any) -> Any:
-    """A logit as an integer that orders as logits do; one that is not a number comes below all others."""
+    """A logit as an integer that orders as logits do; one that is not a number comes below all
+    others.
+    """
     raise NotImplementedError("for compiled code")
 
 
@@ -175,7 +199,9 @@ def _value_of_key(key):  # type: ignore[no-untyped-def]
         return of_bfloat16
 
     def of_float32(key):  # type: ignore[no-untyped-def]
-        value = float_of_bits(np.uint32(key ^ np.int32(np.int32(key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+        value = float_of_bits(
+            np.uint32(key ^ np.int32(np.int32(key >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        )
         return value if value >= -_INFINITY else -_INFINITY
 
     return of_float32
@@ -248,9 +274,17 @@ def _sum_of_weights(logits: Array, largest: Any, temperature: Any, limit: Any) -
 
 @exact_jit
 def _weights_of_blocks(
-    logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, limit: Any, first: int, sums_X: Array
+    logits_V: Array,
+    block_max_X: Array,
+    largest: Any,
+    temperature: Any,
+    limit: Any,
+    first: int,
+    sums_X: Array,
 ) -> None:
-    """The weight of each of `_TASK` blocks from `first` on; a block beyond the limit is not read."""
+    """The weight of each of `_TASK` blocks from `first` on; a block beyond the limit is not
+    read.
+    """
     limit = min(limit, _WEIGHTLESS)
     for block in range(first, min(first + _TASK, len(sums_X))):
         sums_X[block] = 0
@@ -276,16 +310,30 @@ def _block_weights(
         task = np.int64(index)
         r, first = task // num_tasks, task % num_tasks * _TASK
         row = rows_R[r]
-        _weights_of_blocks(logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], limit_R[r], first, sums_RX[r])
+        _weights_of_blocks(
+            logits_BV[row],
+            block_max_BX[row],
+            max_R[r],
+            temperature_R[r],
+            limit_R[r],
+            first,
+            sums_RX[r],
+        )
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()
 
 
 @exact_entry_jit
 def _pick_column(
-    logits_BV: Array, rows_R: Array, max_R: Array, temperature_R: Array, limit_R: Array, sums_RX: Array,
-    index_R: Array, column_R: Array,
-) -> None:  # fmt: skip
+    logits_BV: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    limit_R: Array,
+    sums_RX: Array,
+    index_R: Array,
+    column_R: Array,
+) -> None:
     for r in range(len(rows_R)):
         column_R[r] = -1
         rest = index_R[r]
@@ -352,7 +400,9 @@ def _gaps_of(logits: Array, largest: Any, temperature: Any, out: Array) -> None:
 
 
 @exact_jit
-def _gaps_within(logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any) -> Array:
+def _gaps_within(
+    logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any
+) -> Array:
     """Gaps of every token of the blocks that reach into the bound."""
     num_blocks = 0
     for block in range(len(block_gaps)):
@@ -368,7 +418,9 @@ def _gaps_within(logits: Array, block_gaps: Array, bound: Any, largest: Any, tem
 
 
 @exact_jit
-def _list_row(logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, top_k: int, list_K: Array) -> None:
+def _list_row(
+    logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, top_k: int, list_K: Array
+) -> None:
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
     nearest = np.full(top_k, _INFINITY, np.float32)
@@ -397,7 +449,9 @@ def _list_nearest(
 ) -> None:
     for r in numba.prange(len(rows_R)):
         row = rows_R[r]
-        _list_row(logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], top_k_R[r], list_RK[r])
+        _list_row(
+            logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
+        )
 
 
 @exact_jit
@@ -435,7 +489,12 @@ def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
 
 @exact_entry_jit
 def _listed_limits(
-    list_NRK: Array, top_k_R: Array, top_p_R: Array, max_gap_R: Array, limit_R: Array, kept_NR: Array
+    list_NRK: Array,
+    top_k_R: Array,
+    top_p_R: Array,
+    max_gap_R: Array,
+    limit_R: Array,
+    kept_NR: Array,
 ) -> None:
     num_ranks, num_rows, _ = list_NRK.shape
     for r in range(num_rows):

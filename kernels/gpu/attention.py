@@ -1,13 +1,16 @@
 """Paged attention on a GPU, in Triton: one kernel for prefill and mixed batches, two for decode.
 
-Token-major caches as in `paged_attention_reference`. Softmax is the online one with the tiling of Dao 2023
-(arXiv:2307.08691), its exponentials powers of two, accumulated in float32. The G query heads of a KV head share every
-read of its keys and values: they lie side by side in the first dimension of a tile. Decode splits the tokens of a row
-between programs (Dao et al. 2023, "Flash-Decoding for long-context inference"). Grids follow from shapes and bounds
-that the host knows, so a CUDA graph can hold them; what a program does follows from lengths on the device.
-Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P block size, W blocks
-of a row, M query rows of a tile (queries times G), C cached tokens of a tile, X splits of a row. In kernels D is padded
-to a power of two, and a name of a tensor in memory is the pointer to it.
+Token-major caches as in `paged_attention_reference`. Softmax is the online one with the tiling of
+Dao 2023 (arXiv:2307.08691), its exponentials powers of two, accumulated in float32. The G query
+heads of a KV head share every
+read of its keys and values: they lie side by side in the first dimension of a tile. Decode splits
+the tokens of a row between programs (Dao et al. 2023, "Flash-Decoding for long-context inference").
+Grids follow from shapes and bounds that the host knows, so a CUDA graph can hold them; what a
+program does follows from lengths on the device.
+Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
+block size, W blocks of a row, M query rows of a tile (queries times G), C cached tokens of a tile,
+X splits of a row. In kernels D is padded to a power of two, and a name of a tensor in memory is the
+pointer to it.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import triton.language as tl
 
 from kernels.metadata import AttentionMetadata
 
-# Decode programs to start for each multiprocessor: three run at once, more even out rows of unequal length.
+# Decode programs to start for each multiprocessor: three run at once, more even out rows of unequal
+# length.
 _PROGRAMS_PER_SM = 4
 # Below this many tokens a split costs more to combine than it saves.
 _MIN_SPLIT_TOKENS = tl.constexpr(128)
-# A program reads the tokens of its split one tile after the other: a step would wait for one of a much longer split,
-# however many rows there are.
+# A program reads the tokens of its split one tile after the other: a step would wait for one of a
+# much longer split, however many rows there are.
 _MAX_SPLIT_TOKENS = tl.constexpr(4096)
 _MAX_SPLITS = 128
 # Rows looked at together when a program searches for its own.
@@ -36,7 +40,9 @@ _SEARCHED_ROWS = tl.constexpr(256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a kernel is cut: M query rows and C cached tokens a tile, warps of a program, stages of its loads."""
+    """How a kernel is cut: M query rows and C cached tokens a tile, warps of a program, stages of
+    its loads.
+    """
 
     tile_m: int
     tile_c: int
@@ -51,10 +57,12 @@ def paged_attention(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of one dtype, `scale` above 0.
+    """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of one dtype,
+    `scale` above 0.
 
-    Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row that sees nothing
-    (`seq_len` 0) gets zeros and nothing is read for it. Never waits for the device.
+    Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
+    that sees nothing (`seq_len` 0) gets zeros and nothing is read for it. Never waits for the
+    device.
     """
     assert q_THD.stride(2) == 1 and k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
     assert attn.block_table_BW.stride(1) == 1
@@ -76,15 +84,34 @@ def _attend_prefill(
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
-    launch = prefill_launch(q_THD.dtype, head_dim, large=fills_sms and attn.max_query_len * group > 64)
+    launch = prefill_launch(
+        q_THD.dtype, head_dim, large=fills_sms and attn.max_query_len * group > 64
+    )
     num_rows = len(attn.seq_lens_B)
     grid = (num_tokens * group // launch.tile_m + num_rows, kv_heads)
     prefill_kernel[grid](
-        q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn.query_start_B1, attn.seq_lens_B, attn.block_table_BW,
-        num_rows, attn.block_table_BW.stride(0), q_THD.stride(0), q_THD.stride(1), scale_log2,
-        GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE_M=launch.tile_m,
-        TILE_C=launch.tile_c, TILE_D=padded_dim(head_dim), num_warps=launch.num_warps, num_stages=launch.num_stages,
-    )  # fmt: skip
+        q_THD,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        out_THD,
+        attn.query_start_B1,
+        attn.seq_lens_B,
+        attn.block_table_BW,
+        num_rows,
+        attn.block_table_BW.stride(0),
+        q_THD.stride(0),
+        q_THD.stride(1),
+        scale_log2,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE_M=launch.tile_m,
+        TILE_C=launch.tile_c,
+        TILE_D=padded_dim(head_dim),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
 
 
 def _attend_decode(
@@ -100,25 +127,63 @@ def _attend_decode(
     group = num_heads // kv_heads
     launch = decode_launch(q_THD.dtype, head_dim, group)
     num_rows = len(attn.seq_lens_B)
-    num_splits, filling = count_splits(num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device))
-    acc_BHXD, max_BHX, sum_BHX = out_THD, out_THD, out_THD  # unused where one split writes the output
+    num_splits, filling = count_splits(
+        num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device)
+    )
+    acc_BHXD, max_BHX, sum_BHX = (
+        out_THD,
+        out_THD,
+        out_THD,
+    )  # unused where one split writes the output
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
         acc_BHXD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
         max_BHX, sum_BHX = torch.empty((2, *shape), dtype=torch.float32, device=q_THD.device)
     decode_kernel[(num_rows, kv_heads, num_splits)](
-        q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, acc_BHXD, max_BHX, sum_BHX, attn.query_start_B1, attn.seq_lens_B,
-        attn.block_table_BW, attn.block_table_BW.stride(0), q_THD.stride(0), q_THD.stride(1), scale_log2, num_splits,
-        filling, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
-        TILE_M=launch.tile_m, TILE_C=launch.tile_c, TILE_D=padded_dim(head_dim), num_warps=launch.num_warps,
+        q_THD,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        out_THD,
+        acc_BHXD,
+        max_BHX,
+        sum_BHX,
+        attn.query_start_B1,
+        attn.seq_lens_B,
+        attn.block_table_BW,
+        attn.block_table_BW.stride(0),
+        q_THD.stride(0),
+        q_THD.stride(1),
+        scale_log2,
+        num_splits,
+        filling,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        SPLIT=num_splits > 1,
+        TILE_M=launch.tile_m,
+        TILE_C=launch.tile_c,
+        TILE_D=padded_dim(head_dim),
+        num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-    )  # fmt: skip
+    )
     if num_splits > 1:
         combine_kernel[(num_rows, num_heads)](
-            acc_BHXD, max_BHX, sum_BHX, out_THD, attn.query_start_B1, attn.seq_lens_B, num_splits, filling,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, TILE_C=launch.tile_c, TILE_X=COMBINE_TILE,
-            TILE_D=padded_dim(head_dim), num_warps=4,
-        )  # fmt: skip
+            acc_BHXD,
+            max_BHX,
+            sum_BHX,
+            out_THD,
+            attn.query_start_B1,
+            attn.seq_lens_B,
+            num_splits,
+            filling,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            TILE_C=launch.tile_c,
+            TILE_X=COMBINE_TILE,
+            TILE_D=padded_dim(head_dim),
+            num_warps=4,
+        )
 
 
 # How kernels are cut
@@ -132,10 +197,12 @@ def padded_dim(head_dim: int) -> int:
 
 
 def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
-    """Large tiles read keys and values least often; small ones where large ones would leave processors idle.
+    """Large tiles read keys and values least often; small ones where large ones would leave
+    processors idle.
 
-    Of the five stages one loads the table, so two tiles of keys and values are on their way while one is used. With the
-    queries that is up to 133 KB, which an A100 has too. float32 has no matrix instructions and twice the bytes.
+    Of the five stages one loads the table, so two tiles of keys and values are on their way while
+    one is used. With the queries that is up to 133 KB, which an A100 has too. float32 has no matrix
+    instructions and twice the bytes.
     """
     if dtype == torch.float32:
         return Launch(tile_m=32, tile_c=16, num_warps=8, num_stages=5)
@@ -150,8 +217,9 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
 def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """The G query heads of one query, padded to the 16 rows of the smallest matrix product.
 
-    Keys of a tile take 16 KB whatever the head dim, stages are as in prefill: 72 KB in all, so three programs on each
-    multiprocessor of an H200 with about 200 KB on their way, several times what its memory's latency asks for.
+    Keys of a tile take 16 KB whatever the head dim, stages are as in prefill: 72 KB in all, so
+    three programs on each multiprocessor of an H200 with about 200 KB on their way, several times
+    what its memory's latency asks for.
     """
     tile_m = max(16, 1 << (group - 1).bit_length())
     tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * dtype.itemsize)))
@@ -159,10 +227,11 @@ def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
 
 
 def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
-    """(most splits of a row, splits a row that fill the device if all rows are `max_seq_len` long), by bounds alone.
+    """(most splits of a row, splits a row that fill the device if all rows are `max_seq_len` long),
+    by bounds alone.
 
-    The first is larger where one such row could hold up a batch that fills the device without splits.
-    `num_programs`: rows times KV heads.
+    The first is larger where one such row could hold up a batch that fills the device without
+    splits. `num_programs`: rows times KV heads.
     """
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_programs))
     possible: int = -(-max_seq_len // _MIN_SPLIT_TOKENS.value)
@@ -173,7 +242,11 @@ def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> tuple[int
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors; on the CPU, where only the interpreter runs, those of an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
 
 
 # Kernels
@@ -207,9 +280,10 @@ def prefill_kernel(
 ) -> None:
     """A program is M query rows of one row of the batch and one KV head. Grid: (T * G // M + B, K).
 
-    For a row of Q queries and S tokens, 4 * H * D operations for each query and token it sees; reads Q * H * D elements
-    of queries and, once every M / G queries, up to 2 * S * K * D of the cache, writes Q * H * D. With M = 128 that is
-    128 operations a byte of the cache in 16 bits, of which the second-level cache serves all but the first read.
+    For a row of Q queries and S tokens, 4 * H * D operations for each query and token it sees;
+    reads Q * H * D elements of queries and, once every M / G queries, up to 2 * S * K * D of the
+    cache, writes Q * H * D. With M = 128 that is 128 operations a byte of the cache in 16 bits, of
+    which the second-level cache serves all but the first read.
     """
     place, kv_head = tl.program_id(0), tl.program_id(1)
     row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
@@ -225,7 +299,11 @@ def prefill_kernel(
     d_D = tl.arange(0, TILE_D)
     live_MD = (m_M < query_len * GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
     q_QGD = q_THD + query_start.to(tl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
-    q_MD = tl.load(q_QGD + (query_M * q_stride_t + g_M * q_stride_h)[:, None] + d_D[None, :], mask=live_MD, other=0.0)
+    q_MD = tl.load(
+        q_QGD + (query_M * q_stride_t + g_M * q_stride_h)[:, None] + d_D[None, :],
+        mask=live_MD,
+        other=0.0,
+    )
 
     offset = seq_len - query_len  # position of the first query of the row
     ends_M = offset + query_M + 1
@@ -238,15 +316,48 @@ def prefill_kernel(
     max_M = tl.full([TILE_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     acc_MD, max_M, sum_M = _attend(
-        q_MD, acc_MD, max_M, sum_M, k_cache_NPKD, v_cache_NPKD, table_W, kv_head, ends_M, 0, full, scale_log2,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_C, TILE_D, False,
-    )  # fmt: skip
+        q_MD,
+        acc_MD,
+        max_M,
+        sum_M,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        table_W,
+        kv_head,
+        ends_M,
+        0,
+        full,
+        scale_log2,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_C,
+        TILE_D,
+        False,
+    )
     acc_MD, max_M, sum_M = _attend(
-        q_MD, acc_MD, max_M, sum_M, k_cache_NPKD, v_cache_NPKD, table_W, kv_head, ends_M, full, end, scale_log2,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_C, TILE_D, True,
-    )  # fmt: skip
+        q_MD,
+        acc_MD,
+        max_M,
+        sum_M,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        table_W,
+        kv_head,
+        ends_M,
+        full,
+        end,
+        scale_log2,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_C,
+        TILE_D,
+        True,
+    )
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
-    # Divided anew, counted from the first query of the step: the quotients above would fill registers during the loops.
+    # Divided anew, counted from the first query of the step: the quotients above would fill
+    # registers during the loops.
     flat_M = query_start * GROUP + m_M
     head_M = kv_head * GROUP + flat_M % GROUP
     offset_M = ((flat_M // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head_M) * HEAD_DIM
@@ -280,11 +391,13 @@ def decode_kernel(
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """A program is one split of one row's tokens and one KV head, for the G query heads that share it. Grid: (B, K, X).
+    """A program is one split of one row's tokens and one KV head, for the G query heads that share
+    it. Grid: (B, K, X).
 
-    For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each once, which is G
-    operations a byte in 16 bits: bound by memory. Writes the H * D elements of the output, or with SPLIT the float32
-    accumulator, maximum and sum of each split, H * (D + 2) * 4 bytes; of splits that begin past the row, nothing.
+    For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each
+    once, which is G operations a byte in 16 bits: bound by memory. Writes the H * D elements of the
+    output, or with SPLIT the float32 accumulator, maximum and sum of each split, H * (D + 2) * 4
+    bytes; of splits that begin past the row, nothing.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start_B1 + row)
@@ -309,9 +422,25 @@ def decode_kernel(
     max_M = tl.full([TILE_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     acc_MD, max_M, sum_M = _attend(
-        q_MD, acc_MD, max_M, sum_M, k_cache_NPKD, v_cache_NPKD, table_W, kv_head, g_M * 0 + end, first, end, scale_log2,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_C, TILE_D, True,
-    )  # fmt: skip
+        q_MD,
+        acc_MD,
+        max_M,
+        sum_M,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        table_W,
+        kv_head,
+        g_M * 0 + end,
+        first,
+        end,
+        scale_log2,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_C,
+        TILE_D,
+        True,
+    )
     if SPLIT:
         place_M = (row * (GROUP * KV_HEADS) + head_M) * num_splits + split
         tl.store(acc_BHXD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=live_MD)
@@ -339,7 +468,8 @@ def combine_kernel(
     TILE_X: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """The output of one row and query head from its splits, those that its length has. Grid: (B, H).
+    """The output of one row and query head from its splits, those that its length has. Grid: (B,
+    H).
 
     Reads (D + 2) * 4 bytes a split, writes D elements; 2 * D operations a split.
     """
@@ -360,14 +490,20 @@ def combine_kernel(
         live_XD = (x_X < used)[:, None] & (d_D < HEAD_DIM)[None, :]
         max_X = tl.load(max_BHX + place_X, mask=x_X < used, other=float("-inf"))
         sum_X = tl.load(sum_BHX + place_X, mask=x_X < used, other=0.0)
-        acc_XD = tl.load(acc_BHXD + (place_X * HEAD_DIM)[:, None] + d_D[None, :], mask=live_XD, other=0.0)
+        acc_XD = tl.load(
+            acc_BHXD + (place_X * HEAD_DIM)[:, None] + d_D[None, :], mask=live_XD, other=0.0
+        )
         new_largest = tl.maximum(largest, tl.max(max_X, 0))
         factor, factor_X = tl.exp2(largest - new_largest), tl.exp2(max_X - new_largest)
         total = total * factor + tl.sum(sum_X * factor_X, 0)
         acc_D = acc_D * factor + tl.sum(acc_XD * factor_X[:, None], 0)
         largest = new_largest
     out_D = (acc_D / tl.where(total > 0, total, 1.0)).to(out_THD.dtype.element_ty)
-    tl.store(out_THD + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d_D, out_D, mask=d_D < HEAD_DIM)
+    tl.store(
+        out_THD + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d_D,
+        out_D,
+        mask=d_D < HEAD_DIM,
+    )
 
 
 # Parts of kernels
@@ -375,12 +511,17 @@ def combine_kernel(
 
 @triton.jit
 def _row_of(
-    place: tl.tensor, query_start_B1: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, TILE_M: tl.constexpr
+    place: tl.tensor,
+    query_start_B1: tl.tensor,
+    num_rows: tl.tensor,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(the row that a place of the grid belongs to, the first place of that row).
 
-    Row b owns the places from `query_start[b] * G // M + b` on: at least as many as its queries fill tiles, and the
-    T * G // M + B places of the grid are all that are owned, however the tokens are spread over the rows.
+    Row b owns the places from `query_start[b] * G // M + b` on: at least as many as its queries
+    fill tiles, and the T * G // M + B places of the grid are all that are owned, however the tokens
+    are spread over the rows.
     """
     row = -1
     for first in range(0, num_rows, _SEARCHED_ROWS):
@@ -392,11 +533,18 @@ def _row_of(
 
 
 @triton.jit
-def _split_len(seq_len: tl.tensor, num_splits: tl.tensor, filling: tl.tensor, TILE_C: tl.constexpr) -> tl.tensor:
-    """Tokens of a split, whole tiles: the row's own tiles over as many splits as leave each `_MIN_SPLIT_TOKENS`, up to
-    `filling`, and over more where these would have more than `_MAX_SPLIT_TOKENS`."""
+def _split_len(
+    seq_len: tl.tensor, num_splits: tl.tensor, filling: tl.tensor, TILE_C: tl.constexpr
+) -> tl.tensor:
+    """Tokens of a split, whole tiles: the row's own tiles over as many splits as leave each
+    `_MIN_SPLIT_TOKENS`, up to `filling`, and over more where these would have more than
+    `_MAX_SPLIT_TOKENS`.
+    """
     tiles = tl.cdiv(seq_len, TILE_C)
-    used = tl.maximum(tl.minimum(filling, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)), tl.cdiv(seq_len, _MAX_SPLIT_TOKENS))
+    used = tl.maximum(
+        tl.minimum(filling, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)),
+        tl.cdiv(seq_len, _MAX_SPLIT_TOKENS),
+    )
     return tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(used, num_splits), 1)), 1) * TILE_C
 
 
@@ -421,9 +569,11 @@ def _attend(
     TILE_D: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, also one unless MASKED.
+    """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, also
+    one unless MASKED.
 
-    Query row m sees the tokens before `ends_M[m]`. Nothing from `end` on is read, neither table nor cache.
+    Query row m sees the tokens before `ends_M[m]`. Nothing from `end` on is read, neither table nor
+    cache.
     """
     d_D = tl.arange(0, TILE_D)
     for start in range(first, end, TILE_C):
@@ -445,7 +595,9 @@ def _attend(
         p_MC = tl.exp2(s_MC * scale_log2 - new_max_M[:, None])
         factor_M = tl.exp2(max_M - new_max_M)
         sum_M = sum_M * factor_M + tl.sum(p_MC, 1)
-        acc_MD = tl.dot(p_MC.to(v_CD.dtype), v_CD, acc_MD * factor_M[:, None], input_precision="ieee")
+        acc_MD = tl.dot(
+            p_MC.to(v_CD.dtype), v_CD, acc_MD * factor_M[:, None], input_precision="ieee"
+        )
         max_M = new_max_M
     return acc_MD, max_M, sum_M
 

@@ -1,12 +1,14 @@
-"""Norms, rotary embedding, KV store and the MLP's gate on a GPU, in Triton: one launch each, one pass over memory.
+"""Norms, rotary embedding, KV store and the MLP's gate on a GPU, in Triton: one launch each, one
+pass over memory.
 
-Same results as the references up to float32 rounding: what they round to the dtype of the input is rounded here too.
-Weights have the dtype of what they scale. Rows (the features, or the heads, of one token) must be contiguous; they may
-lie any distance apart, as those of a slice do. Nothing waits for the device and grids depend on shapes alone, so CUDA
-graphs can hold every launch.
-Legend: T tokens of the step, E features, F features of the MLP, H query heads of this rank, K its KV heads, X = H + 2K,
-D head dim, N blocks, P block size, L positions of the rotary table. Offsets of rows are int64: a chunk of many tokens
-and a cache may both hold more than 2**31 elements.
+Same results as the references up to float32 rounding: what they round to the dtype of the input is
+rounded here too. Weights have the dtype of what they scale. Rows (the features, or the heads, of
+one token) must be contiguous; they may lie any distance apart, as those of a slice do. Nothing
+waits for the device and grids depend on shapes alone, so CUDA graphs can hold every launch.
+Legend: T tokens of the step, E features, F features of the MLP, H query heads of this rank, K its
+KV heads, X = H + 2K,
+D head dim, N blocks, P block size, L positions of the rotary table. Offsets of rows are int64: a
+chunk of many tokens and a cache may both hold more than 2**31 elements.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[-1])
     _rms_norm[(len(rows_TE),)](
-        rows_TE, weight_E, out, rows_TE.stride(0), eps, E=x.shape[-1], BLOCK=block, num_warps=_num_warps(block)
+        rows_TE,
+        weight_E,
+        out,
+        rows_TE.stride(0),
+        eps,
+        E=x.shape[-1],
+        BLOCK=block,
+        num_warps=_num_warps(block),
     )
     return out
 
@@ -39,9 +48,18 @@ def add_rms_norm(
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(x.shape[-1])
     _add_rms_norm[(len(x_TE),)](
-        x_TE, residual_TE, weight_E, out, total, x_TE.stride(0), residual_TE.stride(0), eps,
-        E=x.shape[-1], BLOCK=block, num_warps=_num_warps(block),
-    )  # fmt: skip
+        x_TE,
+        residual_TE,
+        weight_E,
+        out,
+        total,
+        x_TE.stride(0),
+        residual_TE.stride(0),
+        eps,
+        E=x.shape[-1],
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
     return out, total
 
 
@@ -51,7 +69,12 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
     _silu_and_mul[(num_tokens * triton.cdiv(width, block),)](
-        gate_up_T2F, out_TF, _row_stride(gate_up_T2F), F=width, BLOCK=block, num_warps=_num_warps(block)
+        gate_up_T2F,
+        out_TF,
+        _row_stride(gate_up_T2F),
+        F=width,
+        BLOCK=block,
+        num_warps=_num_warps(block),
     )
     return out_TF
 
@@ -67,17 +90,35 @@ def qk_norm_rope_store(
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """As `qk_norm_rope_store_reference`, with a contiguous table and caches. A program `_HEADS` heads of a token."""
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
+    """As `qk_norm_rope_store_reference`, with a contiguous table and caches. A program `_HEADS`
+    heads of a token.
+    """
+    assert (
+        k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
+    )
     num_tokens, num_rows, dim = qkv_TXD.shape
     kv_heads = k_cache_NPKD.shape[2]
     num_heads = num_rows - 2 * kv_heads
     q_THD = torch.empty(num_tokens, num_heads, dim, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
     _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS),)](
-        qkv_TXD, q_weight_D, k_weight_D, cos_sin_LD, positions_T, k_cache_NPKD, v_cache_NPKD, slot_mapping_T, q_THD,
-        _row_stride(qkv_TXD), eps,
-        H=num_heads, K=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=_HEADS, num_warps=2,
-    )  # fmt: skip
+        qkv_TXD,
+        q_weight_D,
+        k_weight_D,
+        cos_sin_LD,
+        positions_T,
+        k_cache_NPKD,
+        v_cache_NPKD,
+        slot_mapping_T,
+        q_THD,
+        _row_stride(qkv_TXD),
+        eps,
+        H=num_heads,
+        K=kv_heads,
+        D=dim,
+        HALF=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS,
+        num_warps=2,
+    )
     return q_THD
 
 
@@ -100,7 +141,9 @@ def _num_warps(block: int) -> int:
 
 @triton.jit
 def _weighted(x, scale, weight):  # type: ignore[no-untyped-def]
-    """`x * scale` in float32, rounded to the dtype of the weight, times the weight: float32, not yet rounded."""
+    """`x * scale` in float32, rounded to the dtype of the weight, times the weight: float32, not
+    yet rounded.
+    """
     return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
@@ -116,7 +159,16 @@ def _rms_norm(x_TE, weight_E, out_TE, row_stride, eps, E: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _add_rms_norm(  # type: ignore[no-untyped-def]
-    x_TE, residual_TE, weight_E, out_TE, total_TE, x_stride, residual_stride, eps, E: tl.constexpr, BLOCK: tl.constexpr
+    x_TE,
+    residual_TE,
+    weight_E,
+    out_TE,
+    total_TE,
+    x_stride,
+    residual_stride,
+    eps,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
@@ -143,24 +195,48 @@ def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Halves of heads, [heads, D/2], normalised and rotated in float32; the norm is rounded as the reference's is."""
+    """Halves of heads, [heads, D/2], normalised and rotated in float32; the norm is rounded as the
+    reference's is.
+    """
     dtype: tl.constexpr = low.dtype
     low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1, keep_dims=True) / D + eps)
+    scale = tl.rsqrt(
+        tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1, keep_dims=True) / D + eps
+    )
     low_wide = _weighted(low_wide, scale, low_weight).to(dtype).to(tl.float32)
     high_wide = _weighted(high_wide, scale, high_weight).to(dtype).to(tl.float32)
-    return (low_wide * cos - high_wide * sin).to(dtype), (high_wide * cos + low_wide * sin).to(dtype)
+    return (low_wide * cos - high_wide * sin).to(dtype), (high_wide * cos + low_wide * sin).to(
+        dtype
+    )
 
 
 @triton.jit
 def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
-    qkv_TXD, q_weight_D, k_weight_D, cos_sin_LD, positions_T, k_cache, v_cache, slots_T, q_THD, row_stride, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Heads of a program may be of queries, keys and values at once: what is not theirs is masked."""
+    qkv_TXD,
+    q_weight_D,
+    k_weight_D,
+    cos_sin_LD,
+    positions_T,
+    k_cache,
+    v_cache,
+    slots_T,
+    q_THD,
+    row_stride,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Heads of a program may be of queries, keys and values at once: what is not theirs is
+    masked.
+    """
     token = (tl.program_id(0) // tl.cdiv(H + 2 * K, HEADS)).to(tl.int64)
     head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, HALF)[None, :] + head * 0  # of the tile's shape: loads in one layout need no shared memory
+    d = (
+        tl.arange(0, HALF)[None, :] + head * 0
+    )  # of the tile's shape: loads in one layout need no shared memory
     inside = d < D // 2
     is_q = inside & (head < H)
     is_k = inside & (head >= H) & (head < H + K)
@@ -173,11 +249,17 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     high = tl.load(x + D // 2, mask=is_q | is_k | is_v, other=0.0)
     q_weight, k_weight = q_weight_D + d, k_weight_D + d
     turned_low, turned_high = _norm_turn(
-        low, high,
+        low,
+        high,
         tl.where(is_q, tl.load(q_weight, mask=is_q), tl.load(k_weight, mask=is_k)),
-        tl.where(is_q, tl.load(q_weight + D // 2, mask=is_q), tl.load(k_weight + D // 2, mask=is_k)),
-        tl.load(table, mask=is_q | is_k, other=0.0), tl.load(table + D // 2, mask=is_q | is_k, other=0.0), eps, D,
-    )  # fmt: skip
+        tl.where(
+            is_q, tl.load(q_weight + D // 2, mask=is_q), tl.load(k_weight + D // 2, mask=is_k)
+        ),
+        tl.load(table, mask=is_q | is_k, other=0.0),
+        tl.load(table + D // 2, mask=is_q | is_k, other=0.0),
+        eps,
+        D,
+    )
 
     q_out = q_THD + (token * H + head) * D + d
     tl.store(q_out, turned_low, mask=is_q)

@@ -1,15 +1,17 @@
 """Paged attention by a flash-attn library, whichever is installed.
 
-FlashAttention-2 (Dao 2023, arXiv:2307.08691) is the module `flash_attn`, for compute capability 8.0 and above;
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x alone, is `flash_attn_interface`, built from source, or
-`fa3_fwd_interface`, of the wheel fa3-fwd. None is imported before it is asked for.
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) is the module `flash_attn`, for compute capability 8.0
+and above; FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x alone, is
+`flash_attn_interface`, built from source, or `fa3_fwd_interface`, of the wheel fa3-fwd. None is
+imported before it is asked for.
 
-What they demand: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous last dimension; int32
-tables. A block of FlashAttention-2 is a multiple of 256 tokens; one of FlashAttention-3 has any size, and multiples of
-128 are read by TMA where many queries attend. FlashAttention-3 gives what lies beyond the end of a row in its last tile
+What they demand: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous
+last dimension; int32 tables. A block of FlashAttention-2 is a multiple of 256 tokens; one of
+FlashAttention-3 has any size, and multiples of 128 are read by TMA where many queries attend.
+FlashAttention-3 gives what lies beyond the end of a row in its last tile
 the weight 0 but does multiply: the cache must hold finite numbers everywhere.
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, N blocks, P block size.
-Caches are token-major, [N, P, K, D].
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, N
+blocks, P block size. Caches are token-major, [N, P, K, D].
 """
 
 from __future__ import annotations
@@ -28,15 +30,23 @@ from kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-PagedAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor]
+PagedAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
+]
 
 # By module, best first: the distribution that brings it.
-_DISTRIBUTIONS = {"flash_attn_interface": "flash_attn_3", "fa3_fwd_interface": "fa3_fwd", "flash_attn": "flash_attn"}
-# FlashAttention-3, causal, head dims 64 and 128: rows (queries times H / K) of the larger tile, tokens of both.
+_DISTRIBUTIONS = {
+    "flash_attn_interface": "flash_attn_3",
+    "fa3_fwd_interface": "fa3_fwd",
+    "flash_attn": "flash_attn",
+}
+# FlashAttention-3, causal, head dims 64 and 128: rows (queries times H / K) of the larger tile,
+# tokens of both.
 _TILE_ROWS = 192
 _TILE_TOKENS = 128
-# Up to this many tokens FlashAttention-3 may split the keys of a row. Beyond, there are tiles enough without, and the
-# parts, float32 [splits, H, T, D], which are allocated for the most splits there could be, would take gigabytes.
+# Up to this many tokens FlashAttention-3 may split the keys of a row. Beyond, there are tiles
+# enough without, and the parts, float32 [splits, H, T, D], which are allocated for the most splits
+# there could be, would take gigabytes.
 _MAX_SPLIT_TOKENS = 512
 
 
@@ -46,8 +56,8 @@ class FlashAttn:
 
     version: which one, for the log.
     dtypes, head_dims: what it computes; block sizes are multiples of `block_multiple`.
-    paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as `paged_attention_reference`; 0 for a
-    row without tokens. Never waits for the device.
+    paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as
+    `paged_attention_reference`; 0 for a row without tokens. Never waits for the device.
     """
 
     version: str
@@ -70,12 +80,14 @@ class FlashAttn:
         )
 
     def check(self, head_dim: int, block_size: int) -> None:
-        """Raise `ValueError` for a head dim that it cannot compute or a block size that it cannot page by."""
+        """Raise `ValueError` for a head dim that it cannot compute or a block size that it cannot
+        page by.
+        """
         if head_dim not in self.head_dims:
             dims = self.head_dims
             raise ValueError(
-                f"head_dim {head_dim} is not possible with {self.version}; possible are {dims[0]} to {dims[-1]} in "
-                f"steps of {dims.step}. Choose another attention_backend"
+                f"head_dim {head_dim} is not possible with {self.version}; possible are {dims[0]}"
+                f" to {dims[-1]} in steps of {dims.step}. Choose another attention_backend"
             )
         self.check_block_size(block_size)
 
@@ -83,18 +95,22 @@ class FlashAttn:
         """Raise `ValueError` for a block size that it cannot page by."""
         if block_size < 1 or block_size % self.block_multiple:
             raise ValueError(
-                f"block_size {block_size} is not possible with {self.version}; possible are multiples of "
-                f"{self.block_multiple}. Choose {self.default_block_size}, or another attention_backend"
+                f"block_size {block_size} is not possible with {self.version}; possible are"
+                f" multiples of {self.block_multiple}. Choose {self.default_block_size}, or another"
+                " attention_backend"
             )
 
 
 def installed_flash_attn() -> FlashAttn:
-    """`find_flash_attn`. Raises `ValueError` when nothing that runs on this device can be imported."""
+    """`find_flash_attn`. Raises `ValueError` when nothing that runs on this device can be
+    imported.
+    """
     found = find_flash_attn()
     if found is None:
         raise ValueError(
-            "attention_backend 'flash_attn' needs the package flash-attn (FlashAttention-2) or, on Hopper, fa3-fwd "
-            "(FlashAttention-3), and neither can be imported here; install one, or choose 'triton'"
+            "attention_backend 'flash_attn' needs the package flash-attn (FlashAttention-2) or, on"
+            " Hopper, fa3-fwd (FlashAttention-3), and neither can be imported here; install one, or"
+            " choose 'triton'"
         )
     return found
 
@@ -129,7 +145,9 @@ def _load(name: str) -> FlashAttn | None:
         reason = error
     except Exception as error:  # an extension built for another torch or CUDA may raise anything
         reason = error
-    logger.warning("%s is installed but cannot be used: %s: %s", name, type(reason).__name__, reason)
+    logger.warning(
+        "%s is installed but cannot be used: %s: %s", name, type(reason).__name__, reason
+    )
     return None
 
 
@@ -145,15 +163,27 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
     ) -> torch.Tensor:
         if attn.is_decode:  # the one of the two that splits the keys of a row
             out_B1HD: torch.Tensor = with_kvcache(
-                q_THD.unsqueeze(1), k_cache_NPKD, v_cache_NPKD, cache_seqlens=attn.seq_lens_B,
-                block_table=attn.block_table_BW, softmax_scale=scale, causal=True,
-            )  # fmt: skip
+                q_THD.unsqueeze(1),
+                k_cache_NPKD,
+                v_cache_NPKD,
+                cache_seqlens=attn.seq_lens_B,
+                block_table=attn.block_table_BW,
+                softmax_scale=scale,
+                causal=True,
+            )
             return out_B1HD.squeeze(1)
         out_THD: torch.Tensor = varlen(
-            q_THD, k_cache_NPKD, v_cache_NPKD, cu_seqlens_q=attn.query_start_B1, cu_seqlens_k=attn.seq_start_B1,
-            max_seqlen_q=attn.max_query_len, max_seqlen_k=attn.max_seq_len, softmax_scale=scale, causal=True,
+            q_THD,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            cu_seqlens_q=attn.query_start_B1,
+            cu_seqlens_k=attn.seq_start_B1,
+            max_seqlen_q=attn.max_query_len,
+            max_seqlen_k=attn.max_seq_len,
+            softmax_scale=scale,
+            causal=True,
             block_table=attn.block_table_BW,
-        )  # fmt: skip
+        )
         return out_THD
 
     return FlashAttn(
@@ -169,8 +199,9 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
 def _flash_attn_3(module: ModuleType) -> FlashAttn:
     """One function for every batch: its `flash_attn_varlen_func` takes no page table.
 
-    A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles, and only where it is
-    told of more rows than a tile has. `max_seqlen_q` is a bound, so it can always be told.
+    A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles,
+    and only where it is told of more rows than a tile has. `max_seqlen_q` is a bound, so it can
+    always be told.
     """
     with_kvcache = module.flash_attn_with_kvcache
     left_out = _left_out(module)
@@ -185,11 +216,19 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     ) -> torch.Tensor:
         group = q_THD.shape[1] // k_cache_NPKD.shape[2]
         out_THD: torch.Tensor = with_kvcache(
-            q_THD, k_cache_NPKD, v_cache_NPKD, cache_seqlens=attn.seq_lens_B, page_table=attn.block_table_BW,
+            q_THD,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            cache_seqlens=attn.seq_lens_B,
+            page_table=attn.block_table_BW,
             cu_seqlens_q=attn.query_start_B1,
-            max_seqlen_q=max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len,
-            softmax_scale=scale, causal=True, num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
-        )  # fmt: skip
+            max_seqlen_q=(
+                max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len
+            ),
+            softmax_scale=scale,
+            causal=True,
+            num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
+        )
         return out_THD
 
     return FlashAttn(
@@ -209,7 +248,9 @@ def _left_out(module: ModuleType) -> set[str]:
     except ModuleNotFoundError:
         return set()
     prefix = "FLASHATTENTION_DISABLE_"
-    return {flag.removeprefix(prefix) for flag, is_set in config.CONFIG["build_flags"].items() if is_set}
+    return {
+        flag.removeprefix(prefix) for flag, is_set in config.CONFIG["build_flags"].items() if is_set
+    }
 
 
 def _version(title: str, module: ModuleType) -> str:

@@ -1,12 +1,14 @@
 """Sampling on a GPU: the kernels of `kernels/reference/sampling.py` in Triton.
 
-A program takes tiles of `_TILE` blocks of one row; few rows are spread over many programs. As on a CPU, a block whose
-largest logit lies beyond a limit is never read. Nothing waits for the device and grids depend on shapes alone. All
-arguments are contiguous.
-Bits: a subtraction, then a division rounded as IEEE 754 says; every product that is added to something is a named fused
-operation, and no other can become one. So a gap or a weight is the same in every kernel and on every chip.
-Legend: as `kernels/reference/sampling.py`; a block is `BLOCK` columns of a row, the last one shorter. Inside a program
-X is the blocks of a tile or of the row, C the columns of a block or the entries of a list.
+A program takes tiles of `_TILE` blocks of one row; few rows are spread over many programs. As on a
+CPU, a block whose largest logit lies beyond a limit is never read. Nothing waits for the device and
+grids depend on shapes alone. All arguments are contiguous.
+Bits: a subtraction, then a division rounded as IEEE 754 says; every product that is added to
+something is a named fused operation, and no other can become one. So a gap or a weight is the same
+in every kernel and on every chip.
+Legend: as `kernels/reference/sampling.py`; a block is `BLOCK` columns of a row, the last one
+shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or the
+entries of a list.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from kernels.interface import GapRows
 from kernels.reference import sampling
 from kernels.reference.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_PASSES, TOP_P_ONE
 
-_TILE = 8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
+_TILE = (
+    8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
+)
 _PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
-_COPIES = 64  # histograms that few rows are spread over, because additions to one place wait for each other
-_MIN_WIDTH = 2048  # rows of blocks and lists are padded to this at least, so that most sizes share compiled code
+# histograms that few rows are spread over, because additions to one place wait for each other
+_COPIES = 64
+# rows of blocks and lists are padded to this at least, so that most sizes share compiled code
+_MIN_WIDTH = 2048
 _ROWS = 32  # of a program that has one thread a row
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -46,7 +52,9 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     max_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
     column_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     _block_maxima[_grid(num_rows, num_blocks)](logits_BV, block_max_BX, num_columns, TILE=_TILE)
-    _row_best[(num_rows,)](logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks))
+    _row_best[(num_rows,)](
+        logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks)
+    )
     return max_B, column_B, block_max_BX
 
 
@@ -60,7 +68,9 @@ def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.unpack`; of one dimension."""
     values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
-    _unpack[(triton.cdiv(len(packed), _ROWS),)](packed, values, ids, len(packed), ROWS=_ROWS, num_warps=1)
+    _unpack[(triton.cdiv(len(packed), _ROWS),)](
+        packed, values, ids, len(packed), ROWS=_ROWS, num_warps=1
+    )
     return values, ids
 
 
@@ -70,7 +80,9 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int) -> torch.Tensor:
+def draw_index(
+    seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int
+) -> torch.Tensor:
     """See `kernels.reference.sampling.draw_index`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
@@ -81,40 +93,68 @@ def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.
     return index_R
 
 
-def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+def pick_column(
+    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
+) -> torch.Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
     _pick_column[(len(index_R),)](
-        gaps.logits_BV, gaps.rows_R, gaps.max_R, gaps.temperature_R, limit_R, sums_RX, index_R, column_R,
-        gaps.logits_BV.shape[1], WIDTH=_width(sums_RX.shape[1]),
-    )  # fmt: skip
+        gaps.logits_BV,
+        gaps.rows_R,
+        gaps.max_R,
+        gaps.temperature_R,
+        limit_R,
+        sums_RX,
+        index_R,
+        column_R,
+        gaps.logits_BV.shape[1],
+        WIDTH=_width(sums_RX.shape[1]),
+    )
     return column_R
 
 
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """See `kernels.reference.sampling.list_nearest`.
 
-    The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere, so the list is that
-    of these blocks alone, left to `torch.topk`. Only ties with the last one may lie elsewhere: they are counted apart.
+    The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere,
+    so the list is that of these blocks alone, left to `torch.topk`. Only ties with the last one may
+    lie elsewhere: they are counted apart.
     """
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
-    near_RX = gaps.block_max_BX.index_select(0, gaps.rows_R).topk(min(max_top_k, num_blocks), sorted=False).indices
+    near_RX = (
+        gaps.block_max_BX.index_select(0, gaps.rows_R)
+        .topk(min(max_top_k, num_blocks), sorted=False)
+        .indices
+    )
     num_near = near_RX.shape[1]
     gaps_RC = torch.empty(num_rows, num_near * BLOCK, dtype=torch.float32, device=near_RX.device)
     _near_gaps[(num_rows, triton.cdiv(num_near, _TILE))](
-        gaps.logits_BV, gaps.rows_R, gaps.max_R, gaps.temperature_R, near_RX, gaps_RC, gaps.logits_BV.shape[1],
-        num_near, TILE=_TILE,
-    )  # fmt: skip
+        gaps.logits_BV,
+        gaps.rows_R,
+        gaps.max_R,
+        gaps.temperature_R,
+        near_RX,
+        gaps_RC,
+        gaps.logits_BV.shape[1],
+        num_near,
+        TILE=_TILE,
+    )
     nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
     nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
     limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
     within_RX = _sums_within(gaps, limit_R, by_weight=False)
     list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
     _make_list[(num_rows,)](
-        nearest_RK, top_k_R, within_RX, list_RK, max_top_k, num_blocks,
-        WIDTH=_width(num_blocks), LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED)),
-    )  # fmt: skip
+        nearest_RK,
+        top_k_R,
+        within_RX,
+        list_RK,
+        max_top_k,
+        num_blocks,
+        WIDTH=_width(num_blocks),
+        LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED)),
+    )
     return list_RK
 
 
@@ -123,13 +163,24 @@ def listed_limits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
-    list_RC = list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
+    list_RC = (
+        list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
+    )
     limit_R = torch.empty_like(max_gap_R)
     kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
     _listed_limits[(num_rows,)](
-        list_NRK, list_RC, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR, num_ranks, max_top_k,
-        WIDTH=_width(num_ranks * max_top_k), num_warps=8,
-    )  # fmt: skip
+        list_NRK,
+        list_RC,
+        top_k_R,
+        top_p_R,
+        max_gap_R,
+        limit_R,
+        kept_NR,
+        num_ranks,
+        max_top_k,
+        WIDTH=_width(num_ranks * max_top_k),
+        num_warps=8,
+    )
     return limit_R, kept_NR
 
 
@@ -140,11 +191,25 @@ def gap_histogram(
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
     num_copies = triton.cdiv(_COPIES, max(1, num_rows))
-    histogram_RSX = torch.zeros(num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=within_R.device)
+    histogram_RSX = torch.zeros(
+        num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=within_R.device
+    )
     _gap_histogram[_grid(num_rows, num_blocks)](
-        gaps.logits_BV, gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R, within_R, prefix_R,
-        histogram_RSX, gaps.logits_BV.shape[1], shift, num_bits, num_copies, BY_WEIGHT=by_weight, TILE=_TILE,
-    )  # fmt: skip
+        gaps.logits_BV,
+        gaps.block_max_BX,
+        gaps.rows_R,
+        gaps.max_R,
+        gaps.temperature_R,
+        within_R,
+        prefix_R,
+        histogram_RSX,
+        gaps.logits_BV.shape[1],
+        shift,
+        num_bits,
+        num_copies,
+        BY_WEIGHT=by_weight,
+        TILE=_TILE,
+    )
     return histogram_RSX.sum(dim=1)
 
 
@@ -176,14 +241,22 @@ def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
-        gaps.logits_BV, gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R, limit_R, sums_RX,
-        gaps.logits_BV.shape[1], BY_WEIGHT=by_weight, TILE=_TILE,
-    )  # fmt: skip
+        gaps.logits_BV,
+        gaps.block_max_BX,
+        gaps.rows_R,
+        gaps.max_R,
+        gaps.temperature_R,
+        limit_R,
+        sums_RX,
+        gaps.logits_BV.shape[1],
+        BY_WEIGHT=by_weight,
+        TILE=_TILE,
+    )
     return sums_RX
 
 
-# Device functions. Values of rows are views at any offset and some numbers change from step to step: code is not
-# compiled anew for their alignment (`do_not_specialize`).
+# Device functions. Values of rows are views at any offset and some numbers change from step to
+# step: code is not compiled anew for their alignment (`do_not_specialize`).
 
 
 @triton.jit
@@ -202,8 +275,9 @@ def _gaps(logits, largest, temperature):  # type: ignore[no-untyped-def]
 def _weights(gaps, limit):  # type: ignore[no-untyped-def]
     """The one function from gap to weight; a gap that is not a number lies within no limit.
 
-    The exponential by Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf`
-    (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is exact.
+    The exponential by Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes
+    library's `expf` (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is
+    exact.
     """
     within = (gaps <= limit) & (gaps <= _WEIGHTLESS)
     x = tl.where(within, -gaps, 0.0)
@@ -221,8 +295,14 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # type: ignore[no-untyped-def]
-    """The smallest gap of each block; 0 where it is not a number though others of its block may be."""
-    gaps_X = _gaps(tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY), largest, temperature)
+    """The smallest gap of each block; 0 where it is not a number though others of its block may
+    be.
+    """
+    gaps_X = _gaps(
+        tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY),
+        largest,
+        temperature,
+    )
     return tl.where(gaps_X == gaps_X, gaps_X, 0.0)
 
 
@@ -242,8 +322,16 @@ def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # 
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        logits_XC = tl.load(logits_BV + row * num_columns + columns_XC, mask=columns_XC < num_columns, other=-_INFINITY)
-        tl.store(block_max_BX + row * num_blocks + blocks_X, tl.max(_numbers(logits_XC), 1), mask=blocks_X < num_blocks)
+        logits_XC = tl.load(
+            logits_BV + row * num_columns + columns_XC,
+            mask=columns_XC < num_columns,
+            other=-_INFINITY,
+        )
+        tl.store(
+            block_max_BX + row * num_blocks + blocks_X,
+            tl.max(_numbers(logits_XC), 1),
+            mask=blocks_X < num_blocks,
+        )
 
 
 @triton.jit
@@ -251,13 +339,19 @@ def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.c
     row = tl.program_id(0).to(tl.int64)
     num_blocks = tl.cdiv(num_columns, _BLOCK)
     blocks_X = tl.arange(0, WIDTH)
-    block_max_X = tl.load(block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY)
+    block_max_X = tl.load(
+        block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY
+    )
     largest = tl.max(block_max_X, 0)
     block = tl.min(tl.where(block_max_X == largest, blocks_X, WIDTH), 0)
     columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
-    logits_C = tl.load(logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY)
+    logits_C = tl.load(
+        logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
+    )
     tl.store(max_B + row, largest)
-    tl.store(column_B + row, tl.min(tl.where(_numbers(logits_C) == largest, columns_C, num_columns), 0))
+    tl.store(
+        column_B + row, tl.min(tl.where(_numbers(logits_C) == largest, columns_C, num_columns), 0)
+    )
 
 
 @triton.jit
@@ -272,7 +366,11 @@ def _pack(values, ids, packed, num_rows, ROWS: tl.constexpr):  # type: ignore[no
     real = rows < num_rows
     value = tl.load(values + rows, mask=real, other=0.0)
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True).to(tl.int64)
-    tl.store(packed + rows, (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=real, other=0)), mask=real)
+    tl.store(
+        packed + rows,
+        (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=real, other=0)),
+        mask=real,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -280,25 +378,40 @@ def _unpack(packed, values, ids, num_rows, ROWS: tl.constexpr):  # type: ignore[
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = rows < num_rows
     number = tl.load(packed + rows, mask=real, other=0)
-    tl.store(values + rows, _ordered(number >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+    tl.store(
+        values + rows, _ordered(number >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real
+    )
     tl.store(ids + rows, 0x7FFFFFFF - (number & 0xFFFFFFFF), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R"])
 def _block_sums(  # type: ignore[no-untyped-def]
-    logits_BV, block_max_BX, rows_R, max_R, temperature_R, limit_R, sums_RX, num_columns,
-    BY_WEIGHT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits_BV,
+    block_max_BX,
+    rows_R,
+    max_R,
+    temperature_R,
+    limit_R,
+    sums_RX,
+    num_columns,
+    BY_WEIGHT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     limit = tl.load(limit_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
-        near_X = _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature) <= limit
+        near_X = (
+            _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature)
+            <= limit
+        )
         sums_X = tl.zeros([TILE], tl.int64)
         if tl.max(near_X.to(tl.int32), 0) > 0:
-            gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature)
+            gaps_XC = _tile_gaps(
+                logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature
+            )
             amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else (gaps_XC <= limit).to(tl.int64)
             sums_X = tl.sum(amounts_XC, 1)
         tl.store(sums_RX + r * num_blocks + blocks_X, sums_X, mask=blocks_X < num_blocks)
@@ -306,16 +419,20 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(z):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._mix`; the masks are what a shift of an unsigned number leaves."""
+    """As `kernels.reference.sampling._mix`; the masks are what a shift of an unsigned number
+    leaves.
+    """
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"])
+@triton.jit(
+    do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"]
+)
 def _draw_index(  # type: ignore[no-untyped-def]
     seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = rows < num_rows
@@ -335,7 +452,16 @@ def _draw_index(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "index_R"])
 def _pick_column(  # type: ignore[no-untyped-def]
-    logits_BV, rows_R, max_R, temperature_R, limit_R, sums_RX, index_R, column_R, num_columns, WIDTH: tl.constexpr
+    logits_BV,
+    rows_R,
+    max_R,
+    temperature_R,
+    limit_R,
+    sums_RX,
+    index_R,
+    column_R,
+    num_columns,
+    WIDTH: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
@@ -347,7 +473,9 @@ def _pick_column(  # type: ignore[no-untyped-def]
     block = tl.sum(passed_X.to(tl.int32), 0)
     rest = index - tl.sum(tl.where(passed_X, sums_X, 0), 0)
     columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
-    logits_C = tl.load(logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY)
+    logits_C = tl.load(
+        logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
+    )
     weights_C = _weights(_gaps(logits_C, largest, temperature), tl.load(limit_R + r))
     place = tl.sum((tl.cumsum(weights_C, 0) <= rest).to(tl.int32), 0)
     here = (index >= 0) & (index < tl.sum(sums_X, 0))
@@ -356,7 +484,15 @@ def _pick_column(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "num_near"])
 def _near_gaps(  # type: ignore[no-untyped-def]
-    logits_BV, rows_R, max_R, temperature_R, near_RX, gaps_RC, num_columns, num_near, TILE: tl.constexpr
+    logits_BV,
+    rows_R,
+    max_R,
+    temperature_R,
+    near_RX,
+    gaps_RC,
+    num_columns,
+    num_near,
+    TILE: tl.constexpr,
 ):
     """Gaps of the tokens of some blocks a row; infinite where there is no number."""
     r = tl.program_id(0).to(tl.int64)
@@ -364,7 +500,9 @@ def _near_gaps(  # type: ignore[no-untyped-def]
     places_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real_X = places_X < num_near
     blocks_X = tl.load(near_RX + r * num_near + places_X, mask=real_X, other=0)
-    gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, real_X, num_columns, largest, temperature)
+    gaps_XC = _tile_gaps(
+        logits_BV + row * num_columns, blocks_X, real_X, num_columns, largest, temperature
+    )
     gaps_XC = tl.where(gaps_XC == gaps_XC, gaps_XC, _INFINITY)
     places_XC = (r * num_near + places_X)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     tl.store(gaps_RC + places_XC, gaps_XC, mask=real_X[:, None])
@@ -372,17 +510,34 @@ def _near_gaps(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])
 def _make_list(  # type: ignore[no-untyped-def]
-    nearest_RK, top_k_R, within_RX, list_RK, max_top_k, num_blocks, WIDTH: tl.constexpr, LISTED: tl.constexpr
+    nearest_RK,
+    top_k_R,
+    within_RX,
+    list_RK,
+    max_top_k,
+    num_blocks,
+    WIDTH: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them by block."""
+    """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them
+    by block.
+    """
     r = tl.program_id(0).to(tl.int64)
     last = tl.load(top_k_R + r) - 1
     entries_K, blocks_X = tl.arange(0, LISTED), tl.arange(0, WIDTH)
-    gaps_K = tl.load(nearest_RK + r * max_top_k + entries_K, mask=entries_K <= last, other=_INFINITY)
+    gaps_K = tl.load(
+        nearest_RK + r * max_top_k + entries_K, mask=entries_K <= last, other=_INFINITY
+    )
     bits_K = gaps_K.to(tl.int32, bitcast=True)
-    within = tl.sum(tl.load(within_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0)
+    within = tl.sum(
+        tl.load(within_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
+    )
     counts_K = tl.where(bits_K < _INFINITY_BITS, tl.where(entries_K == last, within - last, 1), 0)
-    tl.store(list_RK + r * max_top_k + entries_K, (bits_K.to(tl.int64) << 32) + counts_K, mask=entries_K < max_top_k)
+    tl.store(
+        list_RK + r * max_top_k + entries_K,
+        (bits_K.to(tl.int64) << 32) + counts_K,
+        mask=entries_K < max_top_k,
+    )
 
 
 @triton.jit
@@ -408,15 +563,36 @@ def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
     return tl.maximum(high * top_p * 2 + ((low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
 
 
-@triton.jit(do_not_specialize=["list_NRK", "list_RC", "top_k_R", "top_p_R", "max_gap_R", "num_ranks", "max_top_k"])
+@triton.jit(
+    do_not_specialize=[
+        "list_NRK",
+        "list_RC",
+        "top_k_R",
+        "top_p_R",
+        "max_gap_R",
+        "num_ranks",
+        "max_top_k",
+    ]
+)
 def _listed_limits(  # type: ignore[no-untyped-def]
-    list_NRK, list_RC, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR, num_ranks, max_top_k, WIDTH: tl.constexpr
-):  # fmt: skip
+    list_NRK,
+    list_RC,
+    top_k_R,
+    top_p_R,
+    max_gap_R,
+    limit_R,
+    kept_NR,
+    num_ranks,
+    max_top_k,
+    WIDTH: tl.constexpr,
+):
     r, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     top_p = tl.load(top_p_R + r)
     entries_C = tl.arange(0, WIDTH)
     num_entries = num_ranks * max_top_k
-    list_C = tl.load(list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN)
+    list_C = tl.load(
+        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN
+    )
     gaps_C = _listed_gaps(list_C)
     limit = _first_gap(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
     weights_C = _listed_weights(list_C, limit)
@@ -426,17 +602,40 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
         place = rank * num_rows + r
-        list_C = tl.load(list_NRK + place * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN)
+        list_C = tl.load(
+            list_NRK + place * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN
+        )
         tl.store(kept_NR + place, tl.sum(_listed_weights(list_C, limit), 0))
 
 
 @triton.jit(
-    do_not_specialize=["rows_R", "max_R", "temperature_R", "within_R", "prefix_R", "shift", "num_bits", "num_copies"]
+    do_not_specialize=[
+        "rows_R",
+        "max_R",
+        "temperature_R",
+        "within_R",
+        "prefix_R",
+        "shift",
+        "num_bits",
+        "num_copies",
+    ]
 )
 def _gap_histogram(  # type: ignore[no-untyped-def]
-    logits_BV, block_max_BX, rows_R, max_R, temperature_R, within_R, prefix_R, histogram_RSX, num_columns,
-    shift, num_bits, num_copies, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits_BV,
+    block_max_BX,
+    rows_R,
+    max_R,
+    temperature_R,
+    within_R,
+    prefix_R,
+    histogram_RSX,
+    num_columns,
+    shift,
+    num_bits,
+    num_copies,
+    BY_WEIGHT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     within, prefix = tl.load(within_R + r), tl.load(prefix_R + r)
@@ -444,11 +643,15 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     num_blocks = tl.cdiv(num_columns, _BLOCK)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
-        nearest_X = _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature)
+        nearest_X = _block_gaps(
+            block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature
+        )
         heads_X = nearest_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
         near_X = (nearest_X <= within) & (heads_X <= prefix)
         if tl.max(near_X.to(tl.int32), 0) > 0:
-            gaps_XC = _tile_gaps(logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature)
+            gaps_XC = _tile_gaps(
+                logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature
+            )
             heads_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
             counted_XC = (gaps_XC <= within) & ((heads_XC >> num_bits) == prefix)
             amounts_XC = _weights(gaps_XC, within) if BY_WEIGHT else counted_XC.to(tl.int64)

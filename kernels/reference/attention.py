@@ -1,10 +1,13 @@
-"""Paged attention: each query attends to its own sequence's keys and values, found through a block table.
+"""Paged attention: each query attends to its own sequence's keys and values, found through a block
+table.
 
 One call for every batch: prefill with or without a cached prefix, decode, and mixtures. Row b has
-`query_len` queries and `seq_len` tokens; its query i stands at position `seq_len - query_len + i` and attends to
+`query_len` queries and `seq_len` tokens; its query i stands at position `seq_len - query_len + i`
+and attends to
 positions 0 up to its own. Reads only the cache: the step's own keys and values were stored before.
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, G = H / K, D head dim, N blocks,
-P block size, W blocks of a row, Q queries of a row, S tokens of a row. Caches are token-major, [N, P, K, D].
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, G = H / K, D head
+dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row. Caches are
+token-major, [N, P, K, D].
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ def paged_attention_reference(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Row by row, on any device."""
+    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Row by row, on any
+    device.
+    """
     out_THD = torch.zeros_like(q_THD)
     starts = attn.query_start_B1.tolist()
     for row, seq_len in enumerate(attn.seq_lens_B.tolist()):
@@ -36,17 +41,25 @@ def paged_attention_reference(
         )
         scores_HQS = torch.einsum("qhd,shd->hqs", q_THD[start:end].to(torch.float32), k_SHD) * scale
         scores_HQS.masked_fill_(~causal_mask(end - start, seq_len, q_THD.device), -torch.inf)
-        out_THD[start:end] = torch.einsum("hqs,shd->qhd", scores_HQS.softmax(dim=-1), v_SHD).to(q_THD.dtype)
+        out_THD[start:end] = torch.einsum("hqs,shd->qhd", scores_HQS.softmax(dim=-1), v_SHD).to(
+            q_THD.dtype
+        )
     return out_THD
 
 
 def causal_mask(query_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
     """Bool [Q, S], true where query i, which stands at `seq_len - query_len + i`, may look."""
-    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(seq_len - query_len)
+    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(
+        seq_len - query_len
+    )
 
 
-def _gather(cache_NPKD: torch.Tensor, block_table_BW: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-    """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; beyond a sequence's own length, anything."""
+def _gather(
+    cache_NPKD: torch.Tensor, block_table_BW: torch.Tensor, max_seq_len: int
+) -> torch.Tensor:
+    """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; beyond a sequence's own
+    length, anything.
+    """
     num_blocks = -(-max_seq_len // cache_NPKD.shape[1])
     blocks = cache_NPKD.index_select(0, block_table_BW[:, :num_blocks].flatten())
     return blocks.view(len(block_table_BW), -1, *cache_NPKD.shape[2:])[:, :max_seq_len]

@@ -16,7 +16,9 @@ from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
 
 
-def token_major_shapes(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> tuple[Shape, Shape]:
+def token_major_shapes(
+    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+) -> tuple[Shape, Shape]:
     """Keys and values, both [blocks, block_size, kv_heads, head_dim]."""
     shape = (num_blocks, block_size, kv_heads, head_dim)
     return shape, shape

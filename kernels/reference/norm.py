@@ -1,7 +1,8 @@
 """RMSNorm, alone and with the residual addition before it.
 
-Numerics of the Qwen3 layer of transformers (Zhang and Sennrich 2019, arXiv:1910.07467): mean square and scaling in
-float32, back to the dtype of the input, then the weight. Legend: `x` is [..., F] with F features, `weight` is [F].
+Numerics of the Qwen3 layer of transformers (Zhang and Sennrich 2019, arXiv:1910.07467): mean square
+and scaling in float32, back to the dtype of the input, then the weight. Legend: `x` is [..., F]
+with F features, `weight` is [F].
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import torch
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weight * x / sqrt(mean(x**2) + eps)` over the last dimension, in the dtype of `x`. On any device."""
+    """`weight * x / sqrt(mean(x**2) + eps)` over the last dimension, in the dtype of `x`. On any
+    device.
+    """
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)

@@ -1,9 +1,10 @@
 """QK-norm and rotary embedding: what happens to queries and keys between projection and attention.
 
-Per-head RMSNorm, then the rotation of Su et al. 2021 (arXiv:2104.09864) in the half-split pairing of transformers:
-feature d turns with feature d + D/2. The rotation is computed in float32 and rounded once.
-Legend: T tokens, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks, P block size,
-L positions of the table.
+Per-head RMSNorm, then the rotation of Su et al. 2021 (arXiv:2104.09864) in the half-split pairing
+of transformers: feature d turns with feature d + D/2. The rotation is computed in float32 and
+rounded once.
+Legend: T tokens, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks, P
+block size, L positions of the table.
 `cos_sin_LD` is float32: cosines in the first D/2 columns, sines in the last.
 """
 
@@ -24,7 +25,9 @@ def qk_norm_rope_reference(
     cos_sin_LD: torch.Tensor,
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised and rotated (queries, keys), in the dtypes of the inputs, which stay unchanged. On any device."""
+    """Normalised and rotated (queries, keys), in the dtypes of the inputs, which stay unchanged. On
+    any device.
+    """
     cos_T1E, sin_T1E = cos_sin_LD[positions_T].unsqueeze(1).chunk(2, dim=-1)
     q_THD = _rotate(rms_norm_reference(q_THD, q_weight_D, eps), cos_T1E, sin_T1E)
     k_TKD = _rotate(rms_norm_reference(k_TKD, k_weight_D, eps), cos_T1E, sin_T1E)
@@ -42,18 +45,25 @@ def qk_norm_rope_store_reference(
     v_cache: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to the caches, in place.
+    """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
+    the caches, in place.
 
     The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device.
     """
     kv_heads = k_cache.shape[2]
-    q_THD, k_TKD, v_TKD = qkv_TXD.split((qkv_TXD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    q_THD, k_TKD = qk_norm_rope_reference(q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T)
+    q_THD, k_TKD, v_TKD = qkv_TXD.split(
+        (qkv_TXD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1
+    )
+    q_THD, k_TKD = qk_norm_rope_reference(
+        q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T
+    )
     store_kv_reference(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
     return q_THD
 
 
 def _rotate(x_THD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
     low_THE, high_THE = x_THD.to(torch.float32).chunk(2, dim=-1)
-    turned = torch.cat((low_THE * cos_T1E - high_THE * sin_T1E, high_THE * cos_T1E + low_THE * sin_T1E), dim=-1)
+    turned = torch.cat(
+        (low_THE * cos_T1E - high_THE * sin_T1E, high_THE * cos_T1E + low_THE * sin_T1E), dim=-1
+    )
     return turned.to(x_THD.dtype)

@@ -1,19 +1,23 @@
 """Sampling over a vocabulary split between ranks: what one rank does with its own shard.
 
-Pure functions; the sampler puts the all-reduces between them. Everything that is summed or compared over ranks is an
-integer, so a token does not depend on how the vocabulary is split or which rows share the batch:
+Pure functions; the sampler puts the all-reduces between them. Everything that is summed or compared
+over ranks is an integer, so a token does not depend on how the vocabulary is split or which rows
+share the batch:
 
 - the *gap* of a token is (largest logit - its logit) / temperature, float32, 0 for the best token;
 - its *weight* is floor(exp(-gap) * 2**40), int64; 2**18 tokens of it stay below 2**58;
 - top-k, top-p and min-p are each a limit on the gap, inclusive: ties at the limit are kept;
-- the bits of a gap, read as an integer, order as gaps do, so a limit is found exactly by radix descent over them;
+- the bits of a gap, read as an integer, order as gaps do, so a limit is found exactly by radix
+  descent over them;
 - a logit that is not a number counts as -infinity: nothing chooses it.
 
-What reads the logits is a method of `SamplingKernels`, here in plain PyTorch. Gaps have the same bits in
-every backend; weights may differ by the rounding of its exponential, but are one function of the gap within it.
+What reads the logits is a method of `SamplingKernels`, here in plain PyTorch. Gaps have the same
+bits in every backend; weights may differ by the rounding of its exponential, but are one function
+of the gap within it.
 
-Legend: B rows, R rows of a group, V this rank's columns (tokens of its shard), X blocks of columns or bins of a
-histogram, K the largest top-k of a group, N ranks, C any columns. A column is a token id less the start of the shard.
+Legend: B rows, R rows of a group, V this rank's columns (tokens of its shard), X blocks of columns
+or bins of a histogram, K the largest top-k of a group, N ranks, C any columns. A column is a token
+id less the start of the shard.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from kernels.interface import GapRows
 WEIGHT_ONE = 1 << 40
 UNIFORM_BITS = 62
 # The increment of SplitMix64 and the two factors of its finaliser, as signed numbers.
-SPLITMIX64 = tuple(word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SPLITMIX64 = tuple(
+    word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 TOP_P_ONE = 1 << 30
 # Three digits cover the 31 bits of a gap: (lowest bit, number of bits) from the highest down.
 RADIX_PASSES = ((20, 11), (10, 10), (0, 10))
@@ -44,10 +50,12 @@ _LOW_32 = (1 << 32) - 1
 
 
 def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """62 uniform bits a row, int64 in [0, 2**62), a function of (seed, position) only and the same on every device.
+    """62 uniform bits a row, int64 in [0, 2**62), a function of (seed, position) only and the same
+    on every device.
 
-    Counter-based: output number `position` of the SplitMix64 generator (Steele, Lea and Flood 2014, "Fast splittable
-    pseudorandom number generators") whose state is the first output of the one started with `seed`.
+    Counter-based: output number `position` of the SplitMix64 generator (Steele, Lea and Flood 2014,
+    "Fast splittable pseudorandom number generators") whose state is the first output of the one
+    started with `seed`.
     """
     start_B = _mix(seeds_B + SPLITMIX64[0])
     return _shift_right(_mix(start_B + (positions_B + 1) * SPLITMIX64[0]), 64 - UNIFORM_BITS)
@@ -68,7 +76,9 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(largest logit float32 [B], its column int64 [B], the lowest of equals; largest of each block float32 [B, X])."""
+    """(largest logit float32 [B], its column int64 [B], the lowest of equals; largest of each block
+    float32 [B, X]).
+    """
     logits_BV = logits_BV.to(torch.float32)
     logits_BV = torch.where(logits_BV.isnan(), -torch.inf, logits_BV)
     block_max_BX = _block_reduce(logits_BV, torch.amax)
@@ -78,7 +88,9 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """(float32 value, token id) as one int64: larger is a larger value, or the same value and a lower id."""
+    """(float32 value, token id) as one int64: larger is a larger value, or the same value and a
+    lower id.
+    """
     bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 makes one zero of two
     return (_ordered(bits) << 32) + (_ID_LIMIT - ids)
 
@@ -105,10 +117,12 @@ def penalize(
     presence_R: torch.Tensor,
     frequency_R: torch.Tensor,
 ) -> torch.Tensor:
-    """New logits. `prompt_RV`: bool, token is in the prompt; `counts_RV`: how often it is in the output.
+    """New logits. `prompt_RV`: bool, token is in the prompt; `counts_RV`: how often it is in the
+    output.
 
-    Repetition (Keskar et al. 2019, arXiv:1909.05858) first, over both: a positive logit is divided by the penalty, a
-    negative one multiplied. Then, over the output, the frequency penalty a time and the presence penalty once.
+    Repetition (Keskar et al. 2019, arXiv:1909.05858) first, over both: a positive logit is divided
+    by the penalty, a negative one multiplied. Then, over the output, the frequency penalty a time
+    and the presence penalty once.
     """
     used_RV = counts_RV > 0
     repetition_R1 = repetition_R[:, None]
@@ -120,25 +134,37 @@ def penalize(
 # Gaps and weights
 
 
-def token_gaps(logits_RV: torch.Tensor, max_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-    """(max - logit) / temperature, at least 0, infinite for a masked token. No temperature can overflow the best."""
+def token_gaps(
+    logits_RV: torch.Tensor, max_R: torch.Tensor, temperature_R: torch.Tensor
+) -> torch.Tensor:
+    """(max - logit) / temperature, at least 0, infinite for a masked token. No temperature can
+    overflow the best.
+    """
     return (max_R[:, None] - logits_RV).div_(temperature_R[:, None])
 
 
 def token_weights(gaps_RC: torch.Tensor, limit_R: torch.Tensor | None = None) -> torch.Tensor:
-    """floor(exp(-gap) * 2**40), int64, and 0 beyond the limit. The exponential is float32, the scaling exact."""
+    """floor(exp(-gap) * 2**40), int64, and 0 beyond the limit. The exponential is float32, the
+    scaling exact.
+    """
     weights_RC = gaps_RC.neg().exp_().mul_(float(WEIGHT_ONE)).to(torch.int64)
-    return weights_RC if limit_R is None else torch.where(gaps_RC <= limit_R[:, None], weights_RC, 0)
+    return (
+        weights_RC if limit_R is None else torch.where(gaps_RC <= limit_R[:, None], weights_RC, 0)
+    )
 
 
 def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]), int64."""
+    """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
+    int64.
+    """
     sums_RX = _block_reduce(token_weights(_all_gaps(gaps), limit_R), torch.sum)
     return sums_RX, sums_RX.sum(dim=1)
 
 
 def _all_gaps(gaps: GapRows) -> torch.Tensor:
-    """Gaps of the whole rows [R, V]. Where a logit is not a number, neither is its gap: it lies within no limit."""
+    """Gaps of the whole rows [R, V]. Where a logit is not a number, neither is its gap: it lies
+    within no limit.
+    """
     logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
     return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
 
@@ -147,20 +173,27 @@ def _all_gaps(gaps: GapRows) -> torch.Tensor:
 
 
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """The k tokens of smallest gap a row, int64 [R, K]: the bits of a gap in the high half, ascending; in the low half
-    how many tokens it stands for: 1, and in place k also those beyond the k with the same gap. No token: (infinity, 0).
+    """The k tokens of smallest gap a row, int64 [R, K]: the bits of a gap in the high half,
+    ascending; in the low half how many tokens it stands for: 1, and in place k also those beyond
+    the k with the same gap. No token: (infinity, 0).
 
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
     gaps_RV = _all_gaps(gaps)
-    nearest_RK = gaps_RV.topk(min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True).values
+    nearest_RK = gaps_RV.topk(
+        min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True
+    ).values
     nearest_RK = nearest_RK.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    nearest_RK = torch.nn.functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
+    nearest_RK = torch.nn.functional.pad(
+        nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf
+    )
     last_R1 = top_k_R[:, None] - 1
     limit_R1 = nearest_RK.gather(1, last_R1)
     listed_RK = torch.arange(max_top_k, device=nearest_RK.device) <= last_R1
     nearest_RK = torch.where(listed_RK, nearest_RK, torch.inf)
-    ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_RK == limit_R1).sum(1, keepdim=True)
+    ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_RK == limit_R1).sum(
+        1, keepdim=True
+    )
     counts_RK = nearest_RK.isfinite().to(torch.int64)
     counts_RK.scatter_add_(1, last_R1, torch.where(limit_R1.isfinite(), ties_R1, 0))
     return (nearest_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
@@ -169,10 +202,12 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 def listed_limits(
     list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps, int64 [N, R]).
+    """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
+    int64 [N, R]).
 
-    `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and their ties, so the
-    lists tell all. `top_p_R` int64 in units of 2**-30; `max_gap_R` float32, infinite for none.
+    `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
+    their ties, so the lists tell all. `top_p_R` int64 in units of 2**-30; `max_gap_R` float32,
+    infinite for none.
     """
     gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
     top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
@@ -180,7 +215,9 @@ def listed_limits(
     top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
     top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
     limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_gap_R)
-    kept = [token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)]
+    kept = [
+        token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)
+    ]
     return limit_R, torch.stack(kept).sum(dim=2)
 
 
@@ -189,7 +226,9 @@ def _listed(list_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32
 
 
-def _first_gap(gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, wanted_R: torch.Tensor) -> torch.Tensor:
+def _first_gap(
+    gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, wanted_R: torch.Tensor
+) -> torch.Tensor:
     """The gap at which the running sum reaches `wanted_R`, infinite where it never does."""
     place_R1 = (amounts_RC.cumsum(dim=1) < wanted_R[:, None]).sum(dim=1, keepdim=True)
     return torch.nn.functional.pad(gaps_RC, (0, 1), value=torch.inf).gather(1, place_R1).squeeze(1)
@@ -201,28 +240,39 @@ def _first_gap(gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, wanted_R: torch.
 def gap_histogram(
     gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
-    """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to `within_R` (float32) that
-    start with the digits found so far, `prefix_R` int32, 0 in pass 0."""
+    """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
+    `within_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
+    """
     shift, num_bits = RADIX_PASSES[radix_pass]
     gaps_RV = _all_gaps(gaps)
     heads_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (heads_RV & ((1 << num_bits) - 1)).to(torch.int64)
     counted_RV = (gaps_RV <= within_R[:, None]) & ((heads_RV >> num_bits) == prefix_R[:, None])
     amounts_RV = token_weights(gaps_RV) * counted_RV if by_weight else counted_RV.to(torch.int64)
-    histogram_RX = torch.zeros(len(gaps_RV), 1 << num_bits, dtype=torch.int64, device=gaps_RV.device)
+    histogram_RX = torch.zeros(
+        len(gaps_RV), 1 << num_bits, dtype=torch.int64, device=gaps_RV.device
+    )
     return histogram_RX.scatter_add_(1, digits_RV, amounts_RV)
 
 
-def next_digit(histogram_RX: torch.Tensor, wanted_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def next_digit(
+    histogram_RX: torch.Tensor, wanted_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(the first bin up to which `wanted_R` is reached, what is still wanted of that bin)."""
     reached_RX = histogram_RX.cumsum(dim=1)
-    digit_R1 = (reached_RX < wanted_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=histogram_RX.shape[1] - 1)
+    digit_R1 = (
+        (reached_RX < wanted_R[:, None])
+        .sum(dim=1, keepdim=True)
+        .clamp_(max=histogram_RX.shape[1] - 1)
+    )
     before_R1 = reached_RX.gather(1, digit_R1) - histogram_RX.gather(1, digit_R1)
     return digit_R1.squeeze(1), wanted_R - before_R1.squeeze(1)
 
 
 def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int) -> torch.Tensor:
-    """The digits found so far with one more; after the last pass, the bits of the limit (see `limit_of`)."""
+    """The digits found so far with one more; after the last pass, the bits of the limit (see
+    `limit_of`).
+    """
     return (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R.to(torch.int32)
 
 
@@ -232,7 +282,9 @@ def limit_of(prefix_R: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """Least kept weight, ceil(mass * top_p / 2**30) and at least 1, exactly; `top_p_R` is in units of 2**-30."""
+    """Least kept weight, ceil(mass * top_p / 2**30) and at least 1, exactly; `top_p_R` is in units
+    of 2**-30.
+    """
     high_R, low_R = mass_R >> 31, mass_R & _LOW_31
     rest_R = low_R * top_p_R + (TOP_P_ONE - 1)
     return (high_R * top_p_R * 2 + (rest_R >> 30)).clamp_(min=1)
@@ -241,9 +293,12 @@ def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
 # The pick
 
 
-def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int) -> torch.Tensor:
-    """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R]; below 0 or beyond
-    them where another rank has it. The ranks' weights, `kept_NR` int64, follow each other in token-id order.
+def draw_index(
+    seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R];
+    below 0 or beyond them where another rank has it. The ranks' weights, `kept_NR` int64, follow
+    each other in token-id order.
 
     `seeds_R`, `positions_R`: int64, see `uniform_bits`.
     """
@@ -252,16 +307,21 @@ def draw_index(seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.
 
 
 def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
-    """floor(bits / 2**62 * total) exactly, for a total below 2**58: products of 31-bit halves never overflow."""
+    """floor(bits / 2**62 * total) exactly, for a total below 2**58: products of 31-bit halves never
+    overflow.
+    """
     bits_high, bits_low = bits_R >> 31, bits_R & _LOW_31
     total_high, total_low = total_R >> 31, total_R & _LOW_31
     middle = total_high * bits_low + total_low * bits_high + ((total_low * bits_low) >> 31)
     return total_high * bits_high + (middle >> 31)
 
 
-def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """The column where the running sum of the weights within the limit first exceeds `index_R`, int64 [R]; -1 where
-    the index is not in this shard: below 0, or not below the sum of the row. `sums_RX`: from `block_weights`.
+def pick_column(
+    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
+) -> torch.Tensor:
+    """The column where the running sum of the weights within the limit first exceeds `index_R`,
+    int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
+    `sums_RX`: from `block_weights`.
 
     The weights of one block are computed again: the same exponentials of the same logits.
     """
@@ -272,15 +332,23 @@ def pick_column(gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, ind
     return torch.where(here_R, find_in_block(weights_RX, columns_RX, rest_R), -1)
 
 
-def find_block(sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns of the block where the running sum first exceeds the index, what of the index is left in it)."""
+def find_block(
+    sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(columns of the block where the running sum first exceeds the index, what of the index is
+    left in it).
+    """
     reached_RX = sums_RX.cumsum(dim=1)
-    block_R1 = (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
+    block_R1 = (
+        (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
+    )
     before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
     return _block_columns(block_R1.squeeze(1), num_columns), index_R - before_R1.squeeze(1)
 
 
-def find_in_block(weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+def find_in_block(
+    weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: torch.Tensor
+) -> torch.Tensor:
     """The column where the running sum of the block's weights first exceeds the index.
 
     Where a short block repeats its last column, the sum exceeds it at the first occurrence.

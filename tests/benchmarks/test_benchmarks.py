@@ -17,7 +17,11 @@ RESULTS: dict[str, dict[str, Any]] = {
         "tp1": throughput.summary(
             {
                 "eagleray": [
-                    {"output_tokens_per_s": speed, "output_tokens": 100, "roofline": {"floor_s": 0.5}}
+                    {
+                        "output_tokens_per_s": speed,
+                        "output_tokens": 100,
+                        "roofline": {"floor_s": 0.5},
+                    }
                     for speed in (90, 110, 100)
                 ],
                 "peer": [{"output_tokens_per_s": speed} for speed in (50, 45, 90)],
@@ -25,22 +29,36 @@ RESULTS: dict[str, dict[str, Any]] = {
         ),
     },
     "latency": {
-        "model": "m", "tp": 1,
-        "rates": [{"rate": 1, "ttft_s": {"p50": 0.1, "p99": 0.2}, "inter_token_s": {"p50": 0.01, "p99": 0.02}}],
-        "chunks": [{"max_num_batched_tokens": 64, "ratio_p99": 1.5, "arriving": {"prompt_ttft_p50_s": 0.3}}],
+        "model": "m",
+        "tp": 1,
+        "rates": [
+            {
+                "rate": 1,
+                "ttft_s": {"p50": 0.1, "p99": 0.2},
+                "inter_token_s": {"p50": 0.01, "p99": 0.02},
+            }
+        ],
+        "chunks": [
+            {"max_num_batched_tokens": 64, "ratio_p99": 1.5, "arriving": {"prompt_ttft_p50_s": 0.3}}
+        ],
     },
     "dispatch": {
-        "model": "m", "tp1": [{"batch_size": 4, "ms_no_ray": 9.0, "ms_ahead1": 9.1, "ms_ahead0": 11.0}],
-        "sleeping_tp1": [{"batch_size": 4, "ms_beyond_3ms_ahead1": 0.0, "ms_beyond_3ms_ahead0": 2.0}],
+        "model": "m",
+        "tp1": [{"batch_size": 4, "ms_no_ray": 9.0, "ms_ahead1": 9.1, "ms_ahead0": 11.0}],
+        "sleeping_tp1": [
+            {"batch_size": 4, "ms_beyond_3ms_ahead1": 0.0, "ms_beyond_3ms_ahead0": 2.0}
+        ],
     },
     "prefix_cache": {
-        "model": "m", "num_seqs": 64, "prefix": 2000,
+        "model": "m",
+        "num_seqs": 64,
+        "prefix": 2000,
         "on": {"ttft_p50_s": 0.1, "ttft_p99_s": 0.1, "total_s": 0.2},
         "off": {"ttft_p50_s": 1.0, "ttft_p99_s": 2.0, "total_s": 2.0},
         "times_faster": {"ttft_p50_s": 10.0, "ttft_p99_s": 20.0, "total_s": 10.0},
     },
     "scheduler_scaling": {"rows": [{"num_running": 4, "schedule_ms": 0.01, "apply_ms": 0.01}]},
-}  # fmt: skip
+}
 
 
 def test_scheduler_scaling_has_a_row_a_size_and_larger_batches_have_larger_plans() -> None:
@@ -54,11 +72,20 @@ def test_a_result_says_how_it_was_made_and_holds_no_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["x.py", "--model", "/a/b/model", "--peer-command", "/c/python run.py {model}"])
+    monkeypatch.setattr(
+        "sys.argv", ["x.py", "--model", "/a/b/model", "--peer-command", "/c/python run.py {model}"]
+    )
     common.write_result("x", "the limit", {"value": 1})
     record = json.loads((tmp_path / "x.json").read_text())
-    assert record["command"] == "python -m benchmarks.x --model model --peer-command 'python run.py {model}'"
-    assert (record["limit"], record["value"], record["machine"]["cores"] > 0) == ("the limit", 1, True)
+    assert (
+        record["command"]
+        == "python -m benchmarks.x --model model --peer-command 'python run.py {model}'"
+    )
+    assert (record["limit"], record["value"], record["machine"]["cores"] > 0) == (
+        "the limit",
+        1,
+        True,
+    )
     assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{7,}\+?", record["commit"])
     assert json.loads(capsys.readouterr().out) == record
 

@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_check_common, gpu_check_engine, gpu_check_numerics, gpu_check_speed
+from benchmarks import (
+    gpu_check,
+    gpu_check_common,
+    gpu_check_engine,
+    gpu_check_numerics,
+    gpu_check_speed,
+)
 from benchmarks.gpu_check_common import Check, attention_of
 from benchmarks.gpu_check_process import Section, run_section
 from kernels.gpu import attention as gpu_attention
@@ -41,7 +47,9 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
     out = tmp_path / "gpu_check.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--small", "--out", str(out)]
     environment = os.environ | ({} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
     assert list(record["sections"]) == list(gpu_check.SECTIONS)
@@ -58,7 +66,9 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
 def test_memory_that_a_kernel_leaves_as_it_was_holds_no_number(dtype: torch.dtype) -> None:
     with gpu_check_numerics.poisoned():
         assert torch.empty(100, dtype=dtype, device=DEVICE).isnan().all()
-        assert (torch.empty(100, dtype=torch.int64, device=DEVICE) == torch.iinfo(torch.int64).max).all()
+        assert (
+            torch.empty(100, dtype=torch.int64, device=DEVICE) == torch.iinfo(torch.int64).max
+        ).all()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -79,9 +89,13 @@ def stores_everywhere(*args: Any) -> torch.Tensor:
     return q_THD
 
 
-def reads_too_far(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: Any, scale: float) -> Any:
+def reads_too_far(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: Any, scale: float
+) -> Any:
     """The last token of each row sees one more."""
-    return TRITON.paged_attention(q, k_cache, v_cache, dataclasses.replace(attn, seq_lens_B=attn.seq_lens_B + 1), scale)
+    return TRITON.paged_attention(
+        q, k_cache, v_cache, dataclasses.replace(attn, seq_lens_B=attn.seq_lens_B + 1), scale
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +103,15 @@ def reads_too_far(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     [
         (gpu_check_numerics.elementwise, {"rms_norm": off_by_a_hundredth(TRITON.rms_norm)}),
         (gpu_check_numerics.elementwise, {"silu_and_mul": unwritten(TRITON.silu_and_mul)}),
-        (gpu_check_numerics.elementwise, {"add_rms_norm": lambda x, r, w, eps: (TRITON.rms_norm(x + r, w, eps), x)}),
+        (
+            gpu_check_numerics.elementwise,
+            {"add_rms_norm": lambda x, r, w, eps: (TRITON.rms_norm(x + r, w, eps), x)},
+        ),
         (gpu_check_numerics.store, {"qk_norm_rope_store": stores_everywhere}),
-        (gpu_check_numerics.attention, {"paged_attention": off_by_a_hundredth(TRITON.paged_attention)}),
+        (
+            gpu_check_numerics.attention,
+            {"paged_attention": off_by_a_hundredth(TRITON.paged_attention)},
+        ),
         (gpu_check_numerics.attention, {"paged_attention": reads_too_far}),
     ],
 )
@@ -112,7 +132,9 @@ def test_batches_reach_every_way_of_launching_attention(
 
     class Recorder:
         def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **constants: launched.add((constants.get("TILE_M"), constants.get("SPLIT")))
+            return lambda *args, **constants: launched.add(
+                (constants.get("TILE_M"), constants.get("SPLIT"))
+            )
 
     for name in ("prefill_kernel", "decode_kernel", "combine_kernel"):
         monkeypatch.setattr(gpu_attention, name, Recorder())
@@ -121,7 +143,9 @@ def test_batches_reach_every_way_of_launching_attention(
     for seq_lens, query_lens in gpu_check_numerics._BATCHES.values():
         num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens)
         attn = attention_of(seq_lens, query_lens, torch.arange(num_blocks), block_size, DEVICE)
-        cache = torch.empty(num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        cache = torch.empty(
+            num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE
+        )
         q_THD = torch.empty(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
         gpu_attention.paged_attention(q_THD, cache, cache, attn, 1.0)
     prefill, combine, decode = {(64, None), (128, None)}, {(None, None)}, {(16, True)}
@@ -132,22 +156,39 @@ def test_batches_reach_every_way_of_launching_attention(
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("row_best", lambda logits: (lambda best: (best[0], best[1] + 1, best[2]))(TRITON.sampling.row_best(logits))),
+        (
+            "row_best",
+            lambda logits: (lambda best: (best[0], best[1] + 1, best[2]))(
+                TRITON.sampling.row_best(logits)
+            ),
+        ),
         ("list_nearest", lambda gaps, k, most: TRITON.sampling.list_nearest(gaps, k, most) + 1),
         ("gap_histogram", lambda *args: TRITON.sampling.gap_histogram(*args) * 2),
         ("block_weights", lambda gaps, limit: TRITON.sampling.block_weights(gaps, limit - 1.0)),
-        ("pick_column", lambda gaps, limit, sums, index: TRITON.sampling.pick_column(gaps, limit, sums, index + 1)),
-        ("draw_index", lambda seeds, places, kept, rank: TRITON.sampling.draw_index(seeds, places, kept, rank + 1)),
+        (
+            "pick_column",
+            lambda gaps, limit, sums, index: TRITON.sampling.pick_column(
+                gaps, limit, sums, index + 1
+            ),
+        ),
+        (
+            "draw_index",
+            lambda seeds, places, kept, rank: TRITON.sampling.draw_index(
+                seeds, places, kept, rank + 1
+            ),
+        ),
     ],
 )
 def test_wrong_sampling_does_not_pass(name: str, wrong: Callable[..., Any]) -> None:
     gaps = gpu_check_numerics._gap_rows(small(), gpu_check_numerics._logits(small(), "ties", 140))
     part = {
-        "row_best": gpu_check_numerics._same_best, "list_nearest": gpu_check_numerics._same_lists,
-        "gap_histogram": gpu_check_numerics._same_histograms, "block_weights": gpu_check_numerics._same_weights,
+        "row_best": gpu_check_numerics._same_best,
+        "list_nearest": gpu_check_numerics._same_lists,
+        "gap_histogram": gpu_check_numerics._same_histograms,
+        "block_weights": gpu_check_numerics._same_weights,
         "pick_column": gpu_check_numerics._same_picks,
         "draw_index": lambda kernels, gaps: gpu_check_numerics._same_draws(small(), kernels),
-    }[name]  # fmt: skip
+    }[name]
     assert not part(Replaced(TRITON.sampling, **{name: wrong}), gaps)["passed"]
 
 
@@ -156,12 +197,17 @@ def test_backend_with_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(backend, "TRITON_KERNELS", wrong)
     check = small(wrong)
     gpu_check_engine.tokens(check)
-    assert "float32 triton eager" in {row["name"] for row in check.rows if not row.get("passed", True)}
+    assert "float32 triton eager" in {
+        row["name"] for row in check.rows if not row.get("passed", True)
+    }
 
 
 def test_tokens_of_16_bits_must_begin_as_those_of_the_reference() -> None:
     outputs: dict[str, list[list[int]]] = {}
-    rows = [gpu_check_engine._compare(small(), outputs, name, "bfloat16", "reference", True) for name in ("a", "b")]
+    rows = [
+        gpu_check_engine._compare(small(), outputs, name, "bfloat16", "reference", True)
+        for name in ("a", "b")
+    ]
     assert all(row["passed"] and row["equal"] == 1 for row in rows)
     outputs["a"] = [[token + 1 for token in output] for output in outputs["a"]]
     row = gpu_check_engine._compare(small(), outputs, "b", "bfloat16", "reference", True)
@@ -175,7 +221,8 @@ def test_tokens_through_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("workers.worker.find_kernels", lambda config: gpu.recordable(TRITON))
     outputs: dict[str, list[list[int]]] = {}
     rows = [
-        gpu_check_engine._compare(small(), outputs, str(eager), "float32", "triton", eager) for eager in (True, False)
+        gpu_check_engine._compare(small(), outputs, str(eager), "float32", "triton", eager)
+        for eager in (True, False)
     ]
     assert all(row["passed"] for row in rows) and len(outputs) == 2
     assert sum(graph.num_replays for graph in gpu.graphs) > 0
@@ -218,14 +265,21 @@ def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why(tmp_path: 
         raise RuntimeError("no such device")
 
     section = section_of(part, slow, 0.2)
-    assert [row["name"] for row in section["rows"]] == ["first"] and "out of time" in section["ended_early"]
+    assert [row["name"] for row in section["rows"]] == ["first"] and "out of time" in section[
+        "ended_early"
+    ]
     section = section_of(part, broken, 5.0)
-    assert (section["failed"], section["ended_early"]) == (["raises"], "RuntimeError: no such device")
+    assert (section["failed"], section["ended_early"]) == (
+        ["raises"],
+        "RuntimeError: no such device",
+    )
     assert "KeyError" in section["rows"][0]["error"] and section["rows"][1]["passed"]
     assert "raises" in gpu_check.table({"broken": section}, brief=True)
 
 
-def test_end_of_time_that_a_destructor_swallows_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_time_that_a_destructor_swallows_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow:
         def __del__(self) -> None:
             time.sleep(0.5)
@@ -277,23 +331,34 @@ def test_process_that_dies_or_hangs_keeps_its_rows_and_the_next_sections_run(
 
     def command(name: str, part: Path, until_s: float) -> list[str]:
         known.append(list(json.loads(out.read_text())["sections"]) if out.exists() else [])
-        return [sys.executable, "-c", SECTION.format(ending=ENDINGS[name]), str(part), str(until_s + 60)]
+        return [
+            sys.executable,
+            "-c",
+            SECTION.format(ending=ENDINGS[name]),
+            str(part),
+            str(until_s + 60),
+        ]
 
     record: dict[str, Any] = {"sections": {}}
     gpu_check.run_sections(record, dict.fromkeys(ENDINGS, 5.0), out, command)
     sections = json.loads(out.read_text())["sections"]
     assert known == [list(ENDINGS)[:place] for place in range(len(ENDINGS))]
     assert {name: section["ended_early"] for name, section in sections.items()} == {
-        "killed": "SIGKILL", "stopped": "hung and was killed", "left": "exit code 3: cannot go on",
-        "silent": "has not ended", "fine": None,
-    }  # fmt: skip
+        "killed": "SIGKILL",
+        "stopped": "hung and was killed",
+        "left": "exit code 3: cannot go on",
+        "silent": "has not ended",
+        "fine": None,
+    }
     rows = {name: [row["name"] for row in section["rows"]] for name, section in sections.items()}
     assert rows == {name: ["first"] for name in ENDINGS} | {"fine": ["first", "last"]}
     assert "cannot go on" in capfd.readouterr().err and list(out.parent.iterdir()) == [out]
 
 
 def test_section_that_never_starts_says_so(tmp_path: Path) -> None:
-    (tmp_path / "out_part.json").write_text('{"rows": [{"name": "of another"}], "failed": [], "ended_early": null}')
+    (tmp_path / "out_part.json").write_text(
+        '{"rows": [{"name": "of another"}], "failed": [], "ended_early": null}'
+    )
     command = [sys.executable, "-c", "raise SystemExit('no such module')"]
     record: dict[str, Any] = {"sections": {}}
     gpu_check.run_sections(record, {"speed": 30.0}, tmp_path / "out.json", lambda *_: command)

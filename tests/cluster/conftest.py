@@ -1,4 +1,6 @@
-"""What the tests with real actors share: a Ray that the "user" has started, a small checkpoint, one engine."""
+"""What the tests with real actors share: a Ray that the "user" has started, a small checkpoint, one
+engine.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,21 @@ import pytest
 
 from tests.checkpoints import Shape, make_checkpoint
 
-SHAPE = Shape(name="cluster", heads=8, kv_heads=2, head_dim=16, vocab=1003, tied=True, extra={"eos_token_id": 2})
-OPTIONS: dict[str, Any] = {"device": "cpu", "block_size": 4, "num_kv_blocks": 512, "max_num_seqs": 16}
+SHAPE = Shape(
+    name="cluster",
+    heads=8,
+    kv_heads=2,
+    head_dim=16,
+    vocab=1003,
+    tied=True,
+    extra={"eos_token_id": 2},
+)
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "num_kv_blocks": 512,
+    "max_num_seqs": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -32,13 +47,19 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def users_ray() -> Iterator[None]:
-    """Ray as a program starts it that uses it for other things, too. Its GPUs are numbers for it to hand out."""
+    """Ray as a program starts it that uses it for other things, too. Its GPUs are numbers for it to
+    hand out.
+    """
     import ray
 
     ray.init(
-        address="local", num_cpus=12, num_gpus=2, include_dashboard=False, log_to_driver=False,
+        address="local",
+        num_cpus=12,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
         logging_level=logging.ERROR,
-    )  # fmt: skip
+    )
     yield
     ray.shutdown()
 

@@ -14,14 +14,18 @@ def command_of(pid: int) -> str | None:
     """The command line of a living process; None for one that is gone or a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except (OSError, IndexError):
         return None
     return None if state == "Z" else command
 
 
 def family(session: int) -> set[int]:
-    """Living processes of a session: all that Ray starts stays in the one of the program that started it."""
+    """Living processes of a session: all that Ray starts stays in the one of the program that
+    started it.
+    """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
 

@@ -1,4 +1,6 @@
-"""The command line with an engine behind it, as a user runs it: real processes, real signals, what is left."""
+"""The command line with an engine behind it, as a user runs it: real processes, real signals, what
+is left.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from configs.paths import CHECKOUT
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 
+pytestmark = pytest.mark.engine
+
 LIMIT_S = 90.0
 Run = subprocess.Popen[str]
 
@@ -28,9 +32,15 @@ Run = subprocess.Popen[str]
 def start(*args: str | Path, env: dict[str, str] | None = None) -> Run:
     command = [sys.executable, "launch.py", "generate", *map(str, args)]
     return subprocess.Popen(
-        command, cwd=CHECKOUT, env=os.environ | (env or {}), start_new_session=True, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | (env or {}),
+        start_new_session=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(run: Run) -> tuple[int, str, str]:
@@ -56,18 +66,28 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
     small_model: SmallModel, requests: Path, tmp_path: Path
 ) -> None:
     outputs = [tmp_path / f"out{i}.jsonl" for i in range(2)]
-    runs = [start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path) for path in outputs]
+    runs = [
+        start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path)
+        for path in outputs
+    ]
     for run in runs:
         code, _, err = finish(run)
         assert code == 0, err
         assert re.search(r"3 requests in .* tokens/s", err) and "kernels: cpu" in err
-    first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in outputs)
+    first, second = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in outputs
+    )
     assert first == second
     assert [line["index"] for line in first] == [0, 1, 2]
     assert [len(line["token_ids"]) for line in first[0]["outputs"]] == [4, 4]
     assert set(first[1]) == {
-        "index", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens"
-    }  # fmt: skip
+        "index",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "num_prompt_tokens",
+        "num_cached_tokens",
+    }
     assert first[1]["num_prompt_tokens"] == 20 and first[1]["finish_reason"] == "length"
     assert first[1]["token_ids"] == first[2]["token_ids"]
 
@@ -92,13 +112,21 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
     else:
         run.send_signal(number)
     code, _, err = finish(run)
-    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0 - (time.monotonic() - began))
+    wait_until(
+        lambda: not family(run.pid),
+        "the end of all our processes",
+        5.0 - (time.monotonic() - began),
+    )
     assert code == 130 and "Traceback" not in err
 
 
 @pytest.mark.parametrize("delay_s", [2.5, 5.0])
-def test_ctrl_c_during_start_leaves_nothing(small_model: SmallModel, requests: Path, delay_s: float) -> None:
-    """A start of Ray that is under way is finished first, so this takes longer on a busy machine."""
+def test_ctrl_c_during_start_leaves_nothing(
+    small_model: SmallModel, requests: Path, delay_s: float
+) -> None:
+    """A start of Ray that is under way is finished first, so this takes longer on a busy
+    machine.
+    """
     run = start("--model", small_model.path, "--tp", "2", "--input", requests)
     time.sleep(delay_s)
     os.killpg(run.pid, signal.SIGINT)
@@ -107,28 +135,52 @@ def test_ctrl_c_during_start_leaves_nothing(small_model: SmallModel, requests: P
     wait_until(lambda: not family(run.pid), "the end of all our processes", 10.0)
 
 
-def test_a_ray_address_to_nowhere_is_refused_at_once(small_model: SmallModel, requests: Path) -> None:
+def test_a_ray_address_to_nowhere_is_refused_at_once(
+    small_model: SmallModel, requests: Path
+) -> None:
     began = time.monotonic()
-    run = start("--model", small_model.path, "--input", requests, env={"RAY_ADDRESS": "127.0.0.1:1"})
+    run = start(
+        "--model", small_model.path, "--input", requests, env={"RAY_ADDRESS": "127.0.0.1:1"}
+    )
     code, _, err = finish(run)
-    assert code == 2 and "nothing listens at the Ray address '127.0.0.1:1'" in err and "Traceback" not in err
+    assert (
+        code == 2
+        and "nothing listens at the Ray address '127.0.0.1:1'" in err
+        and "Traceback" not in err
+    )
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("length", [120, 300])
-def test_a_folder_in_which_ray_cannot_start_is_refused(small_model: SmallModel, requests: Path, length: int) -> None:
+def test_a_folder_in_which_ray_cannot_start_is_refused(
+    small_model: SmallModel, requests: Path, length: int
+) -> None:
     """120 letters are too long for a socket, 300 for a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run = start("--model", small_model.path, "--input", requests, env={"RAY_TMPDIR": f"{folder}/{'l' * length}"})
+        run = start(
+            "--model",
+            small_model.path,
+            "--input",
+            requests,
+            env={"RAY_TMPDIR": f"{folder}/{'l' * length}"},
+        )
         code, _, err = finish(run)
-    assert code == 2 and "cannot start a local Ray: " in err and "RAY_TMPDIR" in err and "Traceback" not in err
+    assert (
+        code == 2
+        and "cannot start a local Ray: " in err
+        and "RAY_TMPDIR" in err
+        and "Traceback" not in err
+    )
     wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--num-kv-blocks", "4", "--block-size", "4"], "line 2: the prompt has 20 tokens; at most 15 .*KV cache"),
+        (
+            ["--num-kv-blocks", "4", "--block-size", "4"],
+            "line 2: the prompt has 20 tokens; at most 15 .*KV cache",
+        ),
         (["--max-model-len", "12"], "line 2: the prompt has 20 tokens; at most 11 .*max_model_len"),
     ],
 )
@@ -144,15 +196,28 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
 
 @pytest.fixture(params=["token", "disabled"])
 def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A Ray cluster of `ray start` with one CPU, with and without token authentication; its address."""
+    """A Ray cluster of `ray start` with one CPU, with and without token authentication; its
+    address.
+    """
     ray = Path(sys.executable).with_name("ray")
-    folder = tempfile.mkdtemp(prefix="ray")  # a record of this cluster in Ray's own folder would draw others to it
+    folder = tempfile.mkdtemp(
+        prefix="ray"
+    )  # a record of this cluster in Ray's own folder would draw others to it
     command = [
-        str(ray), "start", "--head", "--num-cpus=1", "--port=0", "--include-dashboard=false", "--block",
-        "--disable-usage-stats", f"--temp-dir={folder}",
-    ]  # fmt: skip
+        str(ray),
+        "start",
+        "--head",
+        "--num-cpus=1",
+        "--port=0",
+        "--include-dashboard=false",
+        "--block",
+        "--disable-usage-stats",
+        f"--temp-dir={folder}",
+    ]
     env = os.environ | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
-    subprocess.run([str(ray), "get-auth-token", "--generate"], check=True, capture_output=True, timeout=30)
+    subprocess.run(
+        [str(ray), "get-auth-token", "--generate"], check=True, capture_output=True, timeout=30
+    )
     with (tmp_path / "ray.log").open("w") as log:
         cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     found: list[str] = []
@@ -172,7 +237,16 @@ def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
 def test_a_running_cluster_with_too_few_cpus_is_refused(
     one_cpu_cluster: str, small_model: SmallModel, requests: Path
 ) -> None:
-    run = start("--model", small_model.path, "--tp", "2", "--input", requests, "--ray-address", one_cpu_cluster)
+    run = start(
+        "--model",
+        small_model.path,
+        "--tp",
+        "2",
+        "--input",
+        requests,
+        "--ray-address",
+        one_cpu_cluster,
+    )
     code, out, err = finish(run)
     assert code == 2 and out == "" and "Traceback" not in err
     assert re.search(r"tensor_parallel_size 2: needed 2 CPU; nodes have \[.*1 CPU", err), err
@@ -181,7 +255,10 @@ def test_a_running_cluster_with_too_few_cpus_is_refused(
 
 PROGRAM = """
 import asyncio, ray, sys
-ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(
+    address="local", num_cpus=3, include_dashboard=False, log_to_driver=False,
+    logging_level="error",
+)
 from cluster import LLM, SamplingParams
 
 async def main():
@@ -196,10 +273,16 @@ print("still initialized:", ray.is_initialized(), ray.get(ray.remote(lambda: 7).
 """
 
 
-def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(small_model: SmallModel) -> None:
+def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(
+    small_model: SmallModel,
+) -> None:
     program = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(small_model.path)], cwd=CHECKOUT, capture_output=True, text=True,
-        timeout=LIMIT_S, env=os.environ | {"RAY_AUTH_MODE": ""},
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM, str(small_model.path)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | {"RAY_AUTH_MODE": ""},
+    )
     assert program.returncode == 0, program.stderr
     assert program.stdout.splitlines() == ["5 5", "still initialized: True 7"]

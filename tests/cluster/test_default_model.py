@@ -1,4 +1,6 @@
-"""The model that ships with the project answers what it was never shown, through the whole engine at tp 2."""
+"""The model that ships with the project answers what it was never shown, through the whole engine
+at tp 2.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ import pytest
 from cluster import LLM, SamplingParams
 from configs.paths import DEFAULT_MODEL_DIR
 
+pytestmark = pytest.mark.engine
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 NEEDED = 0.95
 PREAMBLE_TOKENS = 300
@@ -20,7 +24,9 @@ PREAMBLE_TOKENS = 300
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
     """The training script, which says what was held out. Importing it trains nothing."""
-    spec = importlib.util.spec_from_file_location("train_default_model", DEFAULT_MODEL_DIR / "train.py")
+    spec = importlib.util.spec_from_file_location(
+        "train_default_model", DEFAULT_MODEL_DIR / "train.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     import sys
@@ -36,7 +42,9 @@ def default_llm(users_ray: None) -> Iterator[LLM]:
         yield engine
 
 
-def share_right(llm: LLM, training: ModuleType, before: list[dict[str, str]]) -> tuple[float, list[Any]]:
+def share_right(
+    llm: LLM, training: ModuleType, before: list[dict[str, str]]
+) -> tuple[float, list[Any]]:
     sums = training.held_out_sums()
     chats = [[*before, {"role": "user", "content": training.sum_question(a, b)}] for a, b in sums]
     outputs = llm.chat(chats, GREEDY)
@@ -51,15 +59,24 @@ def test_held_out_sums_asked_alone(default_llm: LLM, training: ModuleType) -> No
     assert {o.finish_reason for o in outputs} == {"stop"}
 
 
-def test_held_out_sums_after_a_shared_preamble_from_the_prefix_cache(default_llm: LLM, training: ModuleType) -> None:
+def test_held_out_sums_after_a_shared_preamble_from_the_prefix_cache(
+    default_llm: LLM, training: ModuleType
+) -> None:
     from transformers import AutoTokenizer
 
-    before = training.preamble(PREAMBLE_TOKENS, AutoTokenizer.from_pretrained(str(DEFAULT_MODEL_DIR)))
+    before = training.preamble(
+        PREAMBLE_TOKENS, AutoTokenizer.from_pretrained(str(DEFAULT_MODEL_DIR))
+    )
     share, outputs = share_right(default_llm, training, before)
     cached = [o.num_cached_tokens for o in outputs]
-    print(f"held-out sums after {len(outputs[0].prompt_token_ids)} tokens: {share:.1%}, cached {sum(cached)}")
+    print(
+        f"held-out sums after {len(outputs[0].prompt_token_ids)} tokens: {share:.1%}, cached"
+        f" {sum(cached)}"
+    )
     assert len(outputs[0].prompt_token_ids) >= PREAMBLE_TOKENS
-    assert sum(c >= PREAMBLE_TOKENS // 2 for c in cached) >= len(cached) - 1, "all but the first find the preamble"
+    assert sum(c >= PREAMBLE_TOKENS // 2 for c in cached) >= len(cached) - 1, (
+        "all but the first find the preamble"
+    )
     assert share >= NEEDED
 
 
@@ -68,6 +85,8 @@ def test_text_streams_and_stop_strings_end_it(default_llm: LLM) -> None:
     whole = default_llm.generate(messages, GREEDY)[0]
     assert "Wednesday" in whole.text
     assert "".join(chunk.text for chunk in default_llm.stream(messages, GREEDY)) == whole.text
-    cut = default_llm.generate(messages, SamplingParams(temperature=0.0, max_tokens=24, stop="nes"))[0]
+    cut = default_llm.generate(
+        messages, SamplingParams(temperature=0.0, max_tokens=24, stop="nes")
+    )[0]
     assert (cut.text, cut.finish_reason) == (whole.text.split("nes")[0], "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]

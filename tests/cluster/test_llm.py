@@ -1,4 +1,6 @@
-"""`LLM` over real Ray actors: outputs, streams, aborts, event loops, and what is left afterwards."""
+"""`LLM` over real Ray actors: outputs, streams, aborts, event loops, and what is left
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from tests.cluster.conftest import OPTIONS, SmallModel
 from tests.cluster.processes import OURS, processes, wait_until
 from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, prompts
 
+pytestmark = pytest.mark.engine
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True)
 
@@ -31,8 +35,15 @@ def test_greedy_tokens_of_real_actors_equal_transformers(llm: LLM, small_model: 
     check_against_transformers(small_model.model, llm.generate(prompts(), GREEDY))
 
 
-def test_four_ranks_with_a_tight_cache_equal_transformers(users_ray: None, small_model: SmallModel) -> None:
-    options = OPTIONS | {"num_kv_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 9, "num_steps_ahead": 1}
+def test_four_ranks_with_a_tight_cache_equal_transformers(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    options = OPTIONS | {
+        "num_kv_blocks": 24,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 9,
+        "num_steps_ahead": 1,
+    }
     with LLM(small_model.path, tensor_parallel_size=4, **options) as engine:
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
         stats = engine.stats()
@@ -42,9 +53,15 @@ def test_four_ranks_with_a_tight_cache_equal_transformers(users_ray: None, small
 def test_triton_kernels_on_two_ranks_equal_transformers(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's interpreter: the same kernels, layers and plans as on GPUs, with everything on."""
+    """In Triton's interpreter: the same kernels, layers and plans as on GPUs, with everything
+    on.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = OPTIONS | {"attention_backend": "triton", "max_num_seqs": 6, "max_num_batched_tokens": 40}
+    options = OPTIONS | {
+        "attention_backend": "triton",
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 40,
+    }
     with LLM(small_model.path, tensor_parallel_size=2, dtype="float32", **options) as engine:
         assert "kernels: triton" in engine.report.lines
         check_against_transformers(small_model.model, engine.generate(prompts(), GREEDY))
@@ -52,7 +69,9 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_engine_on_gpus_equals_transformers(users_ray: None, small_model: SmallModel, tp: int) -> None:
+def test_engine_on_gpus_equals_transformers(
+    users_ray: None, small_model: SmallModel, tp: int
+) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
     options = OPTIONS | {"device": "cuda", "max_num_seqs": 6, "max_num_batched_tokens": 40}
@@ -64,10 +83,15 @@ def test_engine_on_gpus_equals_transformers(users_ray: None, small_model: SmallM
 def test_waiting_for_each_result_gives_the_same_tokens_as_running_ahead(
     llm: LLM, users_ray: None, small_model: SmallModel
 ) -> None:
-    params = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20) for i in range(len(prompts()))]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20)
+        for i in range(len(prompts()))
+    ]
     ahead = llm.generate(prompts(), params)
     with LLM(small_model.path, tensor_parallel_size=1, num_steps_ahead=0, **OPTIONS) as waiting:
-        assert [o.token_ids for o in waiting.generate(prompts(), params)] == [o.token_ids for o in ahead]
+        assert [o.token_ids for o in waiting.generate(prompts(), params)] == [
+            o.token_ids for o in ahead
+        ]
 
 
 def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens(llm: LLM) -> None:
@@ -93,7 +117,9 @@ def test_n_outputs_differ_and_repeat_with_the_seed(llm: LLM) -> None:
 
 
 def test_logprobs_come_with_every_token(llm: LLM) -> None:
-    output = llm.generate([1, 2, 3], SamplingParams(temperature=0.0, logprobs=2, max_tokens=5, ignore_eos=True))[0]
+    output = llm.generate(
+        [1, 2, 3], SamplingParams(temperature=0.0, logprobs=2, max_tokens=5, ignore_eos=True)
+    )[0]
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None and len(logprobs) == 5
     for token, entry in zip(output.token_ids, logprobs, strict=True):
@@ -105,7 +131,9 @@ def test_end_of_sequence_ids_stop_unless_ignored(llm: LLM) -> None:
     bias = {2: 100.0}
     stopped = llm.generate([5, 6], SamplingParams(logit_bias=bias, max_tokens=8))[0]
     assert (stopped.token_ids, stopped.finish_reason) == ([2], "stop")
-    ignored = llm.generate([5, 6], SamplingParams(logit_bias=bias, max_tokens=8, ignore_eos=True))[0]
+    ignored = llm.generate([5, 6], SamplingParams(logit_bias=bias, max_tokens=8, ignore_eos=True))[
+        0
+    ]
     assert (len(ignored.token_ids), ignored.finish_reason) == (8, "length")
 
 
@@ -132,9 +160,13 @@ def test_a_stream_and_a_check_refuse_parameters_that_are_a_dict(llm: LLM) -> Non
         await anext(llm.astream([1, 2], params))
 
     for use in (lambda: next(llm.stream([1, 2], params)), lambda: asyncio.run(stream())):
-        with pytest.raises(RequestError, match="a SamplingParams or a list with one per prompt, got dict"):
+        with pytest.raises(
+            RequestError, match="a SamplingParams or a list with one per prompt, got dict"
+        ):
             use()
-    with pytest.raises(RequestError, match="a SamplingParams or a list with one per prompt, got dict"):
+    with pytest.raises(
+        RequestError, match="a SamplingParams or a list with one per prompt, got dict"
+    ):
         llm.check_prompt([1, 2], params)
 
 
@@ -179,7 +211,9 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("cluster.client.frontend.call", interrupt)
-        llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))  # too large to go inline
+        llm.generate(
+            [[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1)
+        )  # too large to go inline
     ray.get(submitted[0])
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 
@@ -211,16 +245,22 @@ def test_cancelling_an_async_call_frees_its_blocks(llm: LLM) -> None:
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 
 
-def test_a_frontend_that_stops_polling_has_its_requests_aborted(users_ray: None, small_model: SmallModel) -> None:
+def test_a_frontend_that_stops_polling_has_its_requests_aborted(
+    users_ray: None, small_model: SmallModel
+) -> None:
     with LLM(small_model.path, frontend_timeout_s=1.0, **OPTIONS) as engine:
         params = SamplingParams(max_tokens=240, ignore_eos=True)
         silent = engine.client.builder.build(list(range(8)), params, lambda _: None)
         ray.get(engine._engine.driver.submit.remote("silent", silent.requests))
-        wait_until(lambda: engine.stats().num_waiting + engine.stats().num_running == 0, "the abort", 8.0)
+        wait_until(
+            lambda: engine.stats().num_waiting + engine.stats().num_running == 0, "the abort", 8.0
+        )
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(users_ray: None, small_model: SmallModel) -> None:
+def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
+    users_ray: None, small_model: SmallModel
+) -> None:
     before = processes(*OURS)
     engine = LLM(small_model.path, tensor_parallel_size=2, **OPTIONS)
     assert len(processes(*OURS) - before) == 3
@@ -282,13 +322,17 @@ def test_a_rank_that_dies_ends_requests_with_an_error_and_nothing_hangs(
         assert time.monotonic() - began < 10
 
 
-def test_a_failed_start_names_the_rank_and_leaves_no_actor(users_ray: None, small_model: SmallModel) -> None:
+def test_a_failed_start_names_the_rank_and_leaves_no_actor(
+    users_ray: None, small_model: SmallModel
+) -> None:
     before = processes(*OURS)
     with pytest.raises((ConfigError, WorkerError), match="block"):
         LLM(small_model.path, device="cpu", kv_cache_bytes=10, tensor_parallel_size=2)
     wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)
 
 
-def test_a_start_that_takes_too_long_names_the_ranks(users_ray: None, small_model: SmallModel) -> None:
+def test_a_start_that_takes_too_long_names_the_ranks(
+    users_ray: None, small_model: SmallModel
+) -> None:
     with pytest.raises(WorkerError, match=r"did not start within 0.1 s: .*rank 0 .*rank 1 "):
         LLM(small_model.path, tensor_parallel_size=2, start_timeout_s=0.1, **OPTIONS)

@@ -14,10 +14,22 @@ from configs.model import ModelConfig
 from scheduler.errors import ClientError, ConfigError
 
 LEAST = {
-    "tensor_parallel_size": 1, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1, "max_num_seqs": 1,
-    "max_num_batched_tokens": 1, "max_model_len": 2, "num_steps_ahead": 0, "seed": 0,
-}  # fmt: skip
-MOST = {"num_steps_ahead": 8, "max_num_seqs": 65536, "block_size": 2**20, "num_kv_blocks": 2**31 - 1}
+    "tensor_parallel_size": 1,
+    "block_size": 1,
+    "num_kv_blocks": 1,
+    "kv_cache_bytes": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 2,
+    "num_steps_ahead": 0,
+    "seed": 0,
+}
+MOST = {
+    "num_steps_ahead": 8,
+    "max_num_seqs": 65536,
+    "block_size": 2**20,
+    "num_kv_blocks": 2**31 - 1,
+}
 OPTIONAL = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {
@@ -30,10 +42,17 @@ CHOICES = {
 SMALL = {"max_num_seqs": 1}
 
 RAW: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
     "dtype": "bfloat16",
-}  # fmt: skip
+}
 
 
 def limits(name: str) -> str:
@@ -44,9 +63,15 @@ def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfi
     model = ModelConfig.from_dict(RAW | (raw or {}))
     dtypes = ("float32", "bfloat16")
     return resolve(
-        EngineConfig(**options), model, Path("/models/some"), "cpu", attention_backend="cpu", block_size=16,
-        dtypes=dtypes, fast_dtypes=dtypes,
-    )  # fmt: skip
+        EngineConfig(**options),
+        model,
+        Path("/models/some"),
+        "cpu",
+        attention_backend="cpu",
+        block_size=16,
+        dtypes=dtypes,
+        fast_dtypes=dtypes,
+    )
 
 
 # One field
@@ -59,7 +84,9 @@ def test_a_whole_number_at_its_least_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", LEAST)
 @pytest.mark.parametrize("kind", ["below", "text", "fraction", "bool"])
-def test_anything_but_a_whole_number_from_its_least_on_is_refused_by_name(name: str, kind: str) -> None:
+def test_anything_but_a_whole_number_from_its_least_on_is_refused_by_name(
+    name: str, kind: str
+) -> None:
     value: Any = {"below": LEAST[name] - 1, "text": "8", "fraction": 8.0, "bool": True}[kind]
     with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got"):
         EngineConfig.from_dict(SMALL | {name: value})
@@ -68,7 +95,9 @@ def test_anything_but_a_whole_number_from_its_least_on_is_refused_by_name(name: 
 @pytest.mark.parametrize("name", MOST)
 def test_a_whole_number_is_accepted_up_to_its_most_and_refused_beyond(name: str) -> None:
     assert getattr(EngineConfig.from_dict({name: MOST[name]}), name) == MOST[name]
-    with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got {MOST[name] + 1}"):
+    with pytest.raises(
+        ConfigError, match=f"^{name} must be a whole number {limits(name)}, got {MOST[name] + 1}"
+    ):
         EngineConfig.from_dict({name: MOST[name] + 1})
 
 
@@ -79,14 +108,18 @@ def test_none_is_accepted_where_it_means_chosen_for_you(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in OPTIONAL])
 def test_none_is_refused_where_it_means_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be a whole number {limits(name)}, got None"):
+    with pytest.raises(
+        ConfigError, match=f"^{name} must be a whole number {limits(name)}, got None"
+    ):
         EngineConfig.from_dict({name: None})
 
 
 @pytest.mark.parametrize("name", SECONDS)
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 86401, 1e10, "5", None, True])
 def test_a_time_must_be_a_number_above_zero_and_at_most_a_day(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be above 0 and at most 86400 seconds, got"):
+    with pytest.raises(
+        ConfigError, match=f"^{name} must be above 0 and at most 86400 seconds, got"
+    ):
         EngineConfig.from_dict({name: value})
 
 
@@ -107,7 +140,9 @@ def test_gpu_memory_utilization_within_its_range_is_accepted(value: float) -> No
     assert EngineConfig(gpu_memory_utilization=value).gpu_memory_utilization == value
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in CHOICES.items() for value in values]
+)
 def test_every_choice_is_accepted(name: str, value: str) -> None:
     assert getattr(EngineConfig.from_dict({name: value}), name) == value
 
@@ -115,7 +150,9 @@ def test_every_choice_is_accepted(name: str, value: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", ["tpu", "", "CPU", None, 1])
 def test_a_wrong_choice_is_refused_with_the_possible_ones(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} must be one of {', '.join(CHOICES[name])}, got {value!r}"):
+    with pytest.raises(
+        ConfigError, match=rf"^{name} must be one of {', '.join(CHOICES[name])}, got {value!r}"
+    ):
         EngineConfig.from_dict({name: value})
 
 
@@ -128,7 +165,9 @@ def test_the_defaults_are_valid_and_name_a_model() -> None:
 
 
 def test_more_sequences_than_tokens_in_a_step_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens 16 is below max_num_seqs 17.*raise .* or lower"):
+    with pytest.raises(
+        ConfigError, match=r"max_num_batched_tokens 16 is below max_num_seqs 17.*raise .* or lower"
+    ):
         EngineConfig(max_num_batched_tokens=16, max_num_seqs=17)
 
 
@@ -137,12 +176,19 @@ def test_as_many_sequences_as_tokens_in_a_step_are_accepted() -> None:
 
 
 def test_an_unknown_option_is_refused_by_name_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown engine option 'max_num_seq'; known are model, .*max_num_seqs"):
+    with pytest.raises(
+        ConfigError, match=r"unknown engine option 'max_num_seq'; known are model, .*max_num_seqs"
+    ):
         EngineConfig.from_dict({"max_num_seq": 8})
 
 
 def test_a_dictionary_of_options_gives_the_config_of_the_same_keywords() -> None:
-    options: dict[str, Any] = {"model": "m", "tensor_parallel_size": 4, "dtype": "float32", "max_model_len": 100}
+    options: dict[str, Any] = {
+        "model": "m",
+        "tensor_parallel_size": 4,
+        "dtype": "float32",
+        "max_model_len": 100,
+    }
     assert EngineConfig.from_dict(options) == EngineConfig(**options)
 
 
@@ -163,13 +209,22 @@ def test_a_config_error_is_the_callers_fault() -> None:
 def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     config = resolved()
     assert (config.max_model_len, config.dtype, config.block_size) == (1024, "bfloat16", 16)
-    assert (config.device, config.attention_backend, config.model_dir) == ("cpu", "cpu", "/models/some")
+    assert (config.device, config.attention_backend, config.model_dir) == (
+        "cpu",
+        "cpu",
+        "/models/some",
+    )
     assert config.max_num_batched_tokens == 256
-    assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, "every running sequence needs a token a step"
+    assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, (
+        "every running sequence needs a token a step"
+    )
 
 
 def test_a_dtype_the_kernels_lack_is_refused_with_the_possible_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'float16' is not possible on device 'cpu'.*possible are float32, bfloat16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'float16' is not possible on device 'cpu'.*possible are float32, bfloat16",
+    ):
         resolved(dtype="float16")
 
 
@@ -178,19 +233,34 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
     assert model.dtype == "bfloat16"
     for asked, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
         config = resolve(
-            EngineConfig(dtype=asked), model, Path("/models/some"), "cpu", attention_backend="cpu", block_size=16,
-            dtypes=("float32", "bfloat16"), fast_dtypes=("float32",),
-        )  # fmt: skip
+            EngineConfig(dtype=asked),
+            model,
+            Path("/models/some"),
+            "cpu",
+            attention_backend="cpu",
+            block_size=16,
+            dtypes=("float32", "bfloat16"),
+            fast_dtypes=("float32",),
+        )
         assert config.dtype == want
 
 
 def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> None:
     model = ModelConfig.from_dict(RAW | {"dtype": "float32"})
-    with pytest.raises(ConfigError, match=r"'float32' is not possible on device 'cuda'.*float16. Choose one of them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'float32' is not possible on device 'cuda'.*float16. Choose one of them",
+    ):
         resolve(
-            EngineConfig(), model, Path("/models/some"), "cuda", attention_backend="flash_attn", block_size=256,
-            dtypes=("bfloat16", "float16"), fast_dtypes=("bfloat16", "float16"),
-        )  # fmt: skip
+            EngineConfig(),
+            model,
+            Path("/models/some"),
+            "cuda",
+            attention_backend="flash_attn",
+            block_size=256,
+            dtypes=("bfloat16", "float16"),
+            fast_dtypes=("bfloat16", "float16"),
+        )
 
 
 def test_what_was_given_stands() -> None:
@@ -199,7 +269,9 @@ def test_what_was_given_stands() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "width"), [(31, 2), (32, 2), (33, 3)])
-def test_a_block_table_is_as_wide_as_the_longest_sequence_needs(max_model_len: int, width: int) -> None:
+def test_a_block_table_is_as_wide_as_the_longest_sequence_needs(
+    max_model_len: int, width: int
+) -> None:
     assert resolved(max_model_len=max_model_len, block_size=16).blocks_per_sequence == width
 
 
@@ -211,7 +283,8 @@ def test_a_size_that_splits_the_heads_is_accepted(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 5, 16])
 def test_a_size_that_does_not_split_the_model_is_refused_with_the_possible_ones(size: int) -> None:
     message = (
-        rf"tensor_parallel_size {size} does not split this model \(8 query heads, 2 KV heads, intermediate size 96\); "
+        rf"tensor_parallel_size {size} does not split this model \(8 query heads, 2 KV heads,"
+        r" intermediate size 96\); "
         r"possible are 1, 2, 4, 8$"
     )
     with pytest.raises(ConfigError, match=message):
@@ -224,7 +297,8 @@ def test_a_size_that_splits_heads_but_not_the_mlp_is_refused() -> None:
 
 
 def test_a_size_that_neither_splits_nor_replicates_the_kv_heads_is_refused() -> None:
-    # 12 query heads over 4 KV heads: 6 ranks divide the first, but 4 heads go neither into 6 nor 6 into 4.
+    # 12 query heads over 4 KV heads: 6 ranks divide the first, but 4 heads go neither into 6 nor 6
+    # into 4.
     shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
     with pytest.raises(ConfigError, match=r"possible are 1, 2, 4, 12$"):
         resolved(shape, tensor_parallel_size=6)
@@ -235,7 +309,10 @@ def test_the_longest_sequence_may_be_all_positions_of_the_checkpoint() -> None:
 
 
 def test_a_sequence_beyond_the_positions_of_the_checkpoint_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"^max_model_len 1025 is beyond the 1024 positions this checkpoint serves$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^max_model_len 1025 is beyond the 1024 positions this checkpoint serves$",
+    ):
         resolved(max_model_len=1025)
 
 
@@ -247,16 +324,34 @@ def test_a_checkpoint_of_very_many_positions_gets_a_limit_unless_asked_for_more(
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_scaling_extends_the_positions_by_its_factor(kind: str) -> None:
-    raw = {"rope_parameters": {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 1024}}
+    raw = {
+        "rope_parameters": {
+            "rope_type": kind,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        }
+    }
     assert resolved(raw).max_model_len == 4096
-    with pytest.raises(ConfigError, match=rf"beyond the 4096 positions this checkpoint serves \(rope scaling '{kind}'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"beyond the 4096 positions this checkpoint serves \(rope scaling '{kind}'",
+    ):
         resolved(raw, max_model_len=4097)
 
 
 def test_dynamic_scaling_is_served_to_the_original_length_only() -> None:
-    raw = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}}
+    raw = {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+        }
+    }
     assert resolved(raw).max_model_len == 512
-    with pytest.raises(ConfigError, match=r"beyond the 512 positions this checkpoint serves \(rope scaling 'dynamic'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"beyond the 512 positions this checkpoint serves \(rope scaling 'dynamic'",
+    ):
         resolved(raw, max_model_len=513)
 
 

@@ -1,4 +1,6 @@
-"""Reading `config.json` and `generation_config.json`: both spellings, and what is refused by name."""
+"""Reading `config.json` and `generation_config.json`: both spellings, and what is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,29 @@ from configs.model import ModelConfig, RopeConfig, read_generation_config, read_
 from scheduler.errors import ConfigError
 
 RAW: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": True, "eos_token_id": 7,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "dtype": "bfloat16",
-}  # fmt: skip
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "eos_token_id": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "dtype": "bfloat16",
+}
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 def read(**changes: Any) -> ModelConfig:
@@ -31,7 +50,9 @@ def without(*names: str) -> dict[str, Any]:
 
 
 def write(model_dir: Path, config: Any, generation: Any = None) -> Path:
-    (model_dir / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (model_dir / "config.json").write_text(
+        config if isinstance(config, str) else json.dumps(config)
+    )
     if generation is not None:
         (model_dir / "generation_config.json").write_text(json.dumps(generation))
     return model_dir
@@ -60,22 +81,48 @@ def test_every_field_is_read() -> None:
 
 
 def test_what_may_be_absent_gets_the_value_transformers_gives_it() -> None:
-    optional = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "rope_parameters", "dtype",
-                "rms_norm_eps", "eos_token_id", "max_position_embeddings")  # fmt: skip
+    optional = (
+        "num_key_value_heads",
+        "head_dim",
+        "tie_word_embeddings",
+        "attention_bias",
+        "rope_parameters",
+        "dtype",
+        "rms_norm_eps",
+        "eos_token_id",
+        "max_position_embeddings",
+    )
     config = ModelConfig.from_dict(without(*optional))
-    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (4, 16, 32768)
-    assert (config.tie_word_embeddings, config.attention_bias, config.rms_norm_eps) == (False, False, 1e-6)
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (
+        4,
+        16,
+        32768,
+    )
+    assert (config.tie_word_embeddings, config.attention_bias, config.rms_norm_eps) == (
+        False,
+        False,
+        1e-6,
+    )
     assert (config.rope, config.dtype, config.eos_token_ids) == (RopeConfig(), "float32", ())
 
 
 def test_the_old_spelling_of_a_plain_rope_reads_as_the_new_one() -> None:
-    old = without("rope_parameters", "dtype") | {"rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "bfloat16"}
+    old = without("rope_parameters", "dtype") | {
+        "rope_theta": 5000.0,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+    }
     assert ModelConfig.from_dict(old) == read()
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_the_old_spelling_of_a_scaled_rope_reads_as_the_new_one(key: str) -> None:
-    scaling = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16, "attention_factor": 1.25}
+    scaling = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 16,
+        "attention_factor": 1.25,
+    }
     new = read(rope_parameters=scaling | {"rope_type": "yarn", "rope_theta": 1e6})
     old = without("rope_parameters") | {"rope_theta": 1e6, "rope_scaling": scaling | {key: "yarn"}}
     assert ModelConfig.from_dict(old) == new
@@ -117,7 +164,9 @@ def test_possible_sizes_split_query_heads_kv_heads_and_mlp() -> None:
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_missing_key_is_named_with_the_file(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^some/config.json has no '{name}': is this a Qwen3 checkpoint\?$"):
+    with pytest.raises(
+        ConfigError, match=rf"^some/config.json has no '{name}': is this a Qwen3 checkpoint\?$"
+    ):
         ModelConfig.from_dict(without(name), "some/config.json")
 
 
@@ -142,7 +191,9 @@ def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
 
 
 def test_a_quantized_checkpoint_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantized checkpoints are not supported; use one in float32, bfloat16"):
+    with pytest.raises(
+        ConfigError, match="quantized checkpoints are not supported; use one in float32, bfloat16"
+    ):
         read(quantization_config={"quant_method": "fp8"})
 
 
@@ -150,7 +201,9 @@ def test_a_quantized_checkpoint_is_refused() -> None:
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_an_unknown_rope_scaling_is_refused_by_name(kind: str, spelling: str) -> None:
     changes = {spelling: {"rope_type": kind, "factor": 2.0}}
-    with pytest.raises(ConfigError, match=rf"rope scaling '{kind}' is not supported; possible are default, linear"):
+    with pytest.raises(
+        ConfigError, match=rf"rope scaling '{kind}' is not supported; possible are default, linear"
+    ):
         ModelConfig.from_dict(without("rope_parameters") | changes)
 
 
@@ -161,7 +214,9 @@ def test_a_scaling_without_factor_is_refused(kind: str) -> None:
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="dtype 'float8_e4m3fn' is not supported; possible are float32, bfloat16"):
+    with pytest.raises(
+        ConfigError, match="dtype 'float8_e4m3fn' is not supported; possible are float32, bfloat16"
+    ):
         read(dtype="float8_e4m3fn")
 
 
@@ -170,14 +225,22 @@ def test_a_model_without_heads_is_refused() -> None:
         ModelConfig.from_dict(without("head_dim") | {"num_attention_heads": 0})
 
 
-@pytest.mark.parametrize("name", [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "name", [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"]
+)
 def test_a_negative_size_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be at least 1, got -1"):
         read(**{name: -1})
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("vocab_size", "many"), ("hidden_size", None), ("rms_norm_eps", [1]), ("vocab_size", math.inf)]
+    ("name", "value"),
+    [
+        ("vocab_size", "many"),
+        ("hidden_size", None),
+        ("rms_norm_eps", [1]),
+        ("vocab_size", math.inf),
+    ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_the_file(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^config.json cannot be read: "):
@@ -205,10 +268,15 @@ def test_a_directory_is_read_with_its_file_named_in_errors(tmp_path: Path) -> No
 
 
 def test_end_of_sequence_ids_of_the_generation_config_win(tmp_path: Path) -> None:
-    assert ModelConfig.from_dir(write(tmp_path, RAW, {"eos_token_id": [9, 8]})).eos_token_ids == (9, 8)
+    assert ModelConfig.from_dir(write(tmp_path, RAW, {"eos_token_id": [9, 8]})).eos_token_ids == (
+        9,
+        8,
+    )
 
 
-def test_a_generation_config_without_end_of_sequence_ids_leaves_those_of_the_config(tmp_path: Path) -> None:
+def test_a_generation_config_without_end_of_sequence_ids_leaves_those_of_the_config(
+    tmp_path: Path,
+) -> None:
     assert ModelConfig.from_dir(write(tmp_path, RAW, {"temperature": 0.6})).eos_token_ids == (7,)
 
 
@@ -217,7 +285,10 @@ def test_a_directory_without_generation_config_has_an_empty_one(tmp_path: Path) 
 
 
 def test_a_directory_without_config_says_what_a_model_directory_holds(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist: a model directory holds config\.json and \*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config\.json does not exist: a model directory holds config\.json and \*",
+    ):
         ModelConfig.from_dir(tmp_path)
 
 

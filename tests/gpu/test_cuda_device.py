@@ -30,7 +30,9 @@ def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
 
 
 def test_nothing_but_wait_waits(device: CudaDevice) -> None:
-    """Behind a second of work: copies both ways return at once, and what they bring is right when waited for."""
+    """Behind a second of work: copies both ways return at once, and what they bring is right when
+    waited for.
+    """
     target = torch.zeros(8, dtype=torch.int32, device=device.torch)
 
     def steps() -> list[Any]:

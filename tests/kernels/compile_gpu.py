@@ -2,14 +2,15 @@
 
     python -m tests.kernels.compile_gpu [--table] [TEXT ...]
 
-One JSON line a case and chip, or a table; with TEXT, only cases with one of them in their names. Needs a process
-without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, which all that torch allocates is; an integer
-that is a multiple of 16 where it matters is written "i32:16" in a signature, as in Triton's own tools. What was
-compiled before comes from Triton's cache.
+One JSON line a case and chip, or a table; with TEXT, only cases with one of them in their names.
+Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, which all
+that torch allocates is; an integer that is a multiple of 16 where it matters is written "i32:16" in
+a signature, as in Triton's own tools. What was compiled before comes from Triton's cache.
 
-Registers and stack are read from the cubin. Registers spill to the stack: without one none did. Both ptxas and
-cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared memory is what Triton asks for at the launch;
-the 1024 bytes in cubins of sm_90 and later are the system's, beside what a block may ask for.
+Registers and stack are read from the cubin. Registers spill to the stack: without one none did.
+Both ptxas and cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared memory is
+what Triton asks for at the launch; the 1024 bytes in cubins of sm_90 and later are the system's,
+beside what a block may ask for.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _PROCESSES = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one case takes on one chip: registers a thread, bytes of stack a thread, bytes of shared memory a block."""
+    """What one case takes on one chip: registers a thread, bytes of stack a thread, bytes of shared
+    memory a block.
+    """
 
     name: str
     chip: int
@@ -63,7 +66,9 @@ def all_cases() -> dict[str, CompileCase]:
 
 def compile_case(name: str, chip: int) -> Compiled:
     case = all_cases()[name]
-    signature = {parameter: type_.removesuffix(":16") for parameter, type_ in case.signature.items()}
+    signature = {
+        parameter: type_.removesuffix(":16") for parameter, type_ in case.signature.items()
+    }
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, type_ in enumerate(case.signature.values())
@@ -76,13 +81,18 @@ def compile_case(name: str, chip: int) -> Compiled:
     )
     usage = _resource_usage(compiled.asm["cubin"])
     return Compiled(
-        name=name, chip=chip, registers=usage["REG"], stack_bytes=usage["STACK"],
+        name=name,
+        chip=chip,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"],
         shared_bytes=compiled.metadata.shared,
-    )  # fmt: skip
+    )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """As cuobjdump prints it, "REG:32 STACK:0 SHARED:0 LOCAL:0 ...", of the one function in the cubin."""
+    """As cuobjdump prints it, "REG:32 STACK:0 SHARED:0 LOCAL:0 ...", of the one function in the
+    cubin.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -101,11 +111,15 @@ def compile_all(names: list[str]) -> Iterator[Compiled]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the GPU kernels without a GPU.")
     parser.add_argument("text", nargs="*", help="only cases with one of these in their names")
-    parser.add_argument("--table", action="store_true", help="a readable table instead of JSON lines")
+    parser.add_argument(
+        "--table", action="store_true", help="a readable table instead of JSON lines"
+    )
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 is set: unset it, an interpreted kernel cannot be compiled")
-    names = [name for name in all_cases() if not args.text or any(text in name for text in args.text)]
+    names = [
+        name for name in all_cases() if not args.text or any(text in name for text in args.text)
+    ]
     if not names:
         sys.exit(f"no case has one of {args.text} in its name")
     if args.table:
@@ -113,8 +127,8 @@ def main() -> None:
     for compiled in compile_all(names):
         if args.table:
             print(
-                f"{compiled.name:48} {f'sm_{compiled.chip}':>6} {compiled.registers:9} {compiled.stack_bytes:6}"
-                f" {compiled.shared_bytes:7}"
+                f"{compiled.name:48} {f'sm_{compiled.chip}':>6} {compiled.registers:9}"
+                f" {compiled.stack_bytes:6} {compiled.shared_bytes:7}"
             )
         else:
             print(json.dumps(asdict(compiled)), flush=True)

@@ -1,11 +1,12 @@
-"""Stands in for the flash-attn libraries where there is none: their calls, held to their contract, in plain PyTorch.
+"""Stands in for the flash-attn libraries where there is none: their calls, held to their contract,
+in plain PyTorch.
 
-Names and defaults of arguments are those of flash_attn 2.8, of flash_attn_interface 3.0 and of fa3_fwd 0.0.3. What they
-check raises `RuntimeError` as theirs does; so does what they take on trust (that starts ascend to the last token, that
-bounds bound, that the blocks of a row lie in the cache), and what this project never asks for (dropout, windows and the
-like). Paged calls only. The answer is computed in float32.
-Legend: T tokens, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P block size, W blocks of a row,
-Q queries of a row, S tokens of a row.
+Names and defaults of arguments are those of flash_attn 2.8, of flash_attn_interface 3.0 and of
+fa3_fwd 0.0.3. What they check raises `RuntimeError` as theirs does; so does what they take on trust
+(that starts ascend to the last token, that bounds bound, that the blocks of a row lie in the
+cache), and what this project never asks for (dropout, windows and the like). Paged calls only. The
+answer is computed in float32. Legend: T tokens, B rows, H query heads, K KV heads, G = H / K, D
+head dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row.
 """
 
 from __future__ import annotations
@@ -39,82 +40,195 @@ def flash_attn_3(name: str, left_out: tuple[str, ...] = ()) -> dict[str, ModuleT
 
 
 def _varlen_2(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
-    softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
     block_table: Any = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     _require_unused(
-        dropout_p=dropout_p, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        deterministic=deterministic, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
     _check_queries_and_caches(q, k, v, num_dims=3, page_multiple=256)
     _check_starts("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q, "max_seqlen_q", q.device)
     num_rows = len(cu_seqlens_q) - 1
     _check_ints("cu_seqlens_k", cu_seqlens_k, (num_rows + 1,), q.device)
-    _check_starts("cu_seqlens_k", cu_seqlens_k, int(cu_seqlens_k[-1]), max_seqlen_k, "max_seqlen_k", q.device)
+    _check_starts(
+        "cu_seqlens_k", cu_seqlens_k, int(cu_seqlens_k[-1]), max_seqlen_k, "max_seqlen_k", q.device
+    )
     _check_table(block_table, cu_seqlens_k.diff(), k, q.device)
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, causal)
 
 
 def _with_kvcache_2(
-    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
-    cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
-    softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1), softcap: Any = 0.0,
-    rotary_interleaved: Any = True, alibi_slopes: Any = None, num_splits: Any = 0, return_softmax_lse: Any = False,
-) -> torch.Tensor:  # fmt: skip
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    rotary_interleaved: Any = True,
+    alibi_slopes: Any = None,
+    num_splits: Any = 0,
+    return_softmax_lse: Any = False,
+) -> torch.Tensor:
     _require_unused(
-        k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
         return_softmax_lse=return_softmax_lse,
-    )  # fmt: skip
+    )
     _require(type(num_splits) is int and 0 <= num_splits <= 128, "num_splits must be from 0 to 128")
     _check_queries_and_caches(q, k_cache, v_cache, num_dims=4, page_multiple=256)
     num_rows, query_len = q.shape[:2]
     _check_ints("cache_seqlens", cache_seqlens, (num_rows,), q.device)
     _check_table(block_table, cache_seqlens, k_cache, q.device)
     starts_B1 = torch.arange(num_rows + 1) * query_len
-    out = _attend(q.flatten(0, 1), k_cache, v_cache, starts_B1, cache_seqlens, block_table, softmax_scale, causal)
+    out = _attend(
+        q.flatten(0, 1),
+        k_cache,
+        v_cache,
+        starts_B1,
+        cache_seqlens,
+        block_table,
+        softmax_scale,
+        causal,
+    )
     return out.view(q.shape)
 
 
 def _varlen_3(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
-    seqused_q: Any = None, seqused_k: Any = None, softmax_scale: Any = None, causal: Any = False, qv: Any = None,
-    q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1),
-    attention_chunk: Any = 0, softcap: Any = 0.0, num_splits: Any = 1, pack_gqa: Any = None,
-    deterministic: Any = False, sm_margin: Any = 0, return_attn_probs: Any = False,
-) -> torch.Tensor:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: Any = 0,
+    softcap: Any = 0.0,
+    num_splits: Any = 1,
+    pack_gqa: Any = None,
+    deterministic: Any = False,
+    sm_margin: Any = 0,
+    return_attn_probs: Any = False,
+) -> torch.Tensor:
     raise RuntimeError("flash_attn_varlen_func of FlashAttention-3 takes no page table")
 
 
 def _with_kvcache_3(left_out: tuple[str, ...]) -> Callable[..., torch.Tensor]:
     def with_kvcache(
-        q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
-        rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
-        page_table: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: Any = None, max_seqlen_q: Any = None,
-        rotary_seqlens: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None,
-        softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1), attention_chunk: Any = 0,
-        softcap: Any = 0.0, rotary_interleaved: Any = True, scheduler_metadata: Any = None, num_splits: Any = 0,
-        pack_gqa: Any = None, sm_margin: Any = 0, return_softmax_lse: Any = False,
-    ) -> torch.Tensor:  # fmt: skip
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        k: Any = None,
+        v: Any = None,
+        qv: Any = None,
+        rotary_cos: Any = None,
+        rotary_sin: Any = None,
+        cache_seqlens: Any = None,
+        cache_batch_idx: Any = None,
+        cache_leftpad: Any = None,
+        page_table: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k_new: Any = None,
+        max_seqlen_q: Any = None,
+        rotary_seqlens: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        softmax_scale: Any = None,
+        causal: Any = False,
+        window_size: Any = (-1, -1),
+        attention_chunk: Any = 0,
+        softcap: Any = 0.0,
+        rotary_interleaved: Any = True,
+        scheduler_metadata: Any = None,
+        num_splits: Any = 0,
+        pack_gqa: Any = None,
+        sm_margin: Any = 0,
+        return_softmax_lse: Any = False,
+    ) -> torch.Tensor:
         _require_unused(
-            k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, window_size=window_size,
-            attention_chunk=attention_chunk, softcap=softcap, scheduler_metadata=scheduler_metadata,
-            pack_gqa=pack_gqa, sm_margin=sm_margin, return_softmax_lse=return_softmax_lse,
-        )  # fmt: skip
-        _require(type(num_splits) is int and 0 <= num_splits <= 256, "num_splits must be from 0 to 256")
-        _require("FP16" not in left_out or q.dtype != torch.float16, "this build does not support FP16")
+            k=k,
+            v=v,
+            qv=qv,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_seqlens=rotary_seqlens,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            window_size=window_size,
+            attention_chunk=attention_chunk,
+            softcap=softcap,
+            scheduler_metadata=scheduler_metadata,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+            return_softmax_lse=return_softmax_lse,
+        )
+        _require(
+            type(num_splits) is int and 0 <= num_splits <= 256, "num_splits must be from 0 to 256"
+        )
+        _require(
+            "FP16" not in left_out or q.dtype != torch.float16, "this build does not support FP16"
+        )
         _check_queries_and_caches(q, k_cache, v_cache, num_dims=3, page_multiple=1)
         _check_starts("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q, "max_seqlen_q", q.device)
         _check_ints("cache_seqlens", cache_seqlens, (len(cu_seqlens_q) - 1,), q.device)
         _check_table(page_table, cache_seqlens, k_cache, q.device)
         tile_rows, tile_tokens = _tile_3(q.shape[-1])
-        by_tma = k_cache.shape[1] % tile_tokens == 0 and max_seqlen_q * (q.shape[1] // k_cache.shape[2]) > tile_rows
+        by_tma = (
+            k_cache.shape[1] % tile_tokens == 0
+            and max_seqlen_q * (q.shape[1] // k_cache.shape[2]) > tile_rows
+        )
         _require("PAGEDKV" not in left_out or by_tma, "this build does not support paged KV")
-        return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal)
+        return _attend(
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal
+        )
 
     return with_kvcache
 
@@ -139,18 +253,35 @@ def _require_unused(**options: Any) -> None:
         _require(unused, f"{name} is not for this project to use")
 
 
-def _check_queries_and_caches(q: Any, k_cache: Any, v_cache: Any, *, num_dims: int, page_multiple: int) -> None:
-    for name, tensor, dims in (("q", q, num_dims), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
-        _require(isinstance(tensor, torch.Tensor) and tensor.dim() == dims, f"{name} must have {dims} dimensions")
-        _require(tensor.dtype in (torch.float16, torch.bfloat16), f"{name} must be float16 or bfloat16")
+def _check_queries_and_caches(
+    q: Any, k_cache: Any, v_cache: Any, *, num_dims: int, page_multiple: int
+) -> None:
+    for name, tensor, dims in (
+        ("q", q, num_dims),
+        ("k_cache", k_cache, 4),
+        ("v_cache", v_cache, 4),
+    ):
+        _require(
+            isinstance(tensor, torch.Tensor) and tensor.dim() == dims,
+            f"{name} must have {dims} dimensions",
+        )
+        _require(
+            tensor.dtype in (torch.float16, torch.bfloat16), f"{name} must be float16 or bfloat16"
+        )
         _require(tensor.dtype == q.dtype, f"{name} must have the dtype of q")
         _require(tensor.device == q.device, f"{name} must be on the device of q")
         _require(tensor.stride(-1) == 1, f"{name} must have a contiguous last dimension")
     _require(k_cache.shape == v_cache.shape, "the caches must have the same shape")
     _require(q.shape[-1] == k_cache.shape[-1], "q must have the head dim of the caches")
-    _require(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "the head dim must be a multiple of 8 up to 256")
+    _require(
+        q.shape[-1] % 8 == 0 and q.shape[-1] <= 256,
+        "the head dim must be a multiple of 8 up to 256",
+    )
     _require(q.shape[-2] % k_cache.shape[-2] == 0, "query heads must be a multiple of KV heads")
-    _require(k_cache.shape[1] % page_multiple == 0, f"the block size must be a multiple of {page_multiple}")
+    _require(
+        k_cache.shape[1] % page_multiple == 0,
+        f"the block size must be a multiple of {page_multiple}",
+    )
 
 
 def _check_ints(name: str, tensor: Any, shape: tuple[int, ...], device: torch.device) -> None:
@@ -161,19 +292,30 @@ def _check_ints(name: str, tensor: Any, shape: tuple[int, ...], device: torch.de
     _require(tensor.is_contiguous(), f"{name} must be contiguous")
 
 
-def _check_starts(name: str, starts_B1: Any, total: int, bound: Any, bound_name: str, device: torch.device) -> None:
-    _require(isinstance(starts_B1, torch.Tensor) and starts_B1.dim() == 1, f"{name} must be a vector")
+def _check_starts(
+    name: str, starts_B1: Any, total: int, bound: Any, bound_name: str, device: torch.device
+) -> None:
+    _require(
+        isinstance(starts_B1, torch.Tensor) and starts_B1.dim() == 1, f"{name} must be a vector"
+    )
     _check_ints(name, starts_B1, starts_B1.shape, device)
     _require(type(bound) is int, f"{bound_name} must be an int")
     lens = starts_B1.diff().tolist()
-    _require(len(lens) > 0 and int(starts_B1[0]) == 0 and min(lens) >= 0, f"{name} must ascend from 0")
+    _require(
+        len(lens) > 0 and int(starts_B1[0]) == 0 and min(lens) >= 0, f"{name} must ascend from 0"
+    )
     _require(int(starts_B1[-1]) == total, f"{name} must end with {total}")
     _require(max(lens) <= bound, f"{bound_name} must bound the lengths")
 
 
-def _check_table(table_BW: Any, lens_B: torch.Tensor, cache: torch.Tensor, device: torch.device) -> None:
+def _check_table(
+    table_BW: Any, lens_B: torch.Tensor, cache: torch.Tensor, device: torch.device
+) -> None:
     num_blocks, block_size = cache.shape[:2]
-    _require(isinstance(table_BW, torch.Tensor) and table_BW.dim() == 2, "the table must have 2 dimensions")
+    _require(
+        isinstance(table_BW, torch.Tensor) and table_BW.dim() == 2,
+        "the table must have 2 dimensions",
+    )
     _require(table_BW.dtype == torch.int32, "the table must be int32")
     _require(table_BW.device == device, "the table must be on the device of q")
     _require(table_BW.stride(-1) == 1, "the table must have a contiguous last dimension")
@@ -181,23 +323,34 @@ def _check_table(table_BW: Any, lens_B: torch.Tensor, cache: torch.Tensor, devic
     for blocks, seq_len in zip(table_BW.tolist(), lens_B.tolist(), strict=True):
         num_used = -(-seq_len // block_size)
         _require(0 <= num_used <= len(blocks), "a sequence must fit in its row of the table")
-        _require(all(0 <= block < num_blocks for block in blocks[:num_used]), "used blocks must lie in the cache")
+        _require(
+            all(0 <= block < num_blocks for block in blocks[:num_used]),
+            "used blocks must lie in the cache",
+        )
 
 
 # The answer
 
 
 def _attend(
-    q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, v_cache_NPKD: torch.Tensor, starts_B1: torch.Tensor,
-    lens_B: torch.Tensor, table_BW: torch.Tensor, scale: Any, causal: Any,
-) -> torch.Tensor:  # fmt: skip
+    q_THD: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    starts_B1: torch.Tensor,
+    lens_B: torch.Tensor,
+    table_BW: torch.Tensor,
+    scale: Any,
+    causal: Any,
+) -> torch.Tensor:
     """[T, H, D] in the dtype of the queries; 0 where a query sees no token."""
     _require(type(scale) is float, "softmax_scale must be a float")
     _require(causal is True, "causal must be True")
     out_THD = torch.zeros_like(q_THD)
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     starts = starts_B1.tolist()
-    for start, end, seq_len, blocks in zip(starts, starts[1:], lens_B.tolist(), table_BW.long(), strict=False):
+    for start, end, seq_len, blocks in zip(
+        starts, starts[1:], lens_B.tolist(), table_BW.long(), strict=False
+    ):
         if start == end or seq_len == 0:
             continue
         positions_S = torch.arange(seq_len, device=q_THD.device)
@@ -207,8 +360,12 @@ def _attend(
         q_KGQD = q_THD[start:end].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         scores_KGQS = q_KGQD @ k_KDS[:, None] * scale
         seen_Q1 = positions_S.new_tensor(range(seq_len - (end - start), seq_len))[:, None]
-        weights_KGQS = (scores_KGQS - scores_KGQS.amax(-1, keepdim=True)).exp() * (positions_S <= seen_Q1)
+        weights_KGQS = (scores_KGQS - scores_KGQS.amax(-1, keepdim=True)).exp() * (
+            positions_S <= seen_Q1
+        )
         sums_KGQD = weights_KGQS @ v_KSD[:, None]
-        out_KGQD = sums_KGQD / weights_KGQS.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        out_KGQD = sums_KGQD / weights_KGQS.sum(-1, keepdim=True).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
         out_THD[start:end] = out_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_THD.dtype)
     return out_THD

@@ -18,4 +18,8 @@ class Replaced:
 
 def functions_of(protocol: type) -> list[str]:
     """The names of a protocol's methods."""
-    return [name for name in vars(protocol) if not name.startswith("_") and callable(getattr(protocol, name))]
+    return [
+        name
+        for name in vars(protocol)
+        if not name.startswith("_") and callable(getattr(protocol, name))
+    ]

@@ -1,7 +1,8 @@
-"""Sampling written the slow way, one row at a time in float64 and with sorting, to compare the engine's with.
+"""Sampling written the slow way, one row at a time in float64 and with sorting, to compare the
+engine's with.
 
-`margin` says how clear a decision was: how far, in probability or in logits, the nearest other outcome lay. Float32
-rounding may decide differently where it is tiny.
+`margin` says how clear a decision was: how far, in probability or in logits, the nearest other
+outcome lay. Float32 rounding may decide differently where it is tiny.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, count: int) -> int:
-    """Output number `count` (from 1) of the SplitMix64 generator that starts at `state`, in unbounded integers."""
+    """Output number `count` (from 1) of the SplitMix64 generator that starts at `state`, in
+    unbounded integers.
+    """
     z = (state + count * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -31,12 +34,16 @@ def uniform(seed: int, position: int) -> float:
     return (splitmix64(splitmix64(seed, 1), position + 1) >> 2) / 2**62
 
 
-def adjust(logits: Floats, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> Floats:
+def adjust(
+    logits: Floats, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> Floats:
     """Penalties, then bias, then the mask of `min_tokens`."""
     out = logits.astype(np.float64)
     for token in set(prompt) | set(output):
         out[token] = (
-            out[token] / sampling.repetition_penalty if out[token] > 0 else out[token] * sampling.repetition_penalty
+            out[token] / sampling.repetition_penalty
+            if out[token] > 0
+            else out[token] * sampling.repetition_penalty
         )
     for token, count in Counter(output).items():
         out[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
@@ -48,7 +55,9 @@ def adjust(logits: Floats, sampling: Sampling, prompt: Sequence[int], output: Se
 
 
 def distribution(logits: Floats, sampling: Sampling) -> tuple[Floats, float]:
-    """(probabilities after temperature, top-k, top-p and min-p; margin). `logits` are adjusted already."""
+    """(probabilities after temperature, top-k, top-p and min-p; margin). `logits` are adjusted
+    already.
+    """
     scaled = (logits - logits.max()) / sampling.temperature
     weights = np.exp(scaled)
     order = np.argsort(-scaled, kind="stable")

@@ -1,4 +1,6 @@
-"""Paged attention: the CPU version against the reference, the reference against dense attention written differently."""
+"""Paged attention: the CPU version against the reference, the reference against dense attention
+written differently.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from kernels.reference.attention import paged_attention_reference
 from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
-CPU.set_num_threads(2)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 # Both sum in float32 in another order.
 FLOAT32_TOLERANCE = 1e-5
-# The output is rounded to 8 bits once in each, and the CPU version also rounds its softmax weights to bfloat16.
+# The output is rounded to 8 bits once in each, and the CPU version also rounds its softmax weights
+# to bfloat16.
 BFLOAT16_TOLERANCE = 2e-2
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]
@@ -33,7 +36,9 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Sequences in shuffled blocks; table entries past a sequence point at a block of large, foreign values."""
+    """Sequences in shuffled blocks; table entries past a sequence point at a block of large,
+    foreign values.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
     order = torch.randperm(sum(num_blocks), generator=generator).to(torch.int32) + 1
@@ -45,8 +50,12 @@ def make_case(
     k_cache[0], v_cache[0] = 50.0, 1000.0
     q = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(dtype)
     attn = AttentionMetadata(
-        query_start_B1=torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32),
-        seq_start_B1=torch.tensor([0, *torch.tensor(seq_lens).cumsum(0).tolist()], dtype=torch.int32),
+        query_start_B1=torch.tensor(
+            [0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32
+        ),
+        seq_start_B1=torch.tensor(
+            [0, *torch.tensor(seq_lens).cumsum(0).tolist()], dtype=torch.int32
+        ),
         seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
         block_table_BW=table,
         slot_mapping_T=torch.full((sum(query_lens),), -1, dtype=torch.int64),
@@ -57,10 +66,17 @@ def make_case(
 
 
 def paged_attention_cpu(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: AttentionMetadata, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    scale: float,
 ) -> torch.Tensor:
     """The CPU kernel over the same caches in its own layout."""
-    k_cache, v_cache = k_cache.permute(0, 2, 3, 1).contiguous(), v_cache.permute(0, 2, 1, 3).contiguous()
+    k_cache, v_cache = (
+        k_cache.permute(0, 2, 3, 1).contiguous(),
+        v_cache.permute(0, 2, 1, 3).contiguous(),
+    )
     return CPU.paged_attention(q, k_cache, v_cache, attn, scale)
 
 
@@ -73,8 +89,14 @@ def dense_attention(case: Case, scale: float) -> torch.Tensor:
         start, end = attn.query_start_B1[row : row + 2].tolist()
         for token in range(start, end):
             position = seq_len - (end - token)
-            places = [(int(attn.block_table_BW[row, p // block_size]), p % block_size) for p in range(position + 1)]
-            keys, values = (torch.stack([cache[b, o] for b, o in places]).double() for cache in (k_cache, v_cache))
+            places = [
+                (int(attn.block_table_BW[row, p // block_size]), p % block_size)
+                for p in range(position + 1)
+            ]
+            keys, values = (
+                torch.stack([cache[b, o] for b, o in places]).double()
+                for cache in (k_cache, v_cache)
+            )
             for head in range(q.shape[1]):
                 weights = (keys[:, head // group] @ q[token, head].double() * scale).softmax(0)
                 out[token, head] = weights @ values[:, head // group]
@@ -84,7 +106,10 @@ def dense_attention(case: Case, scale: float) -> torch.Tensor:
 def assert_cpu_matches_reference(case: Case, tolerance: float = FLOAT32_TOLERANCE) -> None:
     scale = case[0].shape[-1] ** -0.5
     torch.testing.assert_close(
-        paged_attention_cpu(*case, scale), paged_attention_reference(*case, scale), atol=tolerance, rtol=0
+        paged_attention_cpu(*case, scale),
+        paged_attention_reference(*case, scale),
+        atol=tolerance,
+        rtol=0,
     )
 
 
@@ -145,7 +170,9 @@ def test_cpu_reads_nothing_beyond_the_end_of_a_row(garbage: float) -> None:
         last = int(attn.block_table_BW[row, (length - 1) // 64])
         for cache in (k_cache, v_cache):
             cache[last, (length - 1) % 64 + 1 :] = garbage
-    torch.testing.assert_close(paged_attention_cpu(q, k_cache, v_cache, attn, 0.25), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        paged_attention_cpu(q, k_cache, v_cache, attn, 0.25), want, atol=1e-5, rtol=0
+    )
 
 
 def test_row_cached_to_its_last_token_attends_to_all_of_it() -> None:
@@ -172,7 +199,9 @@ def test_row_without_queries_is_skipped() -> None:
 
 @pytest.mark.parametrize("lens", [MIXED, ([300, 31, 64], [1, 1, 1]), ([300], [300])])
 def test_cpu_is_near_the_reference_in_bfloat16(lens: tuple[list[int], list[int]]) -> None:
-    assert_cpu_matches_reference(make_case(*lens, head_dim=64, dtype=torch.bfloat16), BFLOAT16_TOLERANCE)
+    assert_cpu_matches_reference(
+        make_case(*lens, head_dim=64, dtype=torch.bfloat16), BFLOAT16_TOLERANCE
+    )
 
 
 def test_output_has_the_dtype_of_the_queries_and_inputs_stay_unchanged() -> None:

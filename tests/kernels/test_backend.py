@@ -78,7 +78,9 @@ def test_auto_passes_over_what_cannot_do_what_is_asked(
 def test_named_backend_is_taken(installed: None) -> None:
     assert select_backend("cpu", "reference") is REFERENCE
     assert select_backend("cpu", "cpu") is CPU
-    assert choose("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, "its dtypes are checked with the model's"
+    assert choose("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, (
+        "its dtypes are checked with the model's"
+    )
     with pytest.raises(ValueError, match="block_size 16 must be a multiple of 256"):
         choose("cuda", "flash_attn", block_size=16)
 
@@ -93,7 +95,10 @@ def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "cpu"), ("cpu", "warp")])
 def test_backend_that_cannot_run_is_refused_with_the_possible_ones(device: str, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' cannot run on device '{device}'; possible are auto, .*reference"):
+    with pytest.raises(
+        ValueError,
+        match=rf"'{name}' cannot run on device '{device}'; possible are auto, .*reference",
+    ):
         select_backend(device, name)
 
 
@@ -117,5 +122,7 @@ def test_choosing_loads_neither_torch_nor_numba() -> None:
         "import sys; from kernels.select import choose; choose('cpu'); choose('cuda', 'triton'); "
         "print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

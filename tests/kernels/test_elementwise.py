@@ -1,4 +1,6 @@
-"""Norms, rotary embedding and activation: references against formulae written here, CPU versions against references."""
+"""Norms, rotary embedding and activation: references against formulae written here, CPU versions
+against references.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from kernels.reference.rope import qk_norm_rope_reference
 from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
-CPU.set_num_threads(2)
-BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name)
+pytestmark = pytest.mark.usefixtures("two_threads")
+BACKENDS = pytest.mark.parametrize(
+    "kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name
+)
 SHAPES = pytest.mark.parametrize("shape", [(1, 16), (7, 64), (15, 127), (300, 96), (0, 64)])
 EPS = 1e-6
 
@@ -42,17 +46,23 @@ def test_rms_norm_equals_the_formula(kernels: Kernels, shape: tuple[int, ...]) -
 def test_rms_norm_adds_eps_where_the_input_is_tiny(kernels: Kernels) -> None:
     x, weight = torch.full((1, 8), 1e-4), torch.ones(8)
     want = 1e-4 / math.sqrt(1e-8 + EPS)
-    torch.testing.assert_close(kernels.rms_norm(x, weight, EPS), torch.full((1, 8), want), atol=0, rtol=1e-5)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, EPS), torch.full((1, 8), want), atol=0, rtol=1e-5
+    )
 
 
 @BACKENDS
 def test_rms_norm_in_bfloat16_is_near_the_formula(kernels: Kernels) -> None:
-    """The reference rounds twice, before and after the weight as transformers does; the CPU's rounds once."""
+    """The reference rounds twice, before and after the weight as transformers does; the CPU's
+    rounds once.
+    """
     x, weight = normal(64, 128, dtype=torch.bfloat16), normal(128, seed=1, dtype=torch.bfloat16)
     want = exact_rms_norm(x, weight)
     out = kernels.rms_norm(x, weight, EPS)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), want, atol=1e-6, rtol=2**-7 if kernels is REFERENCE else 2**-8)
+    torch.testing.assert_close(
+        out.double(), want, atol=1e-6, rtol=2**-7 if kernels is REFERENCE else 2**-8
+    )
 
 
 def test_rms_norm_reference_is_that_of_transformers_bit_by_bit() -> None:
@@ -68,8 +78,12 @@ def test_rms_norm_reference_is_that_of_transformers_bit_by_bit() -> None:
 @BACKENDS
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_rms_norm_is_the_sum_and_its_norm(kernels: Kernels, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, weight = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:])))
+def test_add_rms_norm_is_the_sum_and_its_norm(
+    kernels: Kernels, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, residual, weight = (
+        normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:]))
+    )
     before = x.clone(), residual.clone()
     normed, total = kernels.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, before[0] + before[1])
@@ -93,17 +107,29 @@ def exact_rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0)
 
 
 def norm_rope(
-    kernels: Kernels, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
-    table: torch.Tensor, positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    kernels: Kernels,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(queries, keys as they stand in the cache)."""
     num_tokens, kv_heads, head_dim = k.shape
     k_shape, v_shape = kernels.kv_cache_shapes(1, num_tokens, kv_heads, head_dim)
     k_cache, v_cache = torch.zeros(k_shape, dtype=k.dtype), torch.zeros(v_shape, dtype=k.dtype)
     out = kernels.qk_norm_rope_store(
-        torch.cat((q, k, k), dim=1), q_weight, k_weight, EPS, table, positions, k_cache, v_cache,
+        torch.cat((q, k, k), dim=1),
+        q_weight,
+        k_weight,
+        EPS,
+        table,
+        positions,
+        k_cache,
+        v_cache,
         torch.arange(num_tokens),
-    )  # fmt: skip
+    )
     return out, k_cache[0] if kernels is REFERENCE else k_cache[0].permute(2, 0, 1)
 
 
@@ -115,7 +141,9 @@ def test_qk_norm_rope_equals_norm_then_complex_rotation(
     positions = torch.tensor([0, 1, 5, 299, 17, 17], dtype=torch.int32)
     q, k = normal(6, heads, head_dim), normal(6, kv_heads, head_dim, seed=1)
     q_weight, k_weight = normal(head_dim, seed=2), normal(head_dim, seed=3)
-    out_q, out_k = norm_rope(kernels, q, k, q_weight, k_weight, make_cos_sin(300, head_dim), positions)
+    out_q, out_k = norm_rope(
+        kernels, q, k, q_weight, k_weight, make_cos_sin(300, head_dim), positions
+    )
     for out, x, weight in ((out_q, q, q_weight), (out_k, k, k_weight)):
         want = exact_rope(exact_rms_norm(x, weight), positions)
         # The float32 angles of the table are off by 299 * 2**-24 at most.
@@ -128,14 +156,19 @@ def test_qk_norm_rope_reference_is_near_transformers() -> None:
     q, k, norm = normal(7, 4, 32), normal(7, 2, 32, seed=1), Qwen3RMSNorm(32, EPS)
     table, positions = make_cos_sin(50, 32), torch.arange(40, 47)
     cos, sin = (part.repeat(1, 2)[positions][None] for part in table.chunk(2, dim=1))
-    want = apply_rotary_pos_emb(norm(q).transpose(0, 1)[None], norm(k).transpose(0, 1)[None], cos, sin)
+    want = apply_rotary_pos_emb(
+        norm(q).transpose(0, 1)[None], norm(k).transpose(0, 1)[None], cos, sin
+    )
     ours = qk_norm_rope_reference(q, k, norm.weight.data, norm.weight.data, EPS, table, positions)
     for out, theirs in zip(ours, want, strict=True):
         torch.testing.assert_close(out, theirs[0].transpose(0, 1).detach(), atol=1e-6, rtol=0)
 
 
 def test_qk_norm_rope_cpu_is_near_the_reference_in_bfloat16() -> None:
-    q, k = normal(40, 8, 128, dtype=torch.bfloat16), normal(40, 2, 128, seed=1, dtype=torch.bfloat16)
+    q, k = (
+        normal(40, 8, 128, dtype=torch.bfloat16),
+        normal(40, 2, 128, seed=1, dtype=torch.bfloat16),
+    )
     weight = normal(128, seed=2, dtype=torch.bfloat16)
     args = (q, k, weight, weight, make_cos_sin(300, 128), torch.arange(260, 300, dtype=torch.int32))
     for ours, reference in zip(norm_rope(CPU, *args), norm_rope(REFERENCE, *args), strict=True):
@@ -150,7 +183,9 @@ def test_silu_and_mul_equals_the_formula(kernels: Kernels, shape: tuple[int, int
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
     out = kernels.silu_and_mul(gate_up)
-    torch.testing.assert_close(out.double(), gate / (1 + torch.exp(-gate)) * up, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out.double(), gate / (1 + torch.exp(-gate)) * up, atol=1e-5, rtol=1e-5
+    )
     assert torch.equal(gate_up, before)
 
 

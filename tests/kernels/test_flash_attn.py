@@ -1,4 +1,5 @@
-"""The flash-attn backend against the reference: on stand-ins everywhere, on the library itself where one is installed.
+"""The flash-attn backend against the reference: on stand-ins everywhere, on the library itself
+where one is installed.
 
 Then which library is chosen, what is refused, and that the stand-ins refuse what the libraries do.
 """
@@ -40,7 +41,8 @@ STAND_INS: dict[str, Callable[[], dict[str, ModuleType]]] = {
 }
 HOPPER = (9, 0)
 
-# (lengths of the sequences, of their queries); a row without tokens is what fills up a batch of a graph.
+# (lengths of the sequences, of their queries); a row without tokens is what fills up a batch of a
+# graph.
 BATCHES = {
     "prefill": ([300, 31, 1, 64], [300, 31, 1, 64]),
     "cached prefix": ([300, 129, 64, 257], [20, 128, 1, 2]),
@@ -50,7 +52,9 @@ BATCHES = {
 GROUPS = (1, 2, 4, 8)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = HOPPER) -> None:
+def install(
+    monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = HOPPER
+) -> None:
     """Let a GPU be here and stand-ins of these libraries alone."""
     monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
     for name in STAND_INS:
@@ -88,7 +92,9 @@ def to_device(attn: AttentionMetadata, device: torch.device) -> AttentionMetadat
 
 
 def make_device_case(seq_lens: list[int], query_lens: list[int], **options: Any) -> Case:
-    q, k_cache, v_cache, attn = make_case(seq_lens, query_lens, **{"head_dim": 64, "dtype": torch.bfloat16, **options})
+    q, k_cache, v_cache, attn = make_case(
+        seq_lens, query_lens, **{"head_dim": 64, "dtype": torch.bfloat16, **options}
+    )
     return q.to(DEVICE), k_cache.to(DEVICE), v_cache.to(DEVICE), to_device(attn, DEVICE)
 
 
@@ -96,7 +102,8 @@ def assert_matches_reference(library: FlashAttn, case: Case) -> None:
     scale = case[0].shape[-1] ** -0.5
     out, want = library.paged_attention(*case, scale), paged_attention_reference(*case, scale)
     assert (out.dtype, out.shape) == (want.dtype, want.shape)
-    # A stand-in rounds as the reference does, up to the last bit; a library rounds softmax weights to its dtype too.
+    # A stand-in rounds as the reference does, up to the last bit; a library rounds softmax weights
+    # to its dtype too.
     atol, rtol = (2e-2, 0.0) if library is INSTALLED else (1e-5, 2 * torch.finfo(out.dtype).eps)
     torch.testing.assert_close(out.float(), want.float(), atol=atol, rtol=rtol)
 
@@ -107,7 +114,9 @@ def assert_matches_reference(library: FlashAttn, case: Case) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_reference(library: FlashAttn, batch: str, group: int) -> None:
-    """Every batch with every group; head dims, dtypes and block sizes each with every one of both."""
+    """Every batch with every group; head dims, dtypes and block sizes each with every one of
+    both.
+    """
     turn = list(BATCHES).index(batch) + GROUPS.index(group)
     case = make_device_case(
         *BATCHES[batch],
@@ -121,36 +130,52 @@ def test_equals_reference(library: FlashAttn, batch: str, group: int) -> None:
 
 
 def test_bounds_above_what_is_reached_change_nothing(library: FlashAttn) -> None:
-    q, k_cache, v_cache, attn = make_device_case(*BATCHES["mixed"], block_size=library.default_block_size)
-    assert_matches_reference(library, (q, k_cache, v_cache, replace(attn, max_query_len=500, max_seq_len=4096)))
+    q, k_cache, v_cache, attn = make_device_case(
+        *BATCHES["mixed"], block_size=library.default_block_size
+    )
+    assert_matches_reference(
+        library, (q, k_cache, v_cache, replace(attn, max_query_len=500, max_seq_len=4096))
+    )
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_flash_attn_3_takes_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, batch: str, block_size: int) -> None:
+def test_flash_attn_3_takes_blocks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, batch: str, block_size: int
+) -> None:
     library = find(monkeypatch, FA3)
     library.check_block_size(block_size)
     assert_matches_reference(library, make_device_case(*BATCHES[batch], block_size=block_size))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 192, 200])
-def test_build_without_paged_kv_reads_pages_whatever_the_group(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+def test_build_without_paged_kv_reads_pages_whatever_the_group(
+    monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
     library = find(monkeypatch, WHEEL)
-    assert_matches_reference(library, make_device_case([30, 5], [1, 1], kv_heads=1, group=group, block_size=128))
+    assert_matches_reference(
+        library, make_device_case([30, 5], [1, 1], kv_heads=1, group=group, block_size=128)
+    )
 
 
 @pytest.mark.parametrize("name", STAND_INS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_no_tensor_is_read_by_the_host(monkeypatch: pytest.MonkeyPatch, name: str, batch: str) -> None:
+def test_no_tensor_is_read_by_the_host(
+    monkeypatch: pytest.MonkeyPatch, name: str, batch: str
+) -> None:
     """A meta tensor holds nothing that could be read."""
     install(monkeypatch, name)
     for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
-        monkeypatch.setattr(sys.modules[name], function, lambda q, *args, **kwargs: torch.empty_like(q))
+        monkeypatch.setattr(
+            sys.modules[name], function, lambda q, *args, **kwargs: torch.empty_like(q)
+        )
     library = find_flash_attn()
     assert library is not None
     meta = torch.device("meta")
     q, k_cache, v_cache, attn = make_case(*BATCHES[batch])
-    out = library.paged_attention(q.to(meta), k_cache.to(meta), v_cache.to(meta), to_device(attn, meta), 0.25)
+    out = library.paged_attention(
+        q.to(meta), k_cache.to(meta), v_cache.to(meta), to_device(attn, meta), 0.25
+    )
     assert out.shape == q.shape
 
 
@@ -170,7 +195,9 @@ def test_flash_attn_3_splits_no_keys_where_the_parts_would_be_large(
     monkeypatch.setattr(sys.modules[FA3], "flash_attn_with_kvcache", with_kvcache)
     library = find_flash_attn()
     assert library is not None
-    library.paged_attention(*make_device_case([num_tokens], [num_tokens], kv_heads=1, block_size=128), 0.125)
+    library.paged_attention(
+        *make_device_case([num_tokens], [num_tokens], kv_heads=1, block_size=128), 0.125
+    )
     assert asked == [num_splits]
 
 
@@ -238,14 +265,24 @@ def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("raise ImportError('x.so: undefined symbol: y')", "ImportError: x.so: undefined symbol: y"),
+        (
+            "raise ImportError('x.so: undefined symbol: y')",
+            "ImportError: x.so: undefined symbol: y",
+        ),
         ("raise OSError('libcudart.so.12: cannot open')", "OSError: libcudart.so.12: cannot open"),
-        ("import a_part_that_was_not_built", "ModuleNotFoundError: No module named 'a_part_that_was_not_built'"),
+        (
+            "import a_part_that_was_not_built",
+            "ModuleNotFoundError: No module named 'a_part_that_was_not_built'",
+        ),
         ("", "AttributeError: .*flash_attn_with_kvcache"),
     ],
 )
 def test_library_that_is_installed_but_broken_is_told_of_and_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, source: str, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    source: str,
+    reason: str,
 ) -> None:
     install(monkeypatch, FA2)
     monkeypatch.delitem(sys.modules, FA3)
@@ -259,7 +296,9 @@ def test_library_that_is_installed_but_broken_is_told_of_and_passed_over(
     assert re.fullmatch(f"{FA3} is installed but cannot be used: {reason}.*", record.getMessage())
 
 
-def test_build_that_does_not_tell_what_it_is_without_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_that_does_not_tell_what_it_is_without_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, WHEEL)
     monkeypatch.setitem(sys.modules, "fa3_fwd_config", None)
     library = find_flash_attn()
@@ -286,7 +325,11 @@ def test_own_block_size_is_possible(monkeypatch: pytest.MonkeyPatch, name: str) 
 @pytest.mark.parametrize(
     ("name", "block_size", "message"),
     [
-        (FA2, 16, r"block_size 16 is .* FlashAttention-2, .*; possible are multiples of 256\. Choose 256"),
+        (
+            FA2,
+            16,
+            r"block_size 16 is .* FlashAttention-2, .*; possible are multiples of 256\. Choose 256",
+        ),
         (FA2, 384, "block_size 384 .* multiples of 256"),
         (FA2, 0, "block_size 0 .* multiples of 256"),
         (FA3, 0, r"block_size 0 .* FlashAttention-3, .*; possible are multiples of 1\. Choose 128"),
@@ -303,7 +346,14 @@ def test_block_size_that_cannot_be_is_refused_with_what_can(
 @pytest.mark.parametrize(
     ("name", "head_dim", "message"),
     [
-        (FA2, 264, "head_dim 264 is .* FlashAttention-2, .*; possible are 8 to 256 in steps of 8. Choose another"),
+        (
+            FA2,
+            264,
+            (
+                "head_dim 264 is .* FlashAttention-2, .*; possible are 8 to 256 in steps of 8."
+                " Choose another"
+            ),
+        ),
         (FA3, 20, "head_dim 20 .*; possible are 8 to 256 in steps of 8"),
         (WHEEL, 96, "head_dim 96 .*; possible are 64 to 128 in steps of 64"),
     ],
@@ -337,21 +387,31 @@ MISSING = object()
 
 def valid_call(call: str) -> tuple[Callable[..., torch.Tensor], Arguments]:
     """A call of a stand-in as it should be: a function and its arguments by name."""
-    q, k, v, attn = make_case([40, 7, 300], [1, 1, 1], block_size=256, head_dim=64, dtype=torch.bfloat16)
+    q, k, v, attn = make_case(
+        [40, 7, 300], [1, 1, 1], block_size=256, head_dim=64, dtype=torch.bfloat16
+    )
     options: Arguments = {"softmax_scale": 0.125, "causal": True}
     starts, lens, table = attn.query_start_B1, attn.seq_lens_B, attn.block_table_BW
     if call == "varlen 2":
         return stand_in.flash_attn_2()[FA2].flash_attn_varlen_func, options | {
-            "q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": attn.seq_start_B1, "max_seqlen_q": 1,
-            "max_seqlen_k": 300, "block_table": table,
-        }  # fmt: skip
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": attn.seq_start_B1,
+            "max_seqlen_q": 1,
+            "max_seqlen_k": 300,
+            "block_table": table,
+        }
     options |= {"k_cache": k, "v_cache": v, "cache_seqlens": lens}
     if call == "kvcache 2":
         function = stand_in.flash_attn_2()[FA2].flash_attn_with_kvcache
         return function, options | {"q": q.unsqueeze(1), "block_table": table}
     options |= {"q": q, "cu_seqlens_q": starts, "page_table": table}
     name = FA3 if call == "kvcache 3" else WHEEL
-    return STAND_INS[name]()[name].flash_attn_with_kvcache, options | {"max_seqlen_q": 1 if name == FA3 else 97}
+    return STAND_INS[name]()[name].flash_attn_with_kvcache, options | {
+        "max_seqlen_q": 1 if name == FA3 else 97
+    }
 
 
 ALL = ("varlen 2", "kvcache 2", "kvcache 3", "kvcache 3 by TMA")
@@ -369,7 +429,13 @@ def wide_block(tensor: torch.Tensor) -> torch.Tensor:
 # (calls, argument, its wrong value, error, what it says)
 WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], str]] = [
     (ALL, "q", lambda q: q.float(), RuntimeError, "q must be float16 or bfloat16"),
-    (ALL, "q", lambda q: q.repeat_interleave(2, -1)[..., ::2], RuntimeError, "q must have a contiguous last"),
+    (
+        ALL,
+        "q",
+        lambda q: q.repeat_interleave(2, -1)[..., ::2],
+        RuntimeError,
+        "q must have a contiguous last",
+    ),
     (ALL, "q", lambda q: q[..., :3, :], RuntimeError, "query heads must be a multiple"),
     (ALL, "q", lambda q: q[..., :56], RuntimeError, "q must have the head dim"),
     (ALL, "q", lambda q: q.unsqueeze(0), RuntimeError, "q must have . dimensions"),
@@ -381,34 +447,124 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
     (ALL, "table", lambda table: table.to("meta"), RuntimeError, "table must be on the device"),
     (ALL, "table", lambda table: table[:2], RuntimeError, "table must have a row for each"),
     (ALL, "table", lambda table: table[:, :1], RuntimeError, "must fit in its row"),
-    (ALL, "table", lambda table: table.repeat_interleave(2, -1)[:, ::2], RuntimeError, "table must have a contiguous"),
+    (
+        ALL,
+        "table",
+        lambda table: table.repeat_interleave(2, -1)[:, ::2],
+        RuntimeError,
+        "table must have a contiguous",
+    ),
     (ALL, "table", wide_block, RuntimeError, "used blocks must lie in the cache"),
     (ALL, "table", lambda table: None, RuntimeError, "table must have 2 dimensions"),
     (ALL, "causal", lambda _: False, RuntimeError, "causal must be True"),
     (ALL, "causal", lambda _: MISSING, RuntimeError, "causal must be True"),
-    (ALL, "softmax_scale", lambda _: torch.tensor(0.125), RuntimeError, "softmax_scale must be a float"),
+    (
+        ALL,
+        "softmax_scale",
+        lambda _: torch.tensor(0.125),
+        RuntimeError,
+        "softmax_scale must be a float",
+    ),
     (ALL, "window_size", lambda _: (128, 0), RuntimeError, "window_size is not"),
     (ALL, "q", lambda _: MISSING, TypeError, "missing .* 'q'"),
     (ALL, "out", lambda _: None, TypeError, "unexpected keyword argument 'out'"),
     (ALL[:2], "page_table", lambda _: None, TypeError, "unexpected keyword argument 'page_table'"),
-    (ALL[2:], "block_table", lambda _: None, TypeError, "unexpected keyword argument 'block_table'"),
-    (ALL[1:], "cache_seqlens", lambda lens: lens.long(), RuntimeError, "cache_seqlens must be int32"),
-    (ALL[1:], "cache_seqlens", lambda lens: lens[:2], RuntimeError, "cache_seqlens must have shape"),
+    (
+        ALL[2:],
+        "block_table",
+        lambda _: None,
+        TypeError,
+        "unexpected keyword argument 'block_table'",
+    ),
+    (
+        ALL[1:],
+        "cache_seqlens",
+        lambda lens: lens.long(),
+        RuntimeError,
+        "cache_seqlens must be int32",
+    ),
+    (
+        ALL[1:],
+        "cache_seqlens",
+        lambda lens: lens[:2],
+        RuntimeError,
+        "cache_seqlens must have shape",
+    ),
     (ALL[1:], "cache_seqlens", lambda lens: lens - 300, RuntimeError, "must fit in its row"),
-    (ALL[1:], "cache_seqlens", lambda lens: lens.repeat_interleave(2)[::2], RuntimeError, "must be contiguous"),
+    (
+        ALL[1:],
+        "cache_seqlens",
+        lambda lens: lens.repeat_interleave(2)[::2],
+        RuntimeError,
+        "must be contiguous",
+    ),
     (ALL[1:], "num_splits", lambda _: 1000, RuntimeError, "num_splits must be from 0"),
-    (ALL[2:], "scheduler_metadata", lambda _: torch.zeros(4), RuntimeError, "scheduler_metadata is not"),
+    (
+        ALL[2:],
+        "scheduler_metadata",
+        lambda _: torch.zeros(4),
+        RuntimeError,
+        "scheduler_metadata is not",
+    ),
     (ALL[2:], "max_seqlen_q", lambda _: None, RuntimeError, "max_seqlen_q must be an int"),
-    (("varlen 2", "kvcache 3"), "max_seqlen_q", lambda _: 0, RuntimeError, "max_seqlen_q must bound"),
+    (
+        ("varlen 2", "kvcache 3"),
+        "max_seqlen_q",
+        lambda _: 0,
+        RuntimeError,
+        "max_seqlen_q must bound",
+    ),
     (("varlen 2",), "max_seqlen_k", lambda _: 299, RuntimeError, "max_seqlen_k must bound"),
-    (("varlen 2",), "max_seqlen_k", lambda _: torch.tensor(300), RuntimeError, "max_seqlen_k must be an int"),
+    (
+        ("varlen 2",),
+        "max_seqlen_k",
+        lambda _: torch.tensor(300),
+        RuntimeError,
+        "max_seqlen_k must be an int",
+    ),
     (("varlen 2",), "cu_seqlens_k", lambda _: MISSING, TypeError, "missing .* 'cu_seqlens_k'"),
-    (("varlen 2",), "cu_seqlens_k", lambda starts: starts[:-1], RuntimeError, "cu_seqlens_k must have shape"),
-    (("varlen 2",), "cu_seqlens_k", lambda starts: starts.flip(0), RuntimeError, "cu_seqlens_k must ascend from 0"),
-    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts.long(), RuntimeError, "cu_seqlens_q must be int32"),
-    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts + 1, RuntimeError, "cu_seqlens_q must ascend from 0"),
-    ((ALL[0], *ALL[2:]), "cu_seqlens_q", lambda starts: starts * 2, RuntimeError, "cu_seqlens_q must end with 3"),
-    (("kvcache 3 by TMA",), "max_seqlen_q", lambda _: 96, RuntimeError, "does not support paged KV"),
+    (
+        ("varlen 2",),
+        "cu_seqlens_k",
+        lambda starts: starts[:-1],
+        RuntimeError,
+        "cu_seqlens_k must have shape",
+    ),
+    (
+        ("varlen 2",),
+        "cu_seqlens_k",
+        lambda starts: starts.flip(0),
+        RuntimeError,
+        "cu_seqlens_k must ascend from 0",
+    ),
+    (
+        (ALL[0], *ALL[2:]),
+        "cu_seqlens_q",
+        lambda starts: starts.long(),
+        RuntimeError,
+        "cu_seqlens_q must be int32",
+    ),
+    (
+        (ALL[0], *ALL[2:]),
+        "cu_seqlens_q",
+        lambda starts: starts + 1,
+        RuntimeError,
+        "cu_seqlens_q must ascend from 0",
+    ),
+    (
+        (ALL[0], *ALL[2:]),
+        "cu_seqlens_q",
+        lambda starts: starts * 2,
+        RuntimeError,
+        "cu_seqlens_q must end with 3",
+    ),
+    (
+        ("kvcache 3 by TMA",),
+        "max_seqlen_q",
+        lambda _: 96,
+        RuntimeError,
+        "does not support paged KV",
+    ),
 ]
 
 
@@ -446,7 +602,9 @@ def test_stand_in_refuses_a_wrong_call(
 )
 def test_stand_in_refuses_a_block_size(call: str, block_size: int, message: str) -> None:
     function, arguments = valid_call(call)
-    _, k, v, attn = make_case([40, 7, 300], [1, 1, 1], block_size=block_size, head_dim=64, dtype=torch.bfloat16)
+    _, k, v, attn = make_case(
+        [40, 7, 300], [1, 1, 1], block_size=block_size, head_dim=64, dtype=torch.bfloat16
+    )
     values = "v" if call == "varlen 2" else "v_cache"
     with pytest.raises(RuntimeError, match=message):
         function(**arguments | {KEYS[call]: k, values: v, TABLE[call]: attn.block_table_BW})

@@ -15,11 +15,14 @@ from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
 
-# float32: both sum in float32, in another order and with another exponential. Halves: the output, up to 4, is rounded
-# to 11 bits (bfloat16: 8) in each, and the kernels also round their softmax weights.
+# float32: both sum in float32, in another order and with another exponential. Halves: the output,
+# up to 4, is rounded to 11 bits (bfloat16: 8) in each, and the kernels also round their softmax
+# weights.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-BFLOAT16 = pytest.param(torch.bfloat16, marks=NEEDS_GPU)  # the interpreter multiplies bfloat16 wrongly
+BFLOAT16 = pytest.param(
+    torch.bfloat16, marks=NEEDS_GPU
+)  # the interpreter multiplies bfloat16 wrongly
 
 MIXED = ([40, 7, 333, 16, 1, 150, 270], [1, 7, 112, 16, 1, 20, 1])
 DECODE_LENS = [300, 17, 128, 1, 129, 65]
@@ -35,12 +38,20 @@ def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_device(case: Case) -> Case:
     q, k_cache, v_cache, attn = case
-    moved = {f.name: getattr(attn, f.name).to(DEVICE) for f in fields(attn) if torch.is_tensor(getattr(attn, f.name))}
+    moved = {
+        f.name: getattr(attn, f.name).to(DEVICE)
+        for f in fields(attn)
+        if torch.is_tensor(getattr(attn, f.name))
+    }
     return q.to(DEVICE), k_cache.to(DEVICE), v_cache.to(DEVICE), replace(attn, **moved)
 
 
 def paged_attention_gpu(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: AttentionMetadata, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    scale: float,
 ) -> torch.Tensor:
     return attention.paged_attention(*on_device((q, k_cache, v_cache, attn)), scale).cpu()
 
@@ -69,20 +80,41 @@ def assert_matches_reference(case: Case) -> None:
 )
 @pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
 def test_equals_reference_for_every_shape(
-    lens: tuple[list[int], list[int]], dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, block_size: int
+    lens: tuple[list[int], list[int]],
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    block_size: int,
 ) -> None:
     case = make_case(
-        *lens, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, seed=head_dim
+        *lens,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        seed=head_dim,
     )
     assert_matches_reference(case)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("is_decode", [True, False])
-def test_lengths_around_the_edges_of_blocks_tiles_and_splits(is_decode: bool, block_size: int) -> None:
+def test_lengths_around_the_edges_of_blocks_tiles_and_splits(
+    is_decode: bool, block_size: int
+) -> None:
     lens = [n + d for n in (16, 64, 128, 256) for d in (-1, 0, 1)] + [1, 2, 513]
     query_lens = [1] * len(lens) if is_decode else lens
-    case = make_case(lens, query_lens, block_size=block_size, kv_heads=1, group=1, head_dim=64, dtype=torch.float16)
+    case = make_case(
+        lens,
+        query_lens,
+        block_size=block_size,
+        kv_heads=1,
+        group=1,
+        head_dim=64,
+        dtype=torch.float16,
+    )
     assert_matches_reference(case)
 
 
@@ -90,7 +122,9 @@ def test_lengths_around_the_edges_of_blocks_tiles_and_splits(is_decode: bool, bl
 def test_row_of_2000_tokens(dtype: torch.dtype) -> None:
     for query_len in (1, 70):
         assert_matches_reference(
-            make_case([2000, 3, 1999], [query_len, 1, 1], kv_heads=1, head_dim=128, group=2, dtype=dtype)
+            make_case(
+                [2000, 3, 1999], [query_len, 1, 1], kv_heads=1, head_dim=128, group=2, dtype=dtype
+            )
         )
 
 
@@ -102,13 +136,16 @@ def test_chunks_behind_a_cached_prefix(query_len: int, prefix_len: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group"), [(torch.float16, 2), (torch.float16, 3), pytest.param(torch.bfloat16, 8, marks=NEEDS_GPU)]
+    ("dtype", "group"),
+    [(torch.float16, 2), (torch.float16, 3), pytest.param(torch.bfloat16, 8, marks=NEEDS_GPU)],
 )
 def test_large_tiles_of_a_batch_that_fills_the_device(
     dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_num_sms", lambda device: 1)
-    assert_matches_reference(make_case([500, 140, 3], [200, 140, 1], kv_heads=1, group=group, head_dim=64, dtype=dtype))
+    assert_matches_reference(
+        make_case([500, 140, 3], [200, 140, 1], kv_heads=1, group=group, head_dim=64, dtype=dtype)
+    )
 
 
 def test_one_split_writes_the_output_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +158,9 @@ def test_batch_of_more_rows_than_are_searched_at_once() -> None:
     rng = random.Random(0)
     query_lens = [rng.choice((0, 1, 1, 1, 2, 9)) for _ in range(260)]
     seq_lens = [query_len + rng.randrange(1, 6) for query_len in query_lens]
-    assert_matches_reference(make_case(seq_lens, query_lens, kv_heads=1, group=3, head_dim=16, dtype=torch.float16))
+    assert_matches_reference(
+        make_case(seq_lens, query_lens, kv_heads=1, group=3, head_dim=16, dtype=torch.float16)
+    )
 
 
 @pytest.mark.parametrize("max_seq_len", [33, 4096], ids=["one split", "splits"])
@@ -138,8 +177,12 @@ def test_padding_rows_get_zeros_and_read_nothing(query_lens: list[int], max_seq_
 
 @pytest.mark.parametrize("query_lens", [[1, 0, 1, 0], [9, 0, 4, 0]])
 @pytest.mark.parametrize("longest", [100, 300], ids=["one split", "splits"])
-def test_row_without_queries_writes_nothing(longest: int, query_lens: list[int], new_memory_is_nan: None) -> None:
-    """Not even where the next row would begin: behind the last row, a token that belongs to none."""
+def test_row_without_queries_writes_nothing(
+    longest: int, query_lens: list[int], new_memory_is_nan: None
+) -> None:
+    """Not even where the next row would begin: behind the last row, a token that belongs to
+    none.
+    """
     q, k_cache, v_cache, attn = make_case([9, 12, longest, 40], query_lens, head_dim=64)
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
     out = paged_attention_gpu(torch.cat((q, q[:1])), k_cache, v_cache, attn, 0.25)
@@ -150,9 +193,15 @@ def test_row_without_queries_writes_nothing(longest: int, query_lens: list[int],
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 5, 40]])
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
-def test_reads_nothing_beyond_the_end_of_a_row(garbage: float, block_size: int, query_lens: list[int]) -> None:
-    """Neither what an earlier owner left in the last block nor the entries of the table behind it."""
-    q, k_cache, v_cache, attn = make_case([70, 5, 330], query_lens, block_size=block_size, head_dim=64)
+def test_reads_nothing_beyond_the_end_of_a_row(
+    garbage: float, block_size: int, query_lens: list[int]
+) -> None:
+    """Neither what an earlier owner left in the last block nor the entries of the table behind
+    it.
+    """
+    q, k_cache, v_cache, attn = make_case(
+        [70, 5, 330], query_lens, block_size=block_size, head_dim=64
+    )
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
     k_cache[0], v_cache[0] = garbage, garbage
     for row, length in enumerate(attn.seq_lens_B.tolist()):
@@ -160,7 +209,9 @@ def test_reads_nothing_beyond_the_end_of_a_row(garbage: float, block_size: int, 
         attn.block_table_BW[row, last + 1 :] = 2**30
         for cache in (k_cache, v_cache):
             cache[attn.block_table_BW[row, last], used + 1 :] = garbage
-    torch.testing.assert_close(paged_attention_gpu(q, k_cache, v_cache, attn, 0.25), want, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        paged_attention_gpu(q, k_cache, v_cache, attn, 0.25), want, atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("max_query_len", "max_seq_len"), [(1, 32_768), (8, 32_768), (1, 301)])
@@ -183,11 +234,19 @@ def test_cache_of_more_than_2_to_the_31_elements(query_len: int) -> None:
     kv_heads, block_size, head_dim = 1, 256, 128
     num_blocks = 2**31 // (kv_heads * block_size * head_dim) + 4
     q, small_k, small_v, attn = on_device(
-        make_case([40], [query_len], block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float16)
+        make_case(
+            [40],
+            [query_len],
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=torch.float16,
+        )
     )
     want = paged_attention_reference(q, small_k, small_v, attn, 0.1)
     k_cache, v_cache = (
-        torch.empty(num_blocks, *small.shape[1:], dtype=small.dtype, device=DEVICE) for small in (small_k, small_v)
+        torch.empty(num_blocks, *small.shape[1:], dtype=small.dtype, device=DEVICE)
+        for small in (small_k, small_v)
     )
     k_cache[-2], v_cache[-2] = small_k[1], small_v[1]
     attn.block_table_BW[0, 0] = num_blocks - 2
@@ -234,7 +293,9 @@ def test_long_rows_beside_short_ones(max_seq_len: int, monkeypatch: pytest.Monke
         parts.append(empty(*args, **kwargs))
         return parts[-1].fill_(torch.nan)
 
-    q, k_cache, v_cache, attn = make_case([40, 9000, 4096, 1, 4097], [1] * 5, kv_heads=1, head_dim=64)
+    q, k_cache, v_cache, attn = make_case(
+        [40, 9000, 4096, 1, 4097], [1] * 5, kv_heads=1, head_dim=64
+    )
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", keep)
         assert_matches_reference((q, k_cache, v_cache, replace(attn, max_seq_len=max_seq_len)))
@@ -259,7 +320,10 @@ def test_captured_decode_follows_the_lengths_on_the_device() -> None:
         rows = torch.tensor(live, device=DEVICE)
         count = torch.arange(len(live) + 1, dtype=torch.int32, device=DEVICE)
         some = replace(
-            attn, query_start_B1=count, seq_lens_B=attn.seq_lens_B[rows], block_table_BW=attn.block_table_BW[rows]
+            attn,
+            query_start_B1=count,
+            seq_lens_B=attn.seq_lens_B[rows],
+            block_table_BW=attn.block_table_BW[rows],
         )
         want = paged_attention_reference(q[rows], k_cache, v_cache, some, 0.1)
         torch.testing.assert_close(out[rows], want, atol=TOLERANCE[torch.bfloat16], rtol=0)

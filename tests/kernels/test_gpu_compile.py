@@ -1,4 +1,6 @@
-"""Every GPU kernel compiles for every supported chip, without spilling and within the shared memory of a block."""
+"""Every GPU kernel compiles for every supported chip, without spilling and within the shared memory
+of a block.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.kernels.compile_gpu import CHIPS, Compiled, all_cases
 
 ROOT = Path(__file__).parents[2]
 
-# Bytes that a block may ask for: CUDA C++ programming guide, technical specifications per compute capability.
+# Bytes that a block may ask for: CUDA C++ programming guide, technical specifications per compute
+# capability.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 MAX_REGISTERS = 255
 
@@ -25,7 +28,11 @@ def compiled() -> dict[tuple[str, int], Compiled]:
     """By case and chip."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_gpu"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.kernels.compile_gpu"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     results = [Compiled(**json.loads(line)) for line in run.stdout.splitlines()]
@@ -34,7 +41,9 @@ def compiled() -> dict[tuple[str, int], Compiled]:
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", all_cases())
-def test_kernel_fits_the_chip_without_spilling(compiled: dict[tuple[str, int], Compiled], name: str, chip: int) -> None:
+def test_kernel_fits_the_chip_without_spilling(
+    compiled: dict[tuple[str, int], Compiled], name: str, chip: int
+) -> None:
     result = compiled[name, chip]
     assert result.stack_bytes == 0
     assert 0 < result.registers <= MAX_REGISTERS
@@ -42,22 +51,35 @@ def test_kernel_fits_the_chip_without_spilling(compiled: dict[tuple[str, int], C
 
 
 def test_every_kernel_that_is_launched_has_a_case() -> None:
-    compiled_kernels = {(case.kernel.fn.__module__, case.kernel.fn.__name__) for case in all_cases().values()}
+    compiled_kernels = {
+        (case.kernel.fn.__module__, case.kernel.fn.__name__) for case in all_cases().values()
+    }
     assert launched_kernels() - compiled_kernels == set()
 
 
 def launched_kernels() -> set[tuple[str, str]]:
-    """(module, name) of the jitted functions under `kernels/gpu` that are launched with a grid or that no other one
-    calls."""
+    """(module, name) of the jitted functions under `kernels/gpu` that are launched with a grid or
+    that no other one calls.
+    """
     functions: list[tuple[str, ast.FunctionDef]] = []
     launched: set[str] = set()
     called: set[str] = set()
     for path in sorted((ROOT / "kernels" / "gpu").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(d) for d in node.decorator_list
+            ):
                 functions.append((module, node))
-                called |= {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(node) if isinstance(n, ast.Call)}
+                called |= {
+                    ast.unparse(n.func).rpartition(".")[2]
+                    for n in ast.walk(node)
+                    if isinstance(n, ast.Call)
+                }
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value).rpartition(".")[2])
-    return {(module, node.name) for module, node in functions if node.name in launched or node.name not in called}
+    return {
+        (module, node.name)
+        for module, node in functions
+        if node.name in launched or node.name not in called
+    }

@@ -1,4 +1,6 @@
-"""Triton's norms, rotary embedding, KV store and gate against the references, on a GPU or in the interpreter."""
+"""Triton's norms, rotary embedding, KV store and gate against the references, on a GPU or in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from kernels.reference.rope import qk_norm_rope_store_reference
 from tests.kernels.gpu_device import DEVICE
 
 EPS = 1e-6
-# Triton's interpreter cuts off what does not fit into a bfloat16 instead of rounding; there float16 stands for it.
+# Triton's interpreter cuts off what does not fit into a bfloat16 instead of rounding; there float16
+# stands for it.
 BFLOAT16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 DTYPES = list(dict.fromkeys((torch.float32, torch.float16, BFLOAT16)))
-# Both compute in float32, in another order and with other approximations of square roots and exponentials. Near the
-# middle of two 16-bit numbers that changes which one is taken, and a product of it by as much again.
+# Both compute in float32, in another order and with other approximations of square roots and
+# exponentials. Near the middle of two 16-bit numbers that changes which one is taken, and a product
+# of it by as much again.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 # What a rotation adds is at most this, so its sum may be off by the tolerance of that.
 LARGEST = 8
@@ -29,7 +33,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) -> None:
-    """Within the tolerance, relative or of a number so large; and rounded in the same places: of 16 bits few differ."""
+    """Within the tolerance, relative or of a number so large; and rounded in the same places: of 16
+    bits few differ.
+    """
     assert got.dtype == want.dtype
     tolerance = TOLERANCE[want.dtype]
     torch.testing.assert_close(got, want, atol=tolerance * largest, rtol=tolerance)
@@ -43,14 +49,22 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 1024), BFLOAT16), ((3, 2560), torch.float16), ((2, 4096), torch.float32), ((2, 5120), BFLOAT16),
-        ((7, 1), torch.float32), ((5, 127), torch.float32), ((9, 80), torch.float16), ((2, 3, 64), BFLOAT16),
+        ((1, 1024), BFLOAT16),
+        ((3, 2560), torch.float16),
+        ((2, 4096), torch.float32),
+        ((2, 5120), BFLOAT16),
+        ((7, 1), torch.float32),
+        ((5, 127), torch.float32),
+        ((9, 80), torch.float16),
+        ((2, 3, 64), BFLOAT16),
         ((0, 64), torch.float32),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_norms_equal_the_references(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, weight = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:])))
+    x, residual, weight = (
+        normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:]))
+    )
     x *= 3
     before = x.clone(), residual.clone()
     assert_near(elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
@@ -88,11 +102,16 @@ def test_norm_adds_eps_where_the_input_is_tiny_and_keeps_the_sign_of_zeros() -> 
 @pytest.mark.parametrize(
     ("num_tokens", "features", "dtype"),
     [
-        (1, 3072, BFLOAT16), (2, 9728, torch.float16), (2, 3072, torch.float32), (5, 1, torch.float32),
-        (7, 100, BFLOAT16), (3, 1025, torch.float16), (0, 64, torch.float32),
+        (1, 3072, BFLOAT16),
+        (2, 9728, torch.float16),
+        (2, 3072, torch.float32),
+        (5, 1, torch.float32),
+        (7, 100, BFLOAT16),
+        (3, 1025, torch.float16),
+        (0, 64, torch.float32),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_gate_equals_the_reference(num_tokens: int, features: int, dtype: torch.dtype) -> None:
     gate_up = (normal(num_tokens, 2 * features) * 4).to(dtype)
     before = gate_up.clone()
@@ -108,8 +127,12 @@ def test_gate_takes_rows_of_a_slice(dtype: torch.dtype) -> None:
 
 def test_gate_of_zeros_and_of_large_numbers() -> None:
     gate = torch.tensor([0.0, -0.0, 100.0, -100.0, 3e38, -3e38], device=DEVICE)
-    gate_up = torch.stack((torch.cat((gate, torch.ones_like(gate))), torch.cat((gate, -torch.ones_like(gate)))))
-    with np.errstate(over="ignore"):  # an exponential that is infinite, of which the interpreter warns
+    gate_up = torch.stack(
+        (torch.cat((gate, torch.ones_like(gate))), torch.cat((gate, -torch.ones_like(gate))))
+    )
+    with np.errstate(
+        over="ignore"
+    ):  # an exponential that is infinite, of which the interpreter warns
         got = elementwise.silu_and_mul(gate_up)
     want = silu_and_mul_reference(gate_up)
     assert_near(got, want, largest=0)
@@ -131,7 +154,9 @@ def make_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
     return slots.to(DEVICE)
 
 
-def make_caches(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Caches:
+def make_caches(
+    num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> Caches:
     """With one block more in front, where a slot of -1 would be (see `inner`)."""
     shape = (num_blocks + 1, block_size, kv_heads, head_dim)
     return normal(*shape, seed=8, dtype=dtype), normal(*shape, seed=9, dtype=dtype)
@@ -145,22 +170,32 @@ def clones(caches: Caches) -> Caches:
     return caches[0].clone(), caches[1].clone()
 
 
-# Pairwise over dtype, head dim, group and block size; KV heads that fill programs and that leave them ragged.
+# Pairwise over dtype, head dim, group and block size; KV heads that fill programs and that leave
+# them ragged.
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group", "kv_heads", "block_size"),
     [
-        (torch.float32, 64, 1, 3, 16), (torch.float32, 80, 8, 1, 256), (torch.float32, 128, 3, 2, 16),
-        (torch.float16, 64, 8, 1, 256), (torch.float16, 80, 3, 2, 16), (torch.float16, 128, 1, 5, 256),
-        (BFLOAT16, 64, 3, 2, 256), (BFLOAT16, 80, 1, 1, 16), (BFLOAT16, 128, 8, 2, 16),
+        (torch.float32, 64, 1, 3, 16),
+        (torch.float32, 80, 8, 1, 256),
+        (torch.float32, 128, 3, 2, 16),
+        (torch.float16, 64, 8, 1, 256),
+        (torch.float16, 80, 3, 2, 16),
+        (torch.float16, 128, 1, 5, 256),
+        (BFLOAT16, 64, 3, 2, 256),
+        (BFLOAT16, 80, 1, 1, 16),
+        (BFLOAT16, 128, 8, 2, 16),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_fused_kernel_turns_queries_and_keys_and_stores(
     dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, block_size: int
 ) -> None:
     num_tokens = 6
     qkv = normal(num_tokens, (group + 2) * kv_heads, head_dim, dtype=dtype)
-    q_weight, k_weight = normal(head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3, dtype=dtype)
+    q_weight, k_weight = (
+        normal(head_dim, seed=2, dtype=dtype),
+        normal(head_dim, seed=3, dtype=dtype),
+    )
     positions = torch.tensor([0, 1, 5, 299, 17, 17], dtype=torch.int32, device=DEVICE)
     caches = make_caches(512 // block_size, block_size, kv_heads, head_dim, dtype)
     want, before = clones(caches), qkv.clone()
@@ -195,7 +230,10 @@ def test_fused_kernel_keeps_the_sign_of_zeros() -> None:
     """At an angle of 0, a zero times the sine is added to or taken from a zero."""
     qkv = normal(1, 3, 64)
     qkv[:, :, ::3] = -0.0
-    weight, positions = torch.ones(64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    weight, positions = (
+        torch.ones(64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
     caches = make_caches(1, 16, 1, 64, torch.float32)
     want = clones(caches)
     args = (qkv, weight, weight, EPS, make_cos_sin(4, 64), positions)
@@ -219,15 +257,33 @@ def test_fused_kernel_without_tokens_writes_nothing() -> None:
 
 
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
-    """Element offsets past int32: the caches lie in virtual memory, of which on a CPU only few pages become real."""
+    """Element offsets past int32: the caches lie in virtual memory, of which on a CPU only few
+    pages become real.
+    """
     num_blocks = (1 << 31) // (16 * 8 * 128) + 8
-    caches = [torch.empty(num_blocks, 16, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    caches = [
+        torch.empty(num_blocks, 16, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)
+    ]
     slots = torch.tensor([num_blocks * 16 - 1], device=DEVICE)
-    k, v = normal(1, 8, 128, seed=1, dtype=torch.float16), normal(1, 8, 128, seed=2, dtype=torch.float16)
-    weight, positions = normal(128, seed=3, dtype=torch.float16), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    k, v = (
+        normal(1, 8, 128, seed=1, dtype=torch.float16),
+        normal(1, 8, 128, seed=2, dtype=torch.float16),
+    )
+    weight, positions = (
+        normal(128, seed=3, dtype=torch.float16),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
     table = make_cos_sin(1, 128)
     elementwise.qk_norm_rope_store(
-        torch.cat((k, k, v), dim=1), weight, weight, EPS, table, positions, caches[0], caches[1], slots
+        torch.cat((k, k, v), dim=1),
+        weight,
+        weight,
+        EPS,
+        table,
+        positions,
+        caches[0],
+        caches[1],
+        slots,
     )
     assert_near(caches[0][-1, -1], rms_norm_reference(k, weight, EPS)[0])
     assert torch.equal(caches[1][-1, -1], v[0])

@@ -1,7 +1,9 @@
-"""The sampling kernels in Triton, on a GPU or in the interpreter, against the reference and against their own weights.
+"""The sampling kernels in Triton, on a GPU or in the interpreter, against the reference and against
+their own weights.
 
-Gaps, tokens, counts and limits are equal bit by bit. Weights may differ by the rounding of two exponentials, 1e-6 of
-each, and a token's by one more where that moves its floor. The interpreter is slow: each kind of logits in one dtype.
+Gaps, tokens, counts and limits are equal bit by bit. Weights may differ by the rounding of two
+exponentials, 1e-6 of each, and a token's by one more where that moves its floor. The interpreter is
+slow: each kind of logits in one dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ON
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.replaced import Replaced, functions_of
-from tests.kernels.test_sampling_backends import COLUMNS, KINDS, assert_same_best, gaps_of, limits_of, make_logits
+from tests.kernels.test_sampling_backends import (
+    COLUMNS,
+    KINDS,
+    assert_same_best,
+    gaps_of,
+    limits_of,
+    make_logits,
+)
 from tests.kernels.test_sampling_backends import make_rows as make_some_rows
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler
@@ -35,10 +44,17 @@ pytestmark = [
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 kinds = pytest.mark.parametrize(
-    ("kind", "dtype"), [(kind, (torch.float32, torch.bfloat16)[i % 2]) for i, kind in enumerate(KINDS)], ids=str
+    ("kind", "dtype"),
+    [(kind, (torch.float32, torch.bfloat16)[i % 2]) for i, kind in enumerate(KINDS)],
+    ids=str,
 )
 spreads = pytest.mark.parametrize("num_programs", [1, 15, 4096])
-ROWS = ([4, 0, 2, 1, 3], [5], [2, 2, 0], [5, 4, 3, 2, 1, 0])  # an order, one, one twice, all backwards
+ROWS = (
+    [4, 0, 2, 1, 3],
+    [5],
+    [2, 2, 0],
+    [5, 4, 3, 2, 1, 0],
+)  # an order, one, one twice, all backwards
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -59,27 +75,38 @@ def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 GPU = GpuSampling()
-gpu: Any = Replaced(GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)})
+gpu: Any = Replaced(
+    GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)}
+)
 
 
 def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:
-    """`test_sampling_backends.make_rows`, perhaps of other rows; the last one's best token is on another rank."""
+    """`test_sampling_backends.make_rows`, perhaps of other rows; the last one's best token is on
+    another rank.
+    """
     gaps = make_some_rows(logits)
     if rows is None:
         return gaps
     max_R = reference.row_best(logits)[0][rows] + 0.0
     max_R[-1] += 1.25
     return dataclasses.replace(
-        gaps, rows_R=torch.tensor(rows), max_R=max_R, temperature_R=torch.linspace(0.3, 1.5, len(rows))
+        gaps,
+        rows_R=torch.tensor(rows),
+        max_R=max_R,
+        temperature_R=torch.linspace(0.3, 1.5, len(rows)),
     )
 
 
 def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
-    """Each token's weight as the kernel computes it where the token is all its block has, int64 [R, V]."""
+    """Each token's weight as the kernel computes it where the token is all its block has, int64 [R,
+    V].
+    """
     logits = gaps.logits_BV
     apart = torch.full((len(logits), logits.shape[1] * BLOCK), -torch.inf, dtype=logits.dtype)
     apart[:, ::BLOCK] = logits
-    apart_gaps = dataclasses.replace(gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2])
+    apart_gaps = dataclasses.replace(
+        gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_TILE", 32)  # four times as fast where it is interpreted
         return torch.as_tensor(gpu.block_weights(apart_gaps, limit)[0])
@@ -116,7 +143,9 @@ def test_weights_are_scaled_exponentials_of_the_gap() -> None:
 
 @kinds
 @pytest.mark.parametrize("num_columns", [1, 127, 200])
-def test_sums_are_those_of_each_token_alone(num_columns: int, kind: str, dtype: torch.dtype) -> None:
+def test_sums_are_those_of_each_token_alone(
+    num_columns: int, kind: str, dtype: torch.dtype
+) -> None:
     rows = make_rows(make_logits(kind, num_columns, dtype))
     limit = limits_of(rows, torch.inf, 3.0, 9.5, 0.0, 50.0)
     weights = weights_alone(rows, limit)
@@ -136,7 +165,9 @@ def test_weights_are_the_reference_s_up_to_rounding_however_rows_are_chosen_and_
     gaps = make_rows(make_logits("normal", 3001, dtype), rows)
     assert_same_best(gpu.row_best(gaps.logits_BV), reference.row_best(gaps.logits_BV))
     for limit in (limits_of(gaps, torch.inf), limits_of(gaps, 3.0, -1.0, 9.5)):
-        for got, want in zip(gpu.block_weights(gaps, limit), reference.block_weights(gaps, limit), strict=True):
+        for got, want in zip(
+            gpu.block_weights(gaps, limit), reference.block_weights(gaps, limit), strict=True
+        ):
             assert (got.dtype, got.shape) == (want.dtype, want.shape)
             torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=3001)
 
@@ -146,13 +177,22 @@ def test_weights_are_the_reference_s_up_to_rounding_however_rows_are_chosen_and_
 
 @kinds
 @pytest.mark.parametrize("num_columns", [1, 200])
-def test_pick_walks_the_running_sum_of_the_weights(num_columns: int, kind: str, dtype: torch.dtype) -> None:
+def test_pick_walks_the_running_sum_of_the_weights(
+    num_columns: int, kind: str, dtype: torch.dtype
+) -> None:
     rows = make_rows(make_logits(kind, num_columns, dtype))
     limit = limits_of(rows, torch.inf, 9.5)
     running = weights_alone(rows, limit).cumsum(dim=1)
     sums, total = gpu.block_weights(rows, limit)
-    edges = [running[:, place].contiguous() for place in {0, min(127, num_columns - 1), num_columns - 1}]
-    for index in (total * 3 // 7, torch.full_like(total, -1), *edges, *(edge - 1 for edge in edges)):
+    edges = [
+        running[:, place].contiguous() for place in {0, min(127, num_columns - 1), num_columns - 1}
+    ]
+    for index in (
+        total * 3 // 7,
+        torch.full_like(total, -1),
+        *edges,
+        *(edge - 1 for edge in edges),
+    ):
         place = (running <= index[:, None]).sum(dim=1)
         want = torch.where((index >= 0) & (index < total), place, -1)
         assert torch.equal(gpu.pick_column(rows, limit, sums, index), want)
@@ -174,7 +214,9 @@ def test_packed_numbers_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (1, 32), (2, 33), (3, 100)])
 def test_drawn_indices_are_those_of_the_reference(num_ranks: int, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
-    seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator) for _ in range(2))
+    seeds, positions = (
+        torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator) for _ in range(2)
+    )
     kept = torch.randint(2**56, (num_ranks, num_rows), generator=generator)
     kept[:, 0], kept[-1, -1] = 0, 2**57
     for rank in range(num_ranks):
@@ -201,7 +243,10 @@ def test_limits_of_lists_are_the_reference_s_and_each_rank_keeps_what_it_weighs(
     top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 1, TOP_P_ONE])
     max_gap = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
-    shards = [dataclasses.replace(rows, logits_BV=part, block_max_BX=reference.row_best(part)[2]) for part in parts]
+    shards = [
+        dataclasses.replace(rows, logits_BV=part, block_max_BX=reference.row_best(part)[2])
+        for part in parts
+    ]
     lists = torch.stack([reference.list_nearest(shard, top_k, 256) for shard in shards])
     limit, kept = gpu.listed_limits(lists, top_k, top_p, max_gap)
     assert torch.equal(limit, reference.listed_limits(lists, top_k, top_p, max_gap)[0])
@@ -222,18 +267,26 @@ def test_histograms_count_the_gaps_within_by_their_digits(
     weights = weights_alone(gaps, within)
     bits = gaps_of(gaps).view(torch.int32).long()
     for radix_pass, (shift, num_bits) in enumerate(RADIX_PASSES):
-        prefix = bits[:, 17] >> (shift + num_bits) if radix_pass else torch.zeros(len(bits), dtype=torch.int64)
+        prefix = (
+            bits[:, 17] >> (shift + num_bits)
+            if radix_pass
+            else torch.zeros(len(bits), dtype=torch.int64)
+        )
         prefix = torch.where(gaps_of(gaps)[:, 17].isnan(), 0, prefix).int()
         counts = reference.gap_histogram(gaps, within, prefix, radix_pass, False)
         assert torch.equal(gpu.gap_histogram(gaps, within, prefix, radix_pass, False), counts)
-        counted = (gaps_of(gaps) <= within[:, None]) & (bits >> (shift + num_bits) == prefix[:, None])
+        counted = (gaps_of(gaps) <= within[:, None]) & (
+            bits >> (shift + num_bits) == prefix[:, None]
+        )
         digits = (bits >> shift) & ((1 << num_bits) - 1)
         want = torch.zeros_like(counts).scatter_add_(1, digits, weights * counted)
         assert torch.equal(gpu.gap_histogram(gaps, within, prefix, radix_pass, True), want)
 
 
 @spreads
-def test_histogram_does_not_depend_on_how_rows_are_spread(monkeypatch: pytest.MonkeyPatch, num_programs: int) -> None:
+def test_histogram_does_not_depend_on_how_rows_are_spread(
+    monkeypatch: pytest.MonkeyPatch, num_programs: int
+) -> None:
     monkeypatch.setattr(sampling, "_PROGRAMS", num_programs)
     monkeypatch.setattr(sampling, "_COPIES", min(num_programs, 2))
     gaps = make_rows(make_logits("masked", 3001, torch.float32), [3, 1])
@@ -261,9 +314,13 @@ def test_one_row_of_151936_columns_is_that_of_the_reference() -> None:
     assert_same_best(gpu.row_best(logits), reference.row_best(logits))
     limit = torch.tensor([12.0])
     sums, total = gpu.block_weights(gaps, limit)
-    torch.testing.assert_close(sums.double(), reference.block_weights(gaps, limit)[0].double(), rtol=1e-6, atol=128)
+    torch.testing.assert_close(
+        sums.double(), reference.block_weights(gaps, limit)[0].double(), rtol=1e-6, atol=128
+    )
     index = total * 2 // 3
-    assert torch.equal(gpu.pick_column(gaps, limit, sums, index), reference.pick_column(gaps, limit, sums, index))
+    assert torch.equal(
+        gpu.pick_column(gaps, limit, sums, index), reference.pick_column(gaps, limit, sums, index)
+    )
     top_k = torch.tensor([50])
     assert torch.equal(gpu.list_nearest(gaps, top_k, 50), reference.list_nearest(gaps, top_k, 50))
 
@@ -271,16 +328,25 @@ def test_one_row_of_151936_columns_is_that_of_the_reference() -> None:
 def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
     logits = torch.randn(7, 1003, generator=torch.Generator().manual_seed(3)) * 3
     options: list[dict[str, Any]] = [
-        {}, {"temperature": 0}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1},
-        {"top_k": 400, "top_p": 0.95}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_k": 5},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0},
+        {"top_k": 20, "top_p": 0.9},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 400, "top_p": 0.95},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_k": 5},
+    ]
     drawn = []
     for kernels in (gpu, reference):
-        sampler = Sampler(TensorParallelGroup.alone(torch.device("cpu")), kernels, 1003, 0, 1003, 8, "cpu")
+        sampler = Sampler(
+            TensorParallelGroup.alone(torch.device("cpu")), kernels, 1003, 0, 1003, 8, "cpu"
+        )
         for slot, some in enumerate(options):
             sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)
         for position in (1, 2):
-            drawn.append(sampler.sample(logits, sampler.batch(range(7), [position] * 7)).token_ids_B)
+            drawn.append(
+                sampler.sample(logits, sampler.batch(range(7), [position] * 7)).token_ids_B
+            )
     assert torch.equal(drawn[0], drawn[2])
     assert torch.equal(drawn[1], drawn[3])
     assert not torch.equal(drawn[0], drawn[1])
@@ -290,12 +356,29 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
 def test_a_graph_replays_every_kernel_over_new_logits() -> None:
     def step(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         max_B, column_B, block_max = GPU.row_best(logits)
-        gaps = GapRows(logits_BV=logits, block_max_BX=block_max, rows_R=rows, max_R=max_B, temperature_R=temperatures)
+        gaps = GapRows(
+            logits_BV=logits,
+            block_max_BX=block_max,
+            rows_R=rows,
+            max_R=max_B,
+            temperature_R=temperatures,
+        )
         lists = GPU.list_nearest(gaps, top_k, 20)
-        limit, kept = GPU.listed_limits(lists[None], top_k, top_k, torch.full_like(max_B, torch.inf))
+        limit, kept = GPU.listed_limits(
+            lists[None], top_k, top_k, torch.full_like(max_B, torch.inf)
+        )
         sums, total = GPU.block_weights(gaps, limit)
         counts = GPU.gap_histogram(gaps, limit, rows.int() * 0, 0, True)
-        return max_B, column_B, lists, limit, kept, total, counts, GPU.pick_column(gaps, limit, sums, total // 2)
+        return (
+            max_B,
+            column_B,
+            lists,
+            limit,
+            kept,
+            total,
+            counts,
+            GPU.pick_column(gaps, limit, sums, total // 2),
+        )
 
     first = make_logits("normal", 9000, torch.bfloat16).to(DEVICE)
     second = first.flip(1)

@@ -1,4 +1,6 @@
-"""The KV store: every backend writes exactly the slots it is told to, in its own layout, and nothing else."""
+"""The KV store: every backend writes exactly the slots it is told to, in its own layout, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,39 @@ from kernels.reference.kv_store import store_kv_reference
 from kernels.select import select_backend
 
 CPU = select_backend("cpu", "cpu")
-CPU.set_num_threads(2)
-BACKENDS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name)
+pytestmark = pytest.mark.usefixtures("two_threads")
+BACKENDS = pytest.mark.parametrize(
+    "kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.capabilities.name
+)
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 def token_major(kernels: Kernels, caches: Caches) -> Caches:
     """Views of a backend's caches as [N, P, K, D]."""
     k_cache, v_cache = caches
-    return caches if kernels is REFERENCE else (k_cache.permute(0, 3, 1, 2), v_cache.permute(0, 2, 1, 3))
+    return (
+        caches
+        if kernels is REFERENCE
+        else (k_cache.permute(0, 3, 1, 2), v_cache.permute(0, 2, 1, 3))
+    )
 
 
-def store(kernels: Kernels, k: torch.Tensor, v: torch.Tensor, caches: Caches, slots: torch.Tensor) -> None:
+def store(
+    kernels: Kernels, k: torch.Tensor, v: torch.Tensor, caches: Caches, slots: torch.Tensor
+) -> None:
     """Keys that the norm and the rotation leave as they are: of mean square 1, at an angle of 0."""
     dim = k.shape[2]
     table = torch.cat((torch.ones(1, dim // 2), torch.zeros(1, dim // 2)), dim=1)
     weight = torch.ones(dim, dtype=k.dtype)
     kernels.qk_norm_rope_store(
-        torch.cat((k, k, v), dim=1), weight, weight, 0.0, table, torch.zeros(len(k), dtype=torch.int32), *caches, slots
+        torch.cat((k, k, v), dim=1),
+        weight,
+        weight,
+        0.0,
+        table,
+        torch.zeros(len(k), dtype=torch.int32),
+        *caches,
+        slots,
     )
 
 
@@ -36,10 +53,14 @@ def signs(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
 
 
-def make_caches(kernels: Kernels, num_blocks: int, block_size: int, kv_heads: int, dtype: torch.dtype) -> Caches:
+def make_caches(
+    kernels: Kernels, num_blocks: int, block_size: int, kv_heads: int, dtype: torch.dtype
+) -> Caches:
     k_shape, v_shape = kernels.kv_cache_shapes(num_blocks, block_size, kv_heads, 16)
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(k_shape, generator=generator).to(dtype), torch.randn(v_shape, generator=generator).to(dtype)
+    return torch.randn(k_shape, generator=generator).to(dtype), torch.randn(
+        v_shape, generator=generator
+    ).to(dtype)
 
 
 @BACKENDS
@@ -73,7 +94,9 @@ def test_step_of_only_padding_leaves_the_cache_alone(kernels: Kernels) -> None:
 
 @BACKENDS
 def test_slots_beyond_two_to_the_31_elements_are_reached(kernels: Kernels) -> None:
-    """Element offsets past int32: the cache is virtual memory, of which only the written pages become real."""
+    """Element offsets past int32: the cache is virtual memory, of which only the written pages
+    become real.
+    """
     num_blocks = (1 << 31) // (16 * 8 * 128) + 8
     k_shape, v_shape = kernels.kv_cache_shapes(num_blocks, 16, 8, 128)
     caches = torch.empty(k_shape, dtype=torch.bfloat16), torch.empty(v_shape, dtype=torch.bfloat16)

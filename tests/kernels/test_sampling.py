@@ -20,14 +20,20 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniform_of(seeds: list[int], positions: list[int]) -> list[int]:
-    return [int(bits) for bits in kernels.uniform_bits(torch.tensor(seeds), torch.tensor(positions))]
+    return [
+        int(bits) for bits in kernels.uniform_bits(torch.tensor(seeds), torch.tensor(positions))
+    ]
 
 
 def test_reference_generator_gives_the_published_numbers() -> None:
-    """The first outputs from state 1234567, as listed on Rosetta Code under Pseudo-random numbers/Splitmix64."""
+    """The first outputs from state 1234567, as listed on Rosetta Code under Pseudo-random
+    numbers/Splitmix64.
+    """
     assert [splitmix64(1234567, count) for count in (1, 2, 3)] == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423,
-    ]  # fmt: skip
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 def test_uniform_bits_are_splitmix64_of_seed_and_position() -> None:
@@ -40,8 +46,10 @@ def test_uniform_bits_are_splitmix64_of_seed_and_position() -> None:
 def test_uniform_bits_of_fixed_inputs_never_change() -> None:
     """Recorded once: a change of these changes every seeded output there is."""
     assert uniform_of([0, 1, 2**63 - 1], [0, 1, 1000]) == [
-        3008887562355236763, 4351421970967641211, 1199702985289729561,
-    ]  # fmt: skip
+        3008887562355236763,
+        4351421970967641211,
+        1199702985289729561,
+    ]
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
@@ -54,8 +62,15 @@ def test_uniform_bits_are_uniform_over_seeds_and_positions(vary: str, shift: int
 
 
 def test_consecutive_positions_and_seeds_are_not_correlated() -> None:
-    grid = kernels.uniform_bits(torch.arange(300)[:, None], torch.arange(300)[None]).double() / 2**62 - 0.5
-    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, 1:], grid[:-1, :-1])):
+    grid = (
+        kernels.uniform_bits(torch.arange(300)[:, None], torch.arange(300)[None]).double() / 2**62
+        - 0.5
+    )
+    for a, b in (
+        (grid[1:], grid[:-1]),
+        (grid[:, 1:], grid[:, :-1]),
+        (grid[1:, 1:], grid[:-1, :-1]),
+    ):
         correlation = float((a * b).mean() * 12)
         assert abs(correlation) < 4 / a.numel() ** 0.5
 
@@ -70,7 +85,9 @@ def test_row_best_is_the_lowest_column_of_the_largest(num_columns: int) -> None:
 
 
 def test_packed_candidates_order_by_value_then_lower_id() -> None:
-    exact = torch.tensor([-torch.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, 3e38, torch.inf]).tolist()
+    exact = torch.tensor(
+        [-torch.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, 3e38, torch.inf]
+    ).tolist()
     pairs = [(value, token) for value in exact for token in (2**31 - 1, 5, 0)]
     values, ids = torch.tensor([v for v, _ in pairs]), torch.tensor([t for _, t in pairs])
     packed = kernels.pack(values, ids)
@@ -90,7 +107,9 @@ def test_exponentials_do_not_depend_on_place_or_length() -> None:
         for length in (1, 2, 5, 15, 16, 31, 33, 64, 900):
             part = gaps[:, start : start + length]
             assert torch.equal(kernels.token_weights(part), whole[:, start : start + length])
-            assert torch.equal(kernels.token_weights(part.repeat(3, 1))[1:2], whole[:, start : start + length])
+            assert torch.equal(
+                kernels.token_weights(part.repeat(3, 1))[1:2], whole[:, start : start + length]
+            )
 
 
 def test_weights_are_scaled_exponentials_and_nothing_beyond_the_limit() -> None:
@@ -139,7 +158,9 @@ def test_descent_finds_the_kth_smallest_gap_exactly(rounded: bool) -> None:
     gaps[:, 100:120] = torch.inf
     gaps[:, 7] = 0.0
     top_k = torch.tensor([1, 2, 3, 10, 2980, 2981, 3000, *range(50, 63)])
-    want = torch.stack([row.sort().values[k - 1] for row, k in zip(gaps, top_k.tolist(), strict=True)])
+    want = torch.stack(
+        [row.sort().values[k - 1] for row, k in zip(gaps, top_k.tolist(), strict=True)]
+    )
     assert torch.equal(limit_by_descent(gaps, top_k, by_weight=False), want)
 
 
@@ -155,13 +176,24 @@ def test_descent_finds_the_weighted_quantile_exactly() -> None:
         limit_by_descent(gaps, torch.tensor(targets), by_weight=True),
         strict=True,
     ):
-        within = {gap: sum(w for g, w in zip(gap_row, weight_row, strict=True) if g <= gap) for gap in set(gap_row)}
+        within = {
+            gap: sum(w for g, w in zip(gap_row, weight_row, strict=True) if g <= gap)
+            for gap in set(gap_row)
+        }
         assert float(found) == min(gap for gap, mass in within.items() if mass >= target)
 
 
 def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
     generator = random.Random(2)
-    totals = [1, 2, 2**31 - 1, 2**31, 2**40, 2**58 - 1, *(generator.getrandbits(58) | 1 for _ in range(200))]
+    totals = [
+        1,
+        2,
+        2**31 - 1,
+        2**31,
+        2**40,
+        2**58 - 1,
+        *(generator.getrandbits(58) | 1 for _ in range(200)),
+    ]
     bits = [generator.getrandbits(62) for _ in totals]
     bits[:6] = [0, 2**62 - 1, 2**62 - 1, 2**31, 2**62 - 1, 2**62 - 1]
     index = kernels.pick_index(torch.tensor(bits), torch.tensor(totals)).tolist()
@@ -177,5 +209,8 @@ def test_drawn_index_counts_from_the_start_of_each_ranks_weights() -> None:
     bits = kernels.uniform_bits(seeds, positions).tolist()
     whole = [b * total >> 62 for b, total in zip(bits, kept.sum(dim=0).tolist(), strict=True)]
     for rank in range(3):
-        want = [index - before for index, before in zip(whole, kept[:rank].sum(dim=0).tolist(), strict=True)]
+        want = [
+            index - before
+            for index, before in zip(whole, kept[:rank].sum(dim=0).tolist(), strict=True)
+        ]
         assert kernels.draw_index(seeds, positions, kept, rank).tolist() == want

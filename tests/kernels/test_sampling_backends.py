@@ -1,7 +1,9 @@
-"""The kernels of sampling on every backend: each against plain loops over its own weights, and against each other.
+"""The kernels of sampling on every backend: each against plain loops over its own weights, and
+against each other.
 
-Gaps, tokens, counts and limits are equal bit by bit. Weights of the CPU backend may differ from the reference's by the
-rounding of two exponentials, 1e-6 of each, and a token's by one more where that moves its floor.
+Gaps, tokens, counts and limits are equal bit by bit. Weights of the CPU backend may differ from the
+reference's by the rounding of two exponentials, 1e-6 of each, and a token's by one more where that
+moves its floor.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def make_logits(kind: str, num_columns: int, dtype: torch.dtype, num_rows: int =
 
 
 def make_rows(logits: torch.Tensor, kernels: SamplingKernels = reference) -> GapRows:
-    """Some rows in some order, each at its own temperature; another rank holds the best token of the last one."""
+    """Some rows in some order, each at its own temperature; another rank holds the best token of
+    the last one.
+    """
     max_B, _, block_max = kernels.row_best(logits)
     rows = torch.tensor([4, 0, 2, 1, 3]) if len(logits) == 6 else torch.arange(len(logits))
     temperatures = torch.tensor([0.6, 1.0, 1e-40, 0.013, 2.5])
@@ -81,7 +85,9 @@ def gaps_of(gaps: GapRows) -> torch.Tensor:
 
 
 def weights_alone(kernels: SamplingKernels, gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
-    """Each token's weight as the kernel computes it where the token is all there is, int64 [R, V]."""
+    """Each token's weight as the kernel computes it where the token is all there is, int64 [R,
+    V].
+    """
     weights = []
     for r, row in enumerate(gaps.rows_R.tolist()):
         tokens = gaps.logits_BV[row][:, None].contiguous()
@@ -116,14 +122,20 @@ def test_best_is_the_lowest_column_of_the_largest_number(
 ) -> None:
     logits = make_logits(kind, num_columns, dtype)
     max_B, column_B, block_max = kernels.row_best(logits)
-    assert (max_B.dtype, column_B.dtype, block_max.dtype) == (torch.float32, torch.int64, torch.float32)
+    assert (max_B.dtype, column_B.dtype, block_max.dtype) == (
+        torch.float32,
+        torch.int64,
+        torch.float32,
+    )
     numbers = torch.where(logits.isnan(), -torch.inf, logits.float()).numpy()
     assert max_B.tolist() == numbers.max(axis=1).tolist()
     for row in range(len(logits)):
         if numbers[row].max() > -np.inf:
             assert int(column_B[row]) == int(numbers[row].argmax())
         assert 0 <= int(column_B[row]) < num_columns
-    blocks = [numbers[:, start : start + BLOCK].max(axis=1) for start in range(0, num_columns, BLOCK)]
+    blocks = [
+        numbers[:, start : start + BLOCK].max(axis=1) for start in range(0, num_columns, BLOCK)
+    ]
     assert np.array_equal(block_max.numpy(), np.stack(blocks, axis=1))
 
 
@@ -156,7 +168,9 @@ def test_sums_are_those_of_each_token_alone(
         assert not weights[~(gaps <= limit[:, None])].any()
         sums, total = kernels.block_weights(rows, limit)
         assert torch.equal(total, weights.sum(dim=1))
-        want = [weights[:, start : start + BLOCK].sum(dim=1) for start in range(0, num_columns, BLOCK)]
+        want = [
+            weights[:, start : start + BLOCK].sum(dim=1) for start in range(0, num_columns, BLOCK)
+        ]
         assert torch.equal(sums, torch.stack(want, dim=1))
 
 
@@ -174,15 +188,21 @@ def test_weight_has_the_same_bits_at_every_place_of_a_block_of_every_length(
         for length in range(1, BLOCK - start + 1):
             part = logits[:, start : start + length].contiguous()
             cut = dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
-            assert int(kernels.block_weights(cut, limit)[1]) == int(alone[start : start + length].sum())
+            assert int(kernels.block_weights(cut, limit)[1]) == int(
+                alone[start : start + length].sum()
+            )
 
 
 @dtypes
 @pytest.mark.parametrize("kind", KINDS)
-def test_backends_weigh_alike_up_to_the_rounding_of_the_exponential(kind: str, dtype: torch.dtype) -> None:
+def test_backends_weigh_alike_up_to_the_rounding_of_the_exponential(
+    kind: str, dtype: torch.dtype
+) -> None:
     rows = make_rows(make_logits(kind, 1003, dtype))
     for limit in (limits_of(rows, torch.inf), limits_of(rows, 3.0, 0.0, 9.5)):
-        for got, want in zip(cpu.block_weights(rows, limit), reference.block_weights(rows, limit), strict=True):
+        for got, want in zip(
+            cpu.block_weights(rows, limit), reference.block_weights(rows, limit), strict=True
+        ):
             torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=1003)
 
 
@@ -196,7 +216,9 @@ def test_bfloat16_logits_weigh_as_their_float32_values() -> None:
     assert_same_best(cpu.block_weights(half, limit), cpu.block_weights(full, limit))
     assert torch.equal(cpu.list_nearest(half, top_k, 20), cpu.list_nearest(full, top_k, 20))
     for by_weight in (False, True):
-        first, second = (cpu.gap_histogram(rows, limit, prefix, 0, by_weight) for rows in (half, full))
+        first, second = (
+            cpu.gap_histogram(rows, limit, prefix, 0, by_weight) for rows in (half, full)
+        )
         assert torch.equal(first, second)
 
 
@@ -217,10 +239,21 @@ def test_pick_walks_the_running_sum_of_the_weights(
         running = weights_alone(kernels, rows, limit).cumsum(dim=1)
         edges = [
             running[:, place]
-            for place in (0, min(BLOCK - 1, num_columns - 1), *range(num_columns // 2, num_columns, 40))
+            for place in (
+                0,
+                min(BLOCK - 1, num_columns - 1),
+                *range(num_columns // 2, num_columns, 40),
+            )
         ]
         drawn = torch.tensor([rng.randrange(max(1, int(t))) for t in total])
-        for index in (drawn, torch.zeros_like(total), total - 1, total, torch.full_like(total, -1), *edges):
+        for index in (
+            drawn,
+            torch.zeros_like(total),
+            total - 1,
+            total,
+            torch.full_like(total, -1),
+            *edges,
+        ):
             place = (running <= index[:, None]).sum(dim=1)
             want = torch.where((index >= 0) & (index < total), place, -1)
             assert torch.equal(kernels.pick_column(rows, limit, sums, index), want)
@@ -235,10 +268,15 @@ def test_shards_add_up_and_pick_what_the_whole_row_picks(
     rows = make_rows(make_logits("normal", 1003, dtype))
     limit = limits_of(rows, torch.inf, 4.0)
     sums, total = kernels.block_weights(rows, limit)
-    index = (torch.rand(len(total), generator=torch.Generator().manual_seed(1)).double() * total).long()
+    index = (
+        torch.rand(len(total), generator=torch.Generator().manual_seed(1)).double() * total
+    ).long()
     starts = (0, *cuts)
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
-    shards = [dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2]) for part in parts]
+    shards = [
+        dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
+        for part in parts
+    ]
     picked, before = torch.full_like(total, -1), torch.zeros_like(total)
     for start, shard in zip(starts, shards, strict=True):
         shard_sums, mine = kernels.block_weights(shard, limit)
@@ -266,11 +304,15 @@ def test_list_holds_the_k_smallest_gaps_and_how_many_tie_with_the_last(
         for r, (k, gaps) in enumerate(zip(top_k, gaps_of(rows), strict=True)):
             finite = gaps[gaps < torch.inf].sort().values
             nearest = finite[:k].tolist()
-            entries = [(gap, 1) for gap in nearest] + [(float("inf"), 0)] * (max(top_k) - len(nearest))
+            entries = [(gap, 1) for gap in nearest] + [(float("inf"), 0)] * (
+                max(top_k) - len(nearest)
+            )
             if len(finite) >= k:
                 entries[k - 1] = (nearest[-1], 1 + int((finite[k:] == nearest[-1]).sum()))
             listed = (got[r] >> 32).to(torch.int32).view(torch.float32)
-            assert list(zip(listed.tolist(), (got[r] & 0xFFFFFFFF).tolist(), strict=True)) == entries
+            assert (
+                list(zip(listed.tolist(), (got[r] & 0xFFFFFFFF).tolist(), strict=True)) == entries
+            )
 
 
 @both
@@ -285,7 +327,10 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
     top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 1, TOP_P_ONE])
     max_gap = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
-    shards = [dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2]) for part in parts]
+    shards = [
+        dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
+        for part in parts
+    ]
     lists = torch.stack([kernels.list_nearest(shard, top_k, 256) for shard in shards])
     limit, kept = kernels.listed_limits(lists, top_k, top_p, max_gap)
     everything = limits_of(rows, torch.inf)
@@ -295,7 +340,11 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
         want = ascending[int(top_k[r]) - 1] if len(ascending) >= top_k[r] else float("inf")
         if top_p[r] < TOP_P_ONE:
             target = max(1, -(-int(weights[gaps <= want].sum()) * int(top_p[r]) // TOP_P_ONE))
-            enough = (gap for gap in ascending if gap <= want and int(weights[gaps <= gap].sum()) >= target)
+            enough = (
+                gap
+                for gap in ascending
+                if gap <= want and int(weights[gaps <= gap].sum()) >= target
+            )
             want = next(enough, want)
         assert float(limit[r]) == min(want, float(max_gap[r]))
     for rank, shard in enumerate(shards):
@@ -317,13 +366,17 @@ def test_histograms_count_the_gaps_within_by_their_digits(
     gaps = gaps_of(rows)
     bits = gaps.view(torch.int32).long()
     for radix_pass, (shift, num_bits) in enumerate(RADIX_PASSES):
-        prefix = bits[:, 17] >> (shift + num_bits) if radix_pass else torch.zeros(5, dtype=torch.int64)
+        prefix = (
+            bits[:, 17] >> (shift + num_bits) if radix_pass else torch.zeros(5, dtype=torch.int64)
+        )
         prefix = torch.where(gaps[:, 17].isnan(), 0, prefix)
         counted = (gaps <= within[:, None]) & (bits >> (shift + num_bits) == prefix[:, None])
         digits = (bits >> shift) & ((1 << num_bits) - 1)
         for by_weight, amounts in ((False, counted.long()), (True, weights * counted)):
             want = torch.zeros(5, 1 << num_bits, dtype=torch.int64).scatter_add_(1, digits, amounts)
-            assert torch.equal(kernels.gap_histogram(rows, within, prefix.int(), radix_pass, by_weight), want)
+            assert torch.equal(
+                kernels.gap_histogram(rows, within, prefix.int(), radix_pass, by_weight), want
+            )
 
 
 # The whole width, and threads
@@ -339,10 +392,16 @@ def test_threads_and_company_change_nothing_over_a_vocabulary_of_151936(dtype: t
         rows = make_rows(logits, cpu)
         limit = limits_of(rows, torch.inf)
         sums, total = cpu.block_weights(rows, limit)
-        answers.append((
-            *cpu.row_best(logits), sums, total, cpu.pick_column(rows, limit, sums, total // 3),
-            cpu.list_nearest(rows, top_k, 200), cpu.gap_histogram(rows, limit, prefix, 0, True),
-        ))  # fmt: skip
+        answers.append(
+            (
+                *cpu.row_best(logits),
+                sums,
+                total,
+                cpu.pick_column(rows, limit, sums, total // 3),
+                cpu.list_nearest(rows, top_k, 200),
+                cpu.gap_histogram(rows, limit, prefix, 0, True),
+            )
+        )
     assert_same_best(*answers)
     assert_same_best(cpu.row_best(logits), reference.row_best(logits))
     assert torch.equal(cpu.list_nearest(rows, top_k, 200), reference.list_nearest(rows, top_k, 200))

@@ -1,14 +1,16 @@
-"""A model without numbers that runs step plans as a rank does, and shows every wrong read in its output.
+"""A model without numbers that runs step plans as a rank does, and shows every wrong read in its
+output.
 
-A cell of the fake KV cache holds the *digest* of the prefix that ends there, as the keys and values of a real model
-depend on all tokens before them. A step first stores the cells of all its rows, then every row reads its whole context
-through its block table (a layer stores before it attends). The next token is a hash of what was read and of the
-request's seed, so aliasing, a stale hit or an early release changes it; and a row that read something wrong stores
-wrong cells from then on. Tokens are kept a slot, as the device does: plans name no sampled token.
+A cell of the fake KV cache holds the *digest* of the prefix that ends there, as the keys and values
+of a real model depend on all tokens before them. A step first stores the cells of all its rows,
+then every row reads its whole context through its block table (a layer stores before it attends).
+The next token is a hash of what was read and of the request's seed, so aliasing, a stale hit or an
+early release changes it; and a row that read something wrong stores wrong cells from then on.
+Tokens are kept a slot, as the device does: plans name no sampled token.
 
-`FakeRank` checks on the way what a real rank would suffer from silently: released and admitted slots, who writes to
-which cell, table width, chunks that sample. The cache salt is part of a digest, taken from the seed (`salt_of`), so
-that sharing across salts shows up too.
+`FakeRank` checks on the way what a real rank would suffer from silently: released and admitted
+slots, who writes to which cell, table width, chunks that sample. The cache salt is part of a
+digest, taken from the seed (`salt_of`), so that sharing across salts shows up too.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def salt_of(seed: int) -> str:
 
 
 def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None:
-    """Append the digest of each prefix that ends in one of `token_ids`; `digests` holds those before."""
+    """Append the digest of each prefix that ends in one of `token_ids`; `digests` holds those
+    before.
+    """
     digest = digests[-1] if digests else seed % len(SALTS)
     for token in token_ids:
         digest = ((digest ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
@@ -47,8 +51,12 @@ def next_token(context: bytes, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(context, seed) % VOCAB_SIZE
 
 
-def generate(token_ids: list[int], num_prompt_tokens: int, sampling: Sampling, max_total: int) -> tuple[list[int], str]:
-    """All tokens of an undisturbed run and why it ends. `token_ids` may hold generated tokens already."""
+def generate(
+    token_ids: list[int], num_prompt_tokens: int, sampling: Sampling, max_total: int
+) -> tuple[list[int], str]:
+    """All tokens of an undisturbed run and why it ends. `token_ids` may hold generated tokens
+    already.
+    """
     tokens, digests = list(token_ids), array("Q")
     extend_digests(digests, tokens, sampling.seed)
     most = min(max_total, num_prompt_tokens + sampling.max_tokens)
@@ -77,7 +85,9 @@ class Row:
 class FakeRank:
     """Slots and cells. `run` executes a plan at once; who wants results to be late keeps them."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.table_width = -(-max_model_len // block_size)
@@ -100,16 +110,22 @@ class FakeRank:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Execute a plan at once."""
-        assert (plan.step_id, plan.epoch) == (self.num_steps, self.epoch), f"step {plan.step_id} out of order"
+        assert (plan.step_id, plan.epoch) == (
+            self.num_steps,
+            self.epoch,
+        ), f"step {plan.step_id} out of order"
         self.num_steps += 1
         for slot in plan.released:
             self._release(slot)
-        # Before the admitted rows, which may share a block that is appended and filled in this step.
+        # Before the admitted rows, which may share a block that is appended and filled in this
+        # step.
         for slot, block_id in zip(plan.appended_slots, plan.appended_block_ids, strict=True):
             self._append(self._row(slot), block_id)
         if plan.admitted is not None:
             self._admit(plan.admitted)
-        assert len(set(plan.slots)) == len(plan.slots) > 0, f"a slot twice in a step, or none: {plan.slots}"
+        assert len(set(plan.slots)) == len(plan.slots) > 0, (
+            f"a slot twice in a step, or none: {plan.slots}"
+        )
         batch = [self._row(slot) for slot in plan.slots]
         starts = [row.num_computed for row in batch]
         for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
@@ -117,12 +133,14 @@ class FakeRank:
         sampled = ints()
         for row, start, samples in zip(batch, starts, plan.samples, strict=True):
             context = self._attend(row, start)
-            assert samples == (row.num_computed == len(row.tokens)), f"samples {samples} in the wrong chunk: {row}"
+            assert samples == (row.num_computed == len(row.tokens)), (
+                f"samples {samples} in the wrong chunk: {row}"
+            )
             if samples:
                 sampled.append(self._sample(row, context))
         return StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled)
 
-    # -- what changed -----------------------------------------------------------------------------------------------
+    # -- what changed ------------------------------------------------------------------------------
 
     def _row(self, slot: int) -> Row:
         row = self.rows[slot]
@@ -152,11 +170,17 @@ class FakeRank:
                 sampling=rows.sampling[i],
             )
             extend_digests(row.digests, tokens, row.sampling.seed)
-            assert 0 <= row.num_cached_tokens <= len(tokens) and row.num_cached_tokens % self.block_size == 0
+            assert (
+                0 <= row.num_cached_tokens <= len(tokens)
+                and row.num_cached_tokens % self.block_size == 0
+            )
             self.num_cached_tokens += row.num_cached_tokens
             self.rows[slot] = row
             self._fill_table(row, blocks)
-        assert (first_token, first_block) == (len(rows.token_ids), len(rows.block_ids)), "flat arrays of other lengths"
+        assert (first_token, first_block) == (
+            len(rows.token_ids),
+            len(rows.block_ids),
+        ), "flat arrays of other lengths"
 
     def _fill_table(self, row: Row, blocks: array[int]) -> None:
         num_shared = row.num_cached_tokens // self.block_size
@@ -168,19 +192,25 @@ class FakeRank:
 
     def _append(self, row: Row, block_id: int) -> None:
         """A block for new content: nobody else may hold it."""
-        assert self.num_holders[block_id] == 0, f"block {block_id} is handed out while somebody holds it"
-        assert len(row.block_table) < self.table_width, f"a table wider than {self.table_width} blocks: {row}"
+        assert self.num_holders[block_id] == 0, (
+            f"block {block_id} is handed out while somebody holds it"
+        )
+        assert len(row.block_table) < self.table_width, (
+            f"a table wider than {self.table_width} blocks: {row}"
+        )
         self.num_holders[block_id] = 1
         self.blocks[block_id] = bytearray()
         row.block_table.append(block_id)
 
-    # -- what runs --------------------------------------------------------------------------------------------------
+    # -- what runs ---------------------------------------------------------------------------------
 
     def _store(self, row: Row, num_new: int) -> None:
         """Write the cells of a chunk, but for those that stand in shared blocks."""
         start, end = row.num_computed, row.num_computed + num_new
         assert num_new >= 1 and end <= len(row.tokens), f"{num_new} new tokens: {row}"
-        assert end <= len(row.block_table) * self.block_size, f"{num_new} new tokens beyond the blocks: {row}"
+        assert end <= len(row.block_table) * self.block_size, (
+            f"{num_new} new tokens beyond the blocks: {row}"
+        )
         position = max(start, row.num_cached_tokens)
         self.num_written_tokens += end - position
         while position < end:
@@ -188,7 +218,8 @@ class FakeRank:
             upto = min(end, (index + 1) * self.block_size)
             block = self.blocks[row.block_table[index]]
             assert len(block) == offset * DIGEST_BYTES, (
-                f"cell {offset} of block {row.block_table[index]} written out of turn, or twice: {row}"
+                f"cell {offset} of block {row.block_table[index]} written out of turn, or twice:"
+                f" {row}"
             )
             block += row.digests[position:upto].tobytes()
             position = upto
@@ -214,6 +245,10 @@ class FakeRank:
         row.tokens.append(token)
         extend_digests(row.digests, [token], row.sampling.seed)
         num_output = len(row.tokens) - row.num_prompt_tokens
-        assert num_output <= row.sampling.max_tokens, f"ran beyond max_tokens {row.sampling.max_tokens}: {row}"
-        assert len(row.tokens) <= self.max_model_len, f"ran beyond max_model_len {self.max_model_len}: {row}"
+        assert num_output <= row.sampling.max_tokens, (
+            f"ran beyond max_tokens {row.sampling.max_tokens}: {row}"
+        )
+        assert len(row.tokens) <= self.max_model_len, (
+            f"ran beyond max_model_len {self.max_model_len}: {row}"
+        )
         return token

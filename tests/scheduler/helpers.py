@@ -27,7 +27,9 @@ class User:
     num_published_blocks: int = 0
 
 
-A, B, C, D = ([digit * 100 + i for i in range(BLOCK)] for digit in (1, 2, 3, 4))  # the tokens of one block each
+A, B, C, D = (
+    [digit * 100 + i for i in range(BLOCK)] for digit in (1, 2, 3, 4)
+)  # the tokens of one block each
 
 
 def make_manager(num_blocks: int = 16, **options: Any) -> BlockManager:
@@ -35,7 +37,9 @@ def make_manager(num_blocks: int = 16, **options: Any) -> BlockManager:
 
 
 def hold(manager: BlockManager, token_ids: list[int], salt: str = "") -> tuple[User, int]:
-    """Allocate and publish as for a prompt that runs in one step; returns the user and its cached tokens."""
+    """Allocate and publish as for a prompt that runs in one step; returns the user and its cached
+    tokens.
+    """
     user = User(token_ids, salt)
     assert manager.can_allocate(user)
     num_cached = manager.allocate(user)
@@ -90,7 +94,9 @@ def must_schedule(scheduler: Scheduler) -> StepPlan:
 def give(scheduler: Scheduler, *tokens: int) -> StepOutput:
     """Apply these tokens as the result of the oldest unread step."""
     oldest = scheduler.submitted[0]
-    output = scheduler.apply(StepResult(step_id=oldest.step_id, epoch=oldest.epoch, token_ids=ints(tokens)))
+    output = scheduler.apply(
+        StepResult(step_id=oldest.step_id, epoch=oldest.epoch, token_ids=ints(tokens))
+    )
     scheduler.check()
     return output
 
@@ -104,7 +110,10 @@ def run_step(scheduler: Scheduler, *tokens: int) -> StepPlan:
 
 def rows(plan: StepPlan) -> list[tuple[int, int, bool]]:
     """Slot, number of new tokens and whether it samples, for each row of a plan."""
-    return [(s, n, bool(p)) for s, n, p in zip(plan.slots, plan.num_new_tokens, plan.samples, strict=True)]
+    return [
+        (s, n, bool(p))
+        for s, n, p in zip(plan.slots, plan.num_new_tokens, plan.samples, strict=True)
+    ]
 
 
 def cached_of(plan: StepPlan) -> list[int]:
@@ -113,10 +122,14 @@ def cached_of(plan: StepPlan) -> list[int]:
 
 
 class FakeExecutor:
-    """A fake rank as an executor: steps run when they are launched, results wait until they are asked for."""
+    """A fake rank as an executor: steps run when they are launched, results wait until they are
+    asked for.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self.rank = FakeRank(limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len)
+        self.rank = FakeRank(
+            limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
+        )
         self.plans: list[StepPlan] = []
         self.results: dict[int, StepResult] = {}
         self.events: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.block_manager import NO_HASH, ROOT_SERIAL, Block, BlockManager, BlockUser
 
-# -- taking and releasing -------------------------------------------------------------------------------------------
+# -- taking and releasing --------------------------------------------------------------------------
 
 
 class ReleaseSkipped(BlockManager):
@@ -75,10 +75,13 @@ class RevivedBlocksNotCounted(BlockManager):
     """`can_allocate` forgets that cached free blocks are taken from the free ones."""
 
     def can_allocate(self, seq: BlockUser) -> bool:
-        return self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached(seq)) <= self.num_free_blocks
+        return (
+            self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached(seq))
+            <= self.num_free_blocks
+        )
 
 
-# -- the prefix index -----------------------------------------------------------------------------------------------
+# -- the prefix index ------------------------------------------------------------------------------
 
 
 class StaleIndexEntry(BlockManager):
@@ -87,7 +90,12 @@ class StaleIndexEntry(BlockManager):
     def _take_free(self) -> int:
         block = self._head.next
         assert block is not None
-        key, tokens, parent, salt = block.hash, block.token_ids, block.parent_serial, block.cache_salt
+        key, tokens, parent, salt = (
+            block.hash,
+            block.token_ids,
+            block.parent_serial,
+            block.cache_salt,
+        )
         block_id = super()._take_free()
         if key != NO_HASH:
             block.token_ids, block.parent_serial, block.cache_salt = tokens, parent, salt
@@ -99,7 +107,10 @@ class _LooseManager(BlockManager):
     """A block manager whose lookup can be made to compare less."""
 
     def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
-        return block.token_ids == self._block_tokens(seq, index) and block.parent_serial == parent_serial
+        return (
+            block.token_ids == self._block_tokens(seq, index)
+            and block.parent_serial == parent_serial
+        )
 
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         found: list[Block] = []
@@ -145,7 +156,9 @@ class HitAfterMiss(BlockManager):
 
 
 class CollisionTakesSerial(BlockManager):
-    """A block whose hash collides takes the serial of the indexed one without having its content."""
+    """A block whose hash collides takes the serial of the indexed one without having its
+    content.
+    """
 
     def _publish_block(self, seq: BlockUser, index: int) -> None:
         first = self._index.get(self._block_hash(seq, index))

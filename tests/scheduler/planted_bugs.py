@@ -18,7 +18,11 @@ def _planted_in(module: ModuleType) -> dict[str, Parts]:
     """Parts with each public class that a module defines in the place of the one it breaks."""
     planted = {}
     for name, broken in vars(module).items():
-        if not isinstance(broken, type) or broken.__module__ != module.__name__ or name.startswith("_"):
+        if (
+            not isinstance(broken, type)
+            or broken.__module__ != module.__name__
+            or name.startswith("_")
+        ):
             continue
         if issubclass(broken, Scheduler):
             planted[name] = Parts(scheduler=broken)

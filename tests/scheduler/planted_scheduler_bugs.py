@@ -1,4 +1,6 @@
-"""Schedulers and engines with one bug each: each class breaks one promise by a small change, as it says."""
+"""Schedulers and engines with one bug each: each class breaks one promise by a small change, as it
+says.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from scheduler.messages import Request, StepPlan, ints
 from scheduler.scheduler import Scheduler, StepOutput, _Step
 from scheduler.sequence import Sequence, SequenceStatus
 
-# -- what is published and shared -----------------------------------------------------------------------------------
+# -- what is published and shared ------------------------------------------------------------------
 
 
 class PromptPublishedTooEarly(Scheduler):
@@ -21,9 +23,13 @@ class PromptPublishedTooEarly(Scheduler):
 
 
 class OutputPublishedTooEarly(Scheduler):
-    """A generated block is published when its last token is known, before the step that stores it."""
+    """A generated block is published when its last token is known, before the step that stores
+    it.
+    """
 
-    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
+    def _take_tokens(
+        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+    ) -> None:
         super()._take_tokens(sequences, tokens, output)
         for seq in output.sequences:
             if seq.status is SequenceStatus.RUNNING:
@@ -59,7 +65,7 @@ class FullHitHasNoQuery(Scheduler):
             step.num_new_tokens[-1] = 0
 
 
-# -- who runs -------------------------------------------------------------------------------------------------------
+# -- who runs --------------------------------------------------------------------------------------
 
 
 class PartialChunkSamples(Scheduler):
@@ -113,7 +119,9 @@ class OldestPreempted(Scheduler):
 
 
 class EverybodyYields(Scheduler):
-    """A sequence that finds no block yields together with all later ones, and computes everything again."""
+    """A sequence that finds no block yields together with all later ones, and computes everything
+    again.
+    """
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
         if self.block_manager.can_append(seq, num_tokens):
@@ -153,7 +161,7 @@ class SlotReusedWhileHeld(Scheduler):
         return super()._plan(step)
 
 
-# -- tokens and ends ------------------------------------------------------------------------------------------------
+# -- tokens and ends -------------------------------------------------------------------------------
 
 
 class InFlightForgottenOnPreemption(Scheduler):
@@ -167,8 +175,14 @@ class InFlightForgottenOnPreemption(Scheduler):
 class TokenOfEndedDelivered(Scheduler):
     """A token that arrives for a sequence that has ended is delivered."""
 
-    def _take_tokens(self, sequences: list[Sequence], tokens: array[int], output: StepOutput) -> None:
-        ended = [(s, t) for s, t in zip(sequences, tokens, strict=True) if s.status is SequenceStatus.FINISHED]
+    def _take_tokens(
+        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+    ) -> None:
+        ended = [
+            (s, t)
+            for s, t in zip(sequences, tokens, strict=True)
+            if s.status is SequenceStatus.FINISHED
+        ]
         super()._take_tokens(sequences, tokens, output)
         for seq, token in ended:
             output.sequences.append(seq)
@@ -223,7 +237,7 @@ class EpochReordersArrivals(Scheduler):
         self.waiting.reverse()
 
 
-# -- engine ---------------------------------------------------------------------------------------------------------
+# -- engine ----------------------------------------------------------------------------------------
 
 
 class EndedOutsideStaysKnown(Engine):

@@ -1,8 +1,9 @@
 """What one seed draws: the sizes of an engine, and who asks it for what, when.
 
-Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut beside a block boundary,
-conversations that go on after an earlier answer, and the same again under another cache salt. Some requests come with
-tokens that were generated before. Everything follows from the `Random` that is handed in.
+Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut beside a
+block boundary, conversations that go on after an earlier answer, and the same again under another
+cache salt. Some requests come with tokens that were generated before. Everything follows from the
+`Random` that is handed in.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ WEAK_HASHES: tuple[HashFunction, ...] = (_constant, _few_values, _last_token_onl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Sizes, requests in order of arrival, and how often what goes wrong until `num_fault_steps`."""
+    """Sizes, requests in order of arrival, and how often what goes wrong until
+    `num_fault_steps`.
+    """
 
     limits: SchedulerLimits
     num_steps_ahead: int
@@ -105,10 +108,14 @@ class _Requests:
             twin = rng.choice(self.drawn) if self.drawn and rng.random() < 0.2 else None
             seed = twin.sampling.seed if twin and rng.random() < 0.5 else self._seed(num_salts)
             prompt = list(twin.token_ids[: twin.num_prompt_tokens]) if twin else self._prompt()
-            self.drawn.append(self._request(f"request-{i}", prompt, self._sampling(seed), arrival_s))
+            self.drawn.append(
+                self._request(f"request-{i}", prompt, self._sampling(seed), arrival_s)
+            )
         return self.drawn
 
-    def _request(self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float) -> Request:
+    def _request(
+        self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float
+    ) -> Request:
         """Sometimes with the beginning, or the whole, of what it generates."""
         tokens = prompt
         if self.rng.random() < 0.15:
@@ -141,7 +148,9 @@ class _Requests:
 
     def _segment_length(self) -> int:
         block_size = self.limits.block_size
-        return self.rng.choice((block_size, 2 * block_size, self.rng.randint(1, 2 * block_size + 1)))
+        return self.rng.choice(
+            (block_size, 2 * block_size, self.rng.randint(1, 2 * block_size + 1))
+        )
 
     def _prompt(self) -> list[int]:
         """Nearly always short enough; a prompt that is too long must be refused."""
@@ -154,7 +163,9 @@ class _Requests:
         elif kind < 0.5:
             prompt = self._tokens(rng.randint(1, most))
         else:
-            prompt = [token for _ in range(rng.randint(0, 5)) for token in rng.choice(self.segments)]
+            prompt = [
+                token for _ in range(rng.randint(0, 5)) for token in rng.choice(self.segments)
+            ]
             prompt += self._tokens(rng.choice((0, 1, rng.randint(0, 20))))
         if rng.random() < 0.03:
             return prompt + self._tokens(most)

@@ -1,6 +1,7 @@
 """Many seeds of the scheduler simulation: `python -m tests.scheduler.simulate --seeds 20000`.
 
-Prints totals; the first violation ends the run with exit code 1, the seed, the law it broke and how to play it alone.
+Prints totals; the first violation ends the run with exit code 1, the seed, the law it broke and how
+to play it alone.
 """
 
 from __future__ import annotations
@@ -57,12 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         total = run_parallel(options.first, options.seeds, options.processes)
     except AssertionError as error:
         seed = str(error).removeprefix("seed ").split(":")[0]
-        print(f"FAILED {error}\nalone: python -m tests.scheduler.simulate --processes 1 --seeds 1 --first {seed}")
+        print(
+            f"FAILED {error}\nalone: python -m tests.scheduler.simulate --processes 1 --seeds 1"
+            f" --first {seed}"
+        )
         return 1
     seconds = time.monotonic() - started_s
     for field in fields(total):
         print(f"{field.name.replace('_', ' '):>24} {getattr(total, field.name):>12,}")
-    print(f"violations 0, stuck 0; {seconds:.1f} s, {1000 * seconds / max(1, total.seeds):.1f} ms a seed")
+    print(
+        f"violations 0, stuck 0; {seconds:.1f} s, {1000 * seconds / max(1, total.seeds):.1f} ms a"
+        " seed"
+    )
     return 0
 
 

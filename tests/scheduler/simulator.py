@@ -1,17 +1,19 @@
-"""Deterministic simulation of the real scheduler and engine over a fake rank, under a virtual clock.
+"""Deterministic simulation of the real scheduler and engine over a fake rank, under a virtual
+clock.
 
-`run_seed` draws a scenario and plays it: requests arrive, are aborted, end from outside, are sent again; steps get
-lost and with them their epoch; results arrive up to two steps late. Every token that comes out is compared with an
-undisturbed run of its request (`fake_model.generate`), and the laws below are checked on the way. A violation raises
-AssertionError with the seed in its message. When arrivals and faults are over, everything must finish within a number
-of steps computed from the sizes.
+`run_seed` draws a scenario and plays it: requests arrive, are aborted, end from outside, are sent
+again; steps get lost and with them their epoch; results arrive up to two steps late. Every token
+that comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the
+laws below are checked on the way. A violation raises AssertionError with the seed in its message.
+When arrivals and faults are over, everything must finish within a number of steps computed from the
+sizes.
 
-Laws, besides `Engine.check` and those of `FakeRank`:
-    every running sequence moves in every step, unless its last token is in flight;
-    no step has more tokens than the budget, or more rows than `max_num_seqs`; no more steps are unread than allowed;
-    a row is admitted with exactly the tokens delivered so far, and tells the truth about how many were cached;
-    tokens come once, in order, until the end, for the reason expected; nothing comes after an end from outside;
-    what the prefix index names is in the cache.
+Laws, besides `Engine.check` and those of `FakeRank`: every running sequence moves in every step,
+unless its last token is in flight; no step has more tokens than the budget, or more rows than
+`max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
+delivered so far, and tells the truth about how many were cached; tokens come once, in order, until
+the end, for the reason expected; nothing comes after an end from outside; what the prefix index
+names is in the cache.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ class SimulationReport:
     def add(self, other: SimulationReport) -> None:
         for field in fields(self):
             mine, others = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(mine, others) if field.name.startswith("worst_") else mine + others)
+            setattr(
+                self,
+                field.name,
+                max(mine, others) if field.name.startswith("worst_") else mine + others,
+            )
 
 
 class StepLostError(Exception):
@@ -84,7 +90,9 @@ class Client:
     num_cached_tokens: int | None = None  # of the first admission
 
 
-def run_seed(seed: int, parts: Parts | None = None, *, look_inside: bool = True) -> SimulationReport:
+def run_seed(
+    seed: int, parts: Parts | None = None, *, look_inside: bool = True
+) -> SimulationReport:
     """Play one seed to its end. Raises AssertionError naming the seed and the law.
 
     `look_inside=False` leaves only what can be seen from outside: plans and tokens.
@@ -96,7 +104,9 @@ def run_seed(seed: int, parts: Parts | None = None, *, look_inside: bool = True)
 
 
 class Simulation:
-    """One world: an engine, a fake rank behind it (this is the engine's executor), and the clients."""
+    """One world: an engine, a fake rank behind it (this is the engine's executor), and the
+    clients.
+    """
 
     def __init__(self, seed: int, parts: Parts, look_inside: bool) -> None:
         self.rng = Random(seed)
@@ -110,8 +120,12 @@ class Simulation:
             hash_function=self.scenario.hash_function,
         )
         self.scheduler = parts.scheduler(limits, self.manager)
-        self.engine = parts.engine(self.scheduler, self, num_steps_ahead=self.scenario.num_steps_ahead)
-        self.rank = FakeRank(limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len)
+        self.engine = parts.engine(
+            self.scheduler, self, num_steps_ahead=self.scenario.num_steps_ahead
+        )
+        self.rank = FakeRank(
+            limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
+        )
         self.results: deque[StepResult] = deque()
         self.arriving = deque(self.scenario.requests)
         self.clients: dict[str, Client] = {}
@@ -135,7 +149,7 @@ class Simulation:
         self._check_end()
         return self.report
 
-    # -- the executor -----------------------------------------------------------------------------------------------
+    # -- the executor ------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
         self._audit(plan)
@@ -144,7 +158,9 @@ class Simulation:
 
     def result(self, step_id: int) -> StepResult:
         self._maybe_lose()
-        assert self.results and self.results[0].step_id == step_id, f"result of step {step_id} is not the oldest"
+        assert self.results and self.results[0].step_id == step_id, (
+            f"result of step {step_id} is not the oldest"
+        )
         return self.results.popleft()
 
     def _maybe_lose(self) -> None:
@@ -155,7 +171,7 @@ class Simulation:
     def _faulty(self) -> bool:
         return self.num_turns <= self.scenario.num_fault_steps
 
-    # -- what happens -----------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         self.clock_s += self.rng.uniform(0.5, 1.5)
@@ -165,7 +181,9 @@ class Simulation:
             self._start_epoch()
             return
         if output is None:
-            assert not self.scheduler.has_unfinished, "stuck: sequences are unfinished, but there is no step"
+            assert not self.scheduler.has_unfinished, (
+                "stuck: sequences are unfinished, but there is no step"
+            )
             if self.arriving:
                 self.clock_s = max(self.clock_s, self.arriving[0].arrival_s)
             return
@@ -197,7 +215,9 @@ class Simulation:
             return
         assert fits, f"accepted with {request.num_prompt_tokens} prompt tokens"
         tokens = list(request.token_ids)
-        expected, reason = generate(tokens, request.num_prompt_tokens, request.sampling, limits.max_total_tokens)
+        expected, reason = generate(
+            tokens, request.num_prompt_tokens, request.sampling, limits.max_total_tokens
+        )
         client = Client(request, sequence, tokens, expected, reason)
         self.clients[request.request_id] = client
         self.report.sent_again += len(tokens) > request.num_prompt_tokens
@@ -213,7 +233,9 @@ class Simulation:
         request = client.request
         if not client.ended:
             reason = rng.choice(("abort", "stop", "error"))
-            assert self.engine.finish(request.request_id, reason) is client.sequence, "not known to the engine"
+            assert self.engine.finish(request.request_id, reason) is client.sequence, (
+                "not known to the engine"
+            )
             assert client.sequence.finish_reason == reason
             client.ended = True
             self.report.ended_outside += 1
@@ -229,32 +251,39 @@ class Simulation:
             )
             self._add(again)
 
-    # -- what comes out ---------------------------------------------------------------------------------------------
+    # -- what comes out ----------------------------------------------------------------------------
 
     def _deliver(self, output: StepOutput) -> None:
         complete = []
         for sequence, token in zip(output.sequences, output.token_ids, strict=True):
             client = self.clients[sequence.request_id]
-            assert client.sequence is sequence and not client.ended, f"a token after the end: {sequence}"
+            assert client.sequence is sequence and not client.ended, (
+                f"a token after the end: {sequence}"
+            )
             index = len(client.tokens)
             assert index < len(client.expected) and token == client.expected[index], (
-                f"token {index} is {token}, expected {client.expected[index : index + 1]}: {sequence}"
+                f"token {index} is {token}, expected {client.expected[index : index + 1]}:"
+                f" {sequence}"
             )
             client.tokens.append(token)
             if len(client.tokens) == len(client.expected):
                 complete.append(sequence)
-        assert complete == output.finished, f"{complete} have all tokens, {output.finished} finished"
+        assert complete == output.finished, (
+            f"{complete} have all tokens, {output.finished} finished"
+        )
         for sequence in output.finished:
             self._end(self.clients[sequence.request_id])
 
     def _end(self, client: Client) -> None:
         sequence = client.sequence
         assert sequence.token_ids == client.tokens == client.expected, f"ended early: {sequence}"
-        assert sequence.finish_reason == client.expected_reason, f"{sequence.finish_reason}: {client.expected_reason}"
+        assert sequence.finish_reason == client.expected_reason, (
+            f"{sequence.finish_reason}: {client.expected_reason}"
+        )
         client.ended = True
         self.report.finished += 1
 
-    # -- laws -------------------------------------------------------------------------------------------------------
+    # -- laws --------------------------------------------------------------------------------------
 
     def _audit(self, plan: StepPlan) -> None:
         """What a plan must be, seen with the eyes of the clients; called when it is launched."""
@@ -263,7 +292,9 @@ class Simulation:
         assert num_unread <= self.scenario.num_steps_ahead + 1, f"{num_unread} steps unread"
         num_tokens, num_rows = sum(plan.num_new_tokens), len(plan.slots)
         assert num_tokens <= limits.max_num_batched_tokens, f"{num_tokens} tokens in a step"
-        assert num_rows <= len(self.scheduler.running) <= limits.max_num_seqs, f"{num_rows} rows in a step"
+        assert num_rows <= len(self.scheduler.running) <= limits.max_num_seqs, (
+            f"{num_rows} rows in a step"
+        )
         moving = set(plan.slots)
         by_slot = {}
         for sequence in self.scheduler.running:
@@ -272,7 +303,9 @@ class Simulation:
             assert sequence.slot in moving or last_in_flight, f"does not move: {sequence}"
         if plan.admitted is not None:
             rows = plan.admitted
-            for slot, count, cached in zip(rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True):
+            for slot, count, cached in zip(
+                rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True
+            ):
                 self._audit_admitted(by_slot[slot], count, cached)
 
     def _limit_of(self, sequence: Sequence) -> range:
@@ -281,14 +314,20 @@ class Simulation:
         return range(min(most, self.scenario.limits.max_total_tokens))
 
     def _audit_admitted(self, client: Client, num_tokens: int, num_cached: int) -> None:
-        assert num_tokens == len(client.tokens), f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
+        assert num_tokens == len(client.tokens), (
+            f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
+        )
         if client.num_cached_tokens is None:
             client.num_cached_tokens = min(num_cached, num_tokens - 1)
         told = client.sequence.num_cached_tokens
-        assert told == client.num_cached_tokens, f"{told} told, {client.num_cached_tokens} cached: {client.sequence}"
+        assert told == client.num_cached_tokens, (
+            f"{told} told, {client.num_cached_tokens} cached: {client.sequence}"
+        )
 
     def _check_index(self) -> None:
-        """What can be found is in the cache: each indexed block holds its tokens after the prefix it names."""
+        """What can be found is in the cache: each indexed block holds its tokens after the prefix
+        it names.
+        """
         by_serial: dict[int, Block] = {}
         for block in self.manager.blocks:
             if block.serial != ROOT_SERIAL:
@@ -307,16 +346,23 @@ class Simulation:
         extend_digests(digests, [*prefix, *block.token_ids], SALTS.index(block.cache_salt))
         cells = digests[len(prefix) :].tobytes()
         assert len(cells) == self.scenario.limits.block_size * DIGEST_BYTES
-        assert self.rank.blocks[block.block_id] == cells, f"block {block.block_id} does not hold what it is found by"
+        assert self.rank.blocks[block.block_id] == cells, (
+            f"block {block.block_id} does not hold what it is found by"
+        )
 
     def _watch_progress(self) -> None:
-        """Once it is calm, everything must finish within a number of steps that follows from the sizes.
+        """Once it is calm, everything must finish within a number of steps that follows from the
+        sizes.
 
-        The earliest sequence is never preempted and moves in every step, so even one after the other they are done by
-        then: for each its chunks, its tokens, and the results it waits for when it was preempted.
+        The earliest sequence is never preempted and moves in every step, so even one after the
+        other they are done by then: for each its chunks, its tokens, and the results it waits for
+        when it was preempted.
         """
         self.report.worst_preemptions = max(
-            [self.report.worst_preemptions, *(seq.num_preemptions for seq in self.scheduler.waiting)]
+            [
+                self.report.worst_preemptions,
+                *(seq.num_preemptions for seq in self.scheduler.waiting),
+            ]
         )
         if self.last_turn is None and not self.arriving and not self._faulty:
             budget = self.scenario.limits.max_num_batched_tokens
@@ -327,7 +373,9 @@ class Simulation:
                     num_tokens = len(self._limit_of(client.sequence)) - len(client.tokens)
                     bound += num_chunks + num_tokens + self.scenario.num_steps_ahead + 2
             self.calm_since, self.last_turn = self.num_turns, self.num_turns + bound
-        assert self.last_turn is None or self.num_turns <= self.last_turn, "not live: unfinished after the last turn"
+        assert self.last_turn is None or self.num_turns <= self.last_turn, (
+            "not live: unfinished after the last turn"
+        )
 
     def _check_end(self) -> None:
         if self.look_inside:
@@ -335,9 +383,14 @@ class Simulation:
         assert all(client.ended for client in self.clients.values()), "a request was forgotten"
         limits = self.scenario.limits
         assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
-        assert self.engine.num_unfinished == 0 and not self.scheduler.submitted, "a result was not read"
+        assert self.engine.num_unfinished == 0 and not self.scheduler.submitted, (
+            "a result was not read"
+        )
         report = self.report
-        report.tokens_computed, report.tokens_cached = self.rank.num_written_tokens, self.rank.num_cached_tokens
+        report.tokens_computed, report.tokens_cached = (
+            self.rank.num_written_tokens,
+            self.rank.num_cached_tokens,
+        )
         report.preemptions = self.scheduler.stats.num_preemptions
         report.evictions = self.manager.num_evictions
         if self.last_turn is not None:

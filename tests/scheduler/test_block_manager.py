@@ -12,7 +12,7 @@ from tests.scheduler.helpers import BLOCK, A, B, C, D, User, hold, make_manager,
 BOUNDARIES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)
 
 
-# -- blocks ---------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 def test_new_blocks_are_free_and_have_no_hash() -> None:
@@ -99,7 +99,7 @@ def test_taking_from_an_empty_pool_is_an_error() -> None:
         manager.allocate(User(B))
 
 
-# -- order of reuse -------------------------------------------------------------------------------------------------
+# -- order of reuse --------------------------------------------------------------------------------
 
 
 def test_least_recently_released_block_is_reused_first() -> None:
@@ -134,7 +134,7 @@ def test_hit_on_a_free_block_takes_it_out_of_the_middle_of_the_free_list() -> No
     manager.check([again, new])
 
 
-# -- laws -----------------------------------------------------------------------------------------------------------
+# -- laws ------------------------------------------------------------------------------------------
 
 
 def lose_reference(manager: BlockManager, user: User) -> None:
@@ -177,7 +177,9 @@ def index_partial_block(manager: BlockManager, user: User) -> None:
         (index_partial_block, "not full"),
     ],
 )
-def test_check_names_the_broken_law(breakage: Callable[[BlockManager, User], None], law: str) -> None:
+def test_check_names_the_broken_law(
+    breakage: Callable[[BlockManager, User], None], law: str
+) -> None:
     manager = make_manager()
     user, _ = hold(manager, A + B + [1])
     manager.check([user])

@@ -1,4 +1,6 @@
-"""The block manager beside a naive model: lists instead of links, whole prefixes instead of hashes."""
+"""The block manager beside a naive model: lists instead of links, whole prefixes instead of
+hashes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from collections.abc import Callable
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from scheduler.block_manager import BlockManager
 from tests.scheduler.helpers import User
@@ -26,15 +36,20 @@ TOKENS = st.builds(repeat, st.sampled_from(([0], [1], [0, 0, 1])), st.integers(1
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """The model keeps the free list in order of reuse, and what each block holds since it was last published.
+    """The model keeps the free list in order of reuse, and what each block holds since it was last
+    published.
 
-    It predicts every block id that is handed out; which blocks are hits is the manager's choice, but each must hold
-    the prefix it is used for.
+    It predicts every block id that is handed out; which blocks are hits is the manager's choice,
+    but each must hold the prefix it is used for.
     """
 
     users: Bundle[User] = Bundle("users")
 
-    @initialize(num_blocks=st.integers(1, 8), block_size=st.integers(1, 3), hash_function=st.sampled_from(HASHES))
+    @initialize(
+        num_blocks=st.integers(1, 8),
+        block_size=st.integers(1, 3),
+        hash_function=st.sampled_from(HASHES),
+    )
     def make(self, num_blocks: int, block_size: int, hash_function: Callable[[bytes], int]) -> None:
         self.manager = BlockManager(num_blocks, block_size, hash_function=hash_function)
         self.free = list(range(num_blocks))
@@ -50,12 +65,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.content.pop(block_id, None)
         return taken
 
-    @rule(target=users, token_ids=TOKENS, salt=st.sampled_from(["", "north"]), published=st.booleans())
+    @rule(
+        target=users, token_ids=TOKENS, salt=st.sampled_from(["", "north"]), published=st.booleans()
+    )
     def allocate(self, token_ids: list[int], salt: str, published: bool) -> User:
         user = User(token_ids, salt)
         num_blocks = self.manager.num_blocks_for(len(token_ids))
         if not self.manager.can_allocate(user):
-            assert num_blocks > len(self.free), "refused, though everything would fit without a single hit"
+            assert num_blocks > len(self.free), (
+                "refused, though everything would fit without a single hit"
+            )
             return user
         num_hits = self.manager.allocate(user) // self.manager.block_size
         hits = user.block_table[:num_hits]
@@ -96,7 +115,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if user in self.active:
             self.active.remove(user)
             held = {block_id for other in self.active for block_id in other.block_table}
-            self.free += [block_id for block_id in reversed(user.block_table) if block_id not in held]
+            self.free += [
+                block_id for block_id in reversed(user.block_table) if block_id not in held
+            ]
             self.manager.deallocate(user)
 
     @precondition(lambda self: not self.active)
@@ -112,5 +133,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.manager.num_free_blocks == len(self.free)
 
 
-BlockManagerMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+BlockManagerMachine.TestCase.settings = settings(
+    deadline=None, max_examples=150, stateful_step_count=40
+)
 TestBlockManagerBesideANaiveModel = BlockManagerMachine.TestCase

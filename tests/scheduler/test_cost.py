@@ -1,7 +1,7 @@
 """What a step costs: time that must not hide the device, size that must follow what changed.
 
-Times are minima over alternating rounds, so that a busy machine does not decide. Garbage collection is kept out, as
-the driver does (`gc.freeze`).
+Times are minima over alternating rounds, so that a busy machine does not decide. Garbage collection
+is kept out, as the driver does (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def decoding() -> Scheduler:
     rng = Random(0)
     for i in range(NUM_ROWS):
         length = CONTEXT - rng.randrange(2 * BLOCK)
-        scheduler.add(make_request(f"r{i}", (rng.randrange(1000) for _ in range(length)), max_tokens=1000))
+        scheduler.add(
+            make_request(f"r{i}", (rng.randrange(1000) for _ in range(length)), max_tokens=1000)
+        )
     step(scheduler)
     assert len(scheduler.running) == NUM_ROWS
     return scheduler
@@ -91,15 +93,20 @@ def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None
     for i in range(NUM_ROWS):
         short.add(make_request(f"r{i}", [i], max_tokens=1000))
     step(short)
-    sizes = [[len(pickle.dumps(step(scheduler))) for _ in range(BLOCK)] for scheduler in (short, decoding)]
+    sizes = [
+        [len(pickle.dumps(step(scheduler))) for _ in range(BLOCK)]
+        for scheduler in (short, decoding)
+    ]
     assert min(sizes[1]) <= max(sizes[0])
 
 
-# -- one block of a large pool --------------------------------------------------------------------------------------
+# -- one block of a large pool ---------------------------------------------------------------------
 
 
 def shuffled_pool(num_blocks: int) -> BlockManager:
-    """A pool of free blocks that are all findable, so that taking one evicts; in the memory's random order."""
+    """A pool of free blocks that are all findable, so that taking one evicts; in the memory's
+    random order.
+    """
     manager = BlockManager(num_blocks, block_size=1)
     users = [User([i]) for i in range(num_blocks)]
     for user in users:
@@ -112,7 +119,9 @@ def shuffled_pool(num_blocks: int) -> BlockManager:
 
 
 def take_and_release(manager: BlockManager) -> None:
-    """Allocate, append, publish and release one sequence of eight blocks, all of them new content."""
+    """Allocate, append, publish and release one sequence of eight blocks, all of them new
+    content.
+    """
     user = User([next(NEW_CONTENT), 1, 2, 3])
     assert manager.can_allocate(user)
     manager.allocate(user)
@@ -123,7 +132,9 @@ def take_and_release(manager: BlockManager) -> None:
     manager.deallocate(user)
 
 
-def seconds_for(action: Callable[[BlockManager], None], manager: BlockManager, repeats: int) -> float:
+def seconds_for(
+    action: Callable[[BlockManager], None], manager: BlockManager, repeats: int
+) -> float:
     started_s = time.perf_counter()
     for _ in range(repeats):
         action(manager)
@@ -132,6 +143,9 @@ def seconds_for(action: Callable[[BlockManager], None], manager: BlockManager, r
 
 def test_operations_on_a_million_blocks_cost_at_most_three_times_those_on_a_thousand() -> None:
     small, large = shuffled_pool(1_000), shuffled_pool(1_000_000)
-    rounds = [(seconds_for(take_and_release, small, 200), seconds_for(take_and_release, large, 200)) for _ in range(15)]
+    rounds = [
+        (seconds_for(take_and_release, small, 200), seconds_for(take_and_release, large, 200))
+        for _ in range(15)
+    ]
     best_small, best_large = (min(seconds) for seconds in zip(*rounds, strict=True))
     assert best_large <= 3 * best_small, f"{best_large / best_small:.1f} times"

@@ -1,4 +1,6 @@
-"""The step loop over a fake rank whose tokens depend on everything it reads: exact outputs, late results, ends."""
+"""The step loop over a fake rank whose tokens depend on everything it reads: exact outputs, late
+results, ends.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def alone(prompt: list[int], max_tokens: int) -> list[int]:
     return generate(prompt, len(prompt), request.sampling, 10**6)[0]
 
 
-# -- exact outputs --------------------------------------------------------------------------------------------------
+# -- exact outputs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_steps_ahead", [0, 1, 2])
@@ -101,7 +103,7 @@ def test_tokens_are_the_same_after_a_lost_epoch() -> None:
     assert seq.token_ids == alone(PROMPT, 12)
 
 
-# -- the loop -------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 
 def test_step_without_work_is_none() -> None:
@@ -117,7 +119,9 @@ def test_step_without_work_is_none() -> None:
         (2, ["launch 0", "launch 1", "launch 2", "result 0", "launch 3", "result 1"]),
     ],
 )
-def test_engine_keeps_so_many_steps_ahead_of_the_result(num_steps_ahead: int, events: list[str]) -> None:
+def test_engine_keeps_so_many_steps_ahead_of_the_result(
+    num_steps_ahead: int, events: list[str]
+) -> None:
     engine, executor = make_engine(num_steps_ahead=num_steps_ahead)
     engine.add(make_request("a", PROMPT))
     engine.step()
@@ -172,7 +176,7 @@ def test_launch_that_fails_is_over_with_its_epoch() -> None:
     assert seq.token_ids == alone(PROMPT, 2)
 
 
-# -- requests by id -------------------------------------------------------------------------------------------------
+# -- requests by id --------------------------------------------------------------------------------
 
 
 def test_id_in_use_is_refused_by_name() -> None:

@@ -1,4 +1,6 @@
-"""The tree of errors: families, HTTP status, and that all of them survive a trip between processes."""
+"""The tree of errors: families, HTTP status, and that all of them survive a trip between
+processes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,20 @@ import pickle
 import pytest
 
 from scheduler import errors
-from scheduler.errors import ClientError, EaglerayError, EngineDeadError, EngineError, OverloadedError, RequestError
+from scheduler.errors import (
+    ClientError,
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+)
 
-ALL = [value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, EaglerayError)]
+ALL = [
+    value
+    for _, value in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(value, EaglerayError)
+]
 
 
 @pytest.mark.parametrize("error_type", ALL)

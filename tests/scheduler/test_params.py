@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.errors import RequestError
-from scheduler.params import DEFAULTS, MAX_LOGPROBS, SEED_LIMIT, Sampling, SamplingParams, derive_seed
+from scheduler.params import (
+    DEFAULTS,
+    MAX_LOGPROBS,
+    SEED_LIMIT,
+    Sampling,
+    SamplingParams,
+    derive_seed,
+)
 
 LOWEST_AND_HIGHEST: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -35,7 +42,7 @@ def refusal(**values: Any) -> RequestError:
     return caught.value
 
 
-# -- ranges ---------------------------------------------------------------------------------------------------------
+# -- ranges ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOWEST_AND_HIGHEST)
@@ -87,17 +94,21 @@ def test_stop_token_ids_must_be_token_ids(value: object) -> None:
     assert refusal(stop_token_ids=value).parameter == "stop_token_ids"
 
 
-@pytest.mark.parametrize("value", [[1], {-1: 0.0}, {"x": 0.0}, {1: 101.0}, {1: "a"}, {1: math.nan}, {True: 1.0}])
+@pytest.mark.parametrize(
+    "value", [[1], {-1: 0.0}, {"x": 0.0}, {1: 101.0}, {1: "a"}, {1: math.nan}, {True: 1.0}]
+)
 def test_logit_bias_maps_token_ids_to_numbers(value: object) -> None:
     assert refusal(logit_bias=value).parameter == "logit_bias"
 
 
 def test_stop_strings_are_a_tuple_however_they_were_given() -> None:
-    given_as = [SamplingParams(stop=stop).stop_strings() for stop in ("a", ["a", "b"], ("a",), [], None)]
+    given_as = [
+        SamplingParams(stop=stop).stop_strings() for stop in ("a", ["a", "b"], ("a",), [], None)
+    ]
     assert given_as == [("a",), ("a", "b"), ("a",), (), ()]
 
 
-# -- from JSON ------------------------------------------------------------------------------------------------------
+# -- from JSON -------------------------------------------------------------------------------------
 
 
 def test_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
@@ -108,10 +119,23 @@ def test_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
 
 def test_every_field_can_come_from_json() -> None:
     values: dict[str, Any] = {
-        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 1,
-        "frequency_penalty": -1, "logit_bias": {"7": 1.5}, "seed": 4, "stop": ["x"], "stop_token_ids": [5],
-        "min_tokens": 1, "max_tokens": 9, "ignore_eos": True, "logprobs": 2, "n": 3,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "logit_bias": {"7": 1.5},
+        "seed": 4,
+        "stop": ["x"],
+        "stop_token_ids": [5],
+        "min_tokens": 1,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "n": 3,
+    }
     params = SamplingParams.from_dict(values)
     assert params.logit_bias == {7: 1.5}
     assert {name for name in SamplingParams.__slots__ if getattr(params, name) is None} == set()
@@ -130,13 +154,19 @@ def test_logit_bias_with_whole_numbers_for_keys_is_accepted() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(SamplingParams.__slots__) | st.text(max_size=5), JSON, max_size=4))
+@given(
+    st.dictionaries(
+        st.sampled_from(SamplingParams.__slots__) | st.text(max_size=5), JSON, max_size=4
+    )
+)
 def test_any_json_is_accepted_or_refused_by_a_request_error(values: dict[str, Any]) -> None:
     try:
         params = SamplingParams.from_dict(values)
@@ -146,7 +176,7 @@ def test_any_json_is_accepted_or_refused_by_a_request_error(values: dict[str, An
         params.resolve(seed=1)
 
 
-# -- layers ---------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def test_what_is_set_wins_over_the_defaults_below() -> None:
@@ -156,7 +186,11 @@ def test_what_is_set_wins_over_the_defaults_below() -> None:
 
 
 def test_layers_can_be_stacked() -> None:
-    request, flags, checkpoint = SamplingParams(n=2), SamplingParams(top_k=9), SamplingParams(top_k=20, top_p=0.8)
+    request, flags, checkpoint = (
+        SamplingParams(n=2),
+        SamplingParams(top_k=9),
+        SamplingParams(top_k=20, top_p=0.8),
+    )
     merged = request.over(flags).over(checkpoint)
     assert (merged.n, merged.top_k, merged.top_p) == (2, 9, 0.8)
 
@@ -167,7 +201,7 @@ def test_laying_over_changes_neither_layer() -> None:
     assert request == SamplingParams(temperature=0.0) and flags == SamplingParams(top_k=9)
 
 
-# -- the engine's message -------------------------------------------------------------------------------------------
+# -- the engine's message --------------------------------------------------------------------------
 
 
 def test_unset_parameters_resolve_to_the_defaults() -> None:
@@ -176,15 +210,34 @@ def test_unset_parameters_resolve_to_the_defaults() -> None:
 
 def test_every_set_parameter_reaches_the_engine() -> None:
     params = SamplingParams(
-        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=1.0,
-        frequency_penalty=-1.0, logit_bias={9: 1.0, 2: -1.0}, stop_token_ids=[5], min_tokens=1, max_tokens=9,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        logit_bias={9: 1.0, 2: -1.0},
+        stop_token_ids=[5],
+        min_tokens=1,
+        max_tokens=9,
         logprobs=0,
-    )  # fmt: skip
+    )
     assert params.resolve(seed=3) == Sampling(
-        seed=3, max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=1.0, frequency_penalty=-1.0, logit_bias=((2, -1.0), (9, 1.0)), stop_token_ids=frozenset({5}),
-        min_tokens=1, logprobs=0,
-    )  # fmt: skip
+        seed=3,
+        max_tokens=9,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        logit_bias=((2, -1.0), (9, 1.0)),
+        stop_token_ids=frozenset({5}),
+        min_tokens=1,
+        logprobs=0,
+    )
 
 
 def test_resolved_message_can_be_hashed_and_pickled() -> None:
@@ -202,18 +255,24 @@ def test_logprobs_unset_is_not_logprobs_zero(logprobs: int | None, message: int)
     assert SamplingParams(logprobs=logprobs).resolve(seed=1).logprobs == message
 
 
-@pytest.mark.parametrize(("ignore_eos", "ids"), [(None, {5, 8, 9}), (False, {5, 8, 9}), (True, {5})])
-def test_ignore_eos_leaves_only_the_callers_stop_ids(ignore_eos: bool | None, ids: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("ignore_eos", "ids"), [(None, {5, 8, 9}), (False, {5, 8, 9}), (True, {5})]
+)
+def test_ignore_eos_leaves_only_the_callers_stop_ids(
+    ignore_eos: bool | None, ids: set[int]
+) -> None:
     params = SamplingParams(stop_token_ids=[5], ignore_eos=ignore_eos)
     assert params.resolve(seed=1, eos_token_ids=[8, 9]).stop_token_ids == ids
 
 
 def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
     optional = {"logit_bias", "seed", "stop", "stop_token_ids", "logprobs"}
-    assert {name for name in SamplingParams.__slots__ if getattr(DEFAULTS, name) is None} == optional
+    assert {
+        name for name in SamplingParams.__slots__ if getattr(DEFAULTS, name) is None
+    } == optional
 
 
-# -- seeds ----------------------------------------------------------------------------------------------------------
+# -- seeds -----------------------------------------------------------------------------------------
 
 
 def test_first_output_has_the_seed_of_the_request() -> None:
@@ -228,4 +287,6 @@ def test_outputs_have_seeds_of_their_own() -> None:
 
 
 def test_derived_seeds_are_the_same_in_every_process() -> None:
-    assert SamplingParams().resolve(seed=41, index=2).seed == derive_seed(41, 2) == 2493709923089234907
+    assert (
+        SamplingParams().resolve(seed=41, index=2).seed == derive_seed(41, 2) == 2493709923089234907
+    )

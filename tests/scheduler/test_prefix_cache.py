@@ -18,7 +18,7 @@ def one_hash(data: bytes) -> int:
     return 7
 
 
-# -- hits -----------------------------------------------------------------------------------------------------------
+# -- hits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)
@@ -64,7 +64,8 @@ def test_child_of_an_evicted_parent_is_not_found() -> None:
     child, found = hold(manager, A + B)
     assert found == BLOCK
     manager.deallocate(parent)
-    child.block_table.reverse()  # released head first, against the rule, so that the parent goes first
+    # released head first, against the rule, so that the parent goes first
+    child.block_table.reverse()
     manager.deallocate(child)
     hold(manager, D)
     assert child.block_table == [] and manager.num_evictions == 1
@@ -95,7 +96,7 @@ def test_blocks_are_published_up_to_the_computed_tokens_only() -> None:
     assert num_findable(manager, A + B + C) == 2 * BLOCK
 
 
-# -- revived blocks -------------------------------------------------------------------------------------------------
+# -- revived blocks --------------------------------------------------------------------------------
 
 
 def test_hit_on_a_free_block_revives_it_with_its_hash() -> None:
@@ -133,7 +134,7 @@ def test_block_given_to_new_content_leaves_the_index_at_once() -> None:
     assert not manager._index
 
 
-# -- hashes, serials, collisions ------------------------------------------------------------------------------------
+# -- hashes, serials, collisions -------------------------------------------------------------------
 
 
 def test_each_full_block_of_a_sequence_is_hashed_once() -> None:
@@ -162,7 +163,9 @@ def test_hash_covers_the_parent_and_the_tokens() -> None:
 
     hold(make_manager(hash_function=noting), A + B)
     assert hashed[0].endswith(b"".join(token.to_bytes(4, "little") for token in A))
-    assert hashed[1] == (1).to_bytes(16, "little") + b"".join(token.to_bytes(4, "little") for token in B)
+    assert hashed[1] == (1).to_bytes(16, "little") + b"".join(
+        token.to_bytes(4, "little") for token in B
+    )
 
 
 @pytest.mark.parametrize("hash_function", [xxhash.xxh3_128_intdigest, one_hash])

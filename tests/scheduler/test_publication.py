@@ -46,7 +46,9 @@ def test_generated_block_is_findable_when_its_tokens_are_computed() -> None:
     scheduler.add(make_request("a", [1, 2, 3]))
     run_step(scheduler, 4)
     tokens = [1, 2, 3, 4]
-    assert num_findable(scheduler.block_manager, tokens) == 0, "its last token is known, but not yet in the cache"
+    assert num_findable(scheduler.block_manager, tokens) == 0, (
+        "its last token is known, but not yet in the cache"
+    )
     must_schedule(scheduler)
     assert num_findable(scheduler.block_manager, tokens) == BLOCK
 
@@ -57,7 +59,9 @@ def test_generated_block_is_findable_when_its_tokens_are_known(num_ahead: int) -
     scheduler.add(make_request("a", [1, 2, 3]))
     for _ in range(1 + num_ahead):
         must_schedule(scheduler)
-    assert num_findable(scheduler.block_manager, [1, 2, 3, 4]) == 0, "computed, but the last token is not known"
+    assert num_findable(scheduler.block_manager, [1, 2, 3, 4]) == 0, (
+        "computed, but the last token is not known"
+    )
     give(scheduler, 4)
     assert num_findable(scheduler.block_manager, [1, 2, 3, 4]) == BLOCK
 

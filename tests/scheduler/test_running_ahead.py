@@ -8,7 +8,16 @@ from scheduler.errors import EngineError
 from scheduler.messages import StepResult, ints
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceStatus
-from tests.scheduler.helpers import BLOCK, cached_of, give, make_limits, make_request, must_schedule, rows, run_step
+from tests.scheduler.helpers import (
+    BLOCK,
+    cached_of,
+    give,
+    make_limits,
+    make_request,
+    must_schedule,
+    rows,
+    run_step,
+)
 
 
 def make_scheduler(**sizes: int | bool) -> Scheduler:
@@ -16,13 +25,15 @@ def make_scheduler(**sizes: int | bool) -> Scheduler:
 
 
 def two_that_outgrow_four_blocks(scheduler: Scheduler) -> None:
-    """Each holds two of four blocks, full to the last token; the next token of either needs a third."""
+    """Each holds two of four blocks, full to the last token; the next token of either needs a
+    third.
+    """
     scheduler.add(make_request("old", range(2 * BLOCK)))
     scheduler.add(make_request("new", range(100, 100 + 2 * BLOCK)))
     run_step(scheduler, 8, 9)
 
 
-# -- running ahead --------------------------------------------------------------------------------------------------
+# -- running ahead ---------------------------------------------------------------------------------
 
 
 def test_next_step_is_planned_before_the_result_is_read() -> None:
@@ -88,7 +99,7 @@ def test_result_belongs_to_the_sequence_and_not_to_its_id() -> None:
     assert second.token_ids == [1]
 
 
-# -- preemption -----------------------------------------------------------------------------------------------------
+# -- preemption ------------------------------------------------------------------------------------
 
 
 def test_latest_arrival_yields_when_blocks_run_out() -> None:
@@ -159,8 +170,12 @@ def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     assert preempted.status is SequenceStatus.RUNNING
 
 
-@pytest.mark.parametrize(("sizes", "reason"), [({"stop": [9]}, "stop"), ({"max_tokens": 1}, "length")])
-def test_preempted_sequence_can_end_with_its_token_in_flight(sizes: dict[str, int], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [({"stop": [9]}, "stop"), ({"max_tokens": 1}, "length")]
+)
+def test_preempted_sequence_can_end_with_its_token_in_flight(
+    sizes: dict[str, int], reason: str
+) -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_request("old", range(2 * BLOCK)))
     preempted = scheduler.add(make_request("new", range(100, 100 + 2 * BLOCK), **sizes))  # type: ignore[arg-type]
@@ -190,7 +205,7 @@ def test_sequence_alone_is_never_preempted() -> None:
     assert (seq.num_preemptions, len(seq.token_ids)) == (0, 3 * BLOCK)
 
 
-# -- lost epochs ----------------------------------------------------------------------------------------------------
+# -- lost epochs -----------------------------------------------------------------------------------
 
 
 def busy_scheduler() -> Scheduler:

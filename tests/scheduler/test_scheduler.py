@@ -11,14 +11,22 @@ from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepResult, TokenLogprobs, ints
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_SLOT, SequenceStatus
-from tests.scheduler.helpers import BLOCK, give, make_limits, make_request, must_schedule, rows, run_step
+from tests.scheduler.helpers import (
+    BLOCK,
+    give,
+    make_limits,
+    make_request,
+    must_schedule,
+    rows,
+    run_step,
+)
 
 
 def make_scheduler(**sizes: int | bool) -> Scheduler:
     return Scheduler(make_limits(**sizes))
 
 
-# -- states ---------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
 
 def test_sequence_waits_then_runs_then_finishes() -> None:
@@ -92,7 +100,11 @@ def test_finishing_from_outside_gives_everything_back(running: bool) -> None:
         run_step(scheduler)
     scheduler.finish(seq, "abort")
     scheduler.check()
-    assert (seq.finish_reason, seq.slot, scheduler.block_manager.num_free_blocks) == ("abort", NO_SLOT, 64)
+    assert (seq.finish_reason, seq.slot, scheduler.block_manager.num_free_blocks) == (
+        "abort",
+        NO_SLOT,
+        64,
+    )
     assert scheduler.schedule() is None
 
 
@@ -104,10 +116,12 @@ def test_finishing_twice_keeps_the_first_reason() -> None:
     assert seq.finish_reason == "stop"
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
-def refusal(sizes: SchedulerLimits, token_ids: list[int], num_prompt_tokens: int | None = None) -> RequestError:
+def refusal(
+    sizes: SchedulerLimits, token_ids: list[int], num_prompt_tokens: int | None = None
+) -> RequestError:
     scheduler = Scheduler(sizes)
     with pytest.raises(RequestError) as caught:
         scheduler.add(make_request("a", token_ids, num_prompt_tokens=num_prompt_tokens))
@@ -123,7 +137,9 @@ def test_prompt_beyond_max_model_len_is_refused_with_the_numbers() -> None:
 
 def test_prompt_beyond_the_whole_cache_is_refused_with_the_numbers() -> None:
     message = str(refusal(make_limits(num_blocks=2), [1] * 8))
-    assert "8 tokens" in message and "at most 7" in message and "KV cache of 2 blocks of 4" in message
+    assert (
+        "8 tokens" in message and "at most 7" in message and "KV cache of 2 blocks of 4" in message
+    )
 
 
 def test_longest_possible_prompt_gives_one_token() -> None:
@@ -139,7 +155,9 @@ def test_empty_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize("num_prompt_tokens", [0, 3])
 def test_request_whose_prompt_is_not_among_its_tokens_is_refused(num_prompt_tokens: int) -> None:
-    assert f"{num_prompt_tokens} of 2 tokens" in str(refusal(make_limits(), [1, 2], num_prompt_tokens))
+    assert f"{num_prompt_tokens} of 2 tokens" in str(
+        refusal(make_limits(), [1, 2], num_prompt_tokens)
+    )
 
 
 @pytest.mark.parametrize("token", [-1, 1000, 5000])
@@ -147,7 +165,7 @@ def test_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
     assert f"token id {token} is outside" in str(refusal(make_limits(), [1, token, 2]))
 
 
-# -- tokens sent again ----------------------------------------------------------------------------------------------
+# -- tokens sent again -----------------------------------------------------------------------------
 
 
 def test_request_sent_again_goes_on_after_its_tokens() -> None:
@@ -160,9 +178,16 @@ def test_request_sent_again_goes_on_after_its_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("token_ids", "reason"),
-    [([1, 2, 8, 9], "length"), ([1, 2, 7], "stop"), ([1, 2, 8, 9, 9], "length"), ([1, 2, *[8] * 20], "length")],
+    [
+        ([1, 2, 8, 9], "length"),
+        ([1, 2, 7], "stop"),
+        ([1, 2, 8, 9, 9], "length"),
+        ([1, 2, *[8] * 20], "length"),
+    ],
 )
-def test_request_that_its_own_tokens_end_comes_back_finished(token_ids: list[int], reason: str) -> None:
+def test_request_that_its_own_tokens_end_comes_back_finished(
+    token_ids: list[int], reason: str
+) -> None:
     scheduler = make_scheduler(max_model_len=12)
     seq = scheduler.add(make_request("a", token_ids, num_prompt_tokens=2, max_tokens=2, stop=[7]))
     assert (seq.status, seq.finish_reason) == (SequenceStatus.FINISHED, reason)
@@ -170,7 +195,7 @@ def test_request_that_its_own_tokens_end_comes_back_finished(token_ids: list[int
     assert scheduler.schedule() is None and not scheduler.has_unfinished
 
 
-# -- one loop -------------------------------------------------------------------------------------------------------
+# -- one loop --------------------------------------------------------------------------------------
 
 
 def test_decodes_and_a_prefill_share_a_step() -> None:
@@ -241,7 +266,9 @@ def test_waiting_sequences_are_admitted_in_order_of_arrival() -> None:
     scheduler.add(make_request("b", range(100, 109)))
     small = scheduler.add(make_request("c", [1]))
     must_schedule(scheduler)
-    assert small.status is SequenceStatus.WAITING, "a small request overtook one that has no room yet"
+    assert small.status is SequenceStatus.WAITING, (
+        "a small request overtook one that has no room yet"
+    )
 
 
 def test_budget_below_max_num_seqs_is_an_error() -> None:
@@ -258,7 +285,7 @@ def test_block_table_is_never_wider_than_max_model_len_needs() -> None:
         give(scheduler, 9)
 
 
-# -- results --------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def test_result_of_another_step_is_refused_by_its_numbers() -> None:
@@ -300,12 +327,14 @@ def test_logprobs_follow_the_tokens_that_are_kept() -> None:
     scheduler.finish(dropped, "abort")
     logprobs = (TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0))
     output = scheduler.apply(
-        StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([8, 9]), logprobs=logprobs)
+        StepResult(
+            step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([8, 9]), logprobs=logprobs
+        )
     )
     assert (output.token_ids, output.logprobs) == ([9], [logprobs[1]])
 
 
-# -- laws -----------------------------------------------------------------------------------------------------------
+# -- laws ------------------------------------------------------------------------------------------
 
 
 def busy_scheduler() -> Scheduler:
@@ -329,7 +358,10 @@ def busy_scheduler() -> Scheduler:
         (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight miscounted"),
         (lambda s: setattr(s.running[0], "arrival", 9), "out of order of arrival"),
         (lambda s: s._free_slots.pop(), "slots lost or doubled"),
-        (lambda s: setattr(s.running[0], "num_computed", 1), "in the middle of a prompt, but not last"),
+        (
+            lambda s: setattr(s.running[0], "num_computed", 1),
+            "in the middle of a prompt, but not last",
+        ),
         (lambda s: s.running.extend(s.running[:1] * 8), "running, 8 allowed"),
         (lambda s: setattr(s.block_manager.blocks[0], "ref_count", 7), "ref_count 7"),
     ],

@@ -1,4 +1,6 @@
-"""The scheduler in 500 random worlds: no law broken, nobody stuck, and the worlds rough enough to mean something."""
+"""The scheduler in 500 random worlds: no law broken, nobody stuck, and the worlds rough enough to
+mean something.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def test_random_worlds_keep_every_law(first: int) -> None:
     assert total.seeds == SEEDS_PER_TEST
     assert total.preemptions > SEEDS_PER_TEST, "too little pressure on the blocks"
     assert total.tokens_cached > 20 * SEEDS_PER_TEST, "too few prefix hits"
-    assert min(total.lost_steps, total.ended_outside, total.sent_again, total.evictions, total.refused) > 0
+    assert (
+        min(total.lost_steps, total.ended_outside, total.sent_again, total.evictions, total.refused)
+        > 0
+    )
 
 
 def test_one_seed_gives_one_world() -> None:

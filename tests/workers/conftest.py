@@ -1,4 +1,6 @@
-"""What the tests of `workers/` share: one pool of rank processes, and configurations of checkpoints on disk."""
+"""What the tests of `workers/` share: one pool of rank processes, and configurations of checkpoints
+on disk.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ def pool() -> Iterator[WorkerPool]:
 def config_of(model_dir: Path, **options: Any) -> ResolvedConfig:
     """Small limits unless told otherwise."""
     defaults: dict[str, Any] = {
-        "model": str(model_dir), "device": "cpu", "block_size": 4, "num_kv_blocks": 128, "max_num_seqs": 8,
-        "max_num_batched_tokens": 64, "max_model_len": 64, "step_timeout_s": 20.0, "start_timeout_s": 30.0,
-    }  # fmt: skip
+        "model": str(model_dir),
+        "device": "cpu",
+        "block_size": 4,
+        "num_kv_blocks": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "step_timeout_s": 20.0,
+        "start_timeout_s": 30.0,
+    }
     engine = EngineConfig.from_dict(defaults | options)
     return resolve_config(engine, ModelConfig.from_dir(model_dir), model_dir, "cpu")
 

@@ -1,9 +1,10 @@
-"""A stand-in for what only a GPU can do: graphs that replay operations on fixed tensors, and memory that is counted.
+"""A stand-in for what only a GPU can do: graphs that replay operations on fixed tensors, and memory
+that is counted.
 
-`FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel made through
-`recordable`, with the tensors they got. `replay` runs them again on those very tensors: what a graph reads must stand
-in memory that stays, and Python is not run again. As in a capture on a GPU, an operation whose result the host must
-know is refused.
+`FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel
+made through `recordable`, with the tensors they got. `replay` runs them again on those very
+tensors: what a graph reads must stand in memory that stays, and Python is not run again. As in a
+capture on a GPU, an operation whose result the host must know is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from kernels.interface import Kernels
 from tests.kernels.replaced import Replaced
 from workers.device import Device, DeviceMemory, Event, Graph, Ints
 
-WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select"}
+WAITING = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::masked_select",
+}
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
 
@@ -44,8 +51,14 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        indices = args[1] if name.startswith("aten::index") and len(args) > 1 and isinstance(args[1], list) else []
-        if name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices):
+        indices = (
+            args[1]
+            if name.startswith("aten::index") and len(args) > 1 and isinstance(args[1], list)
+            else []
+        )
+        if name in WAITING or any(
+            index is not None and index.dtype == torch.bool for index in indices
+        ):
             raise AssertionError(f"{name} waits for the device in the middle of a capture")
         out = func(*args, **(kwargs or {}))
         self._operations.append((func, args, kwargs or {}, out))
@@ -69,7 +82,9 @@ class FakeGpu(Device):
 
     has_graphs = True
 
-    def __init__(self, total: int = 1000, free: int = 1000, reserved: int = 0, peak: int = 0) -> None:
+    def __init__(
+        self, total: int = 1000, free: int = 1000, reserved: int = 0, peak: int = 0
+    ) -> None:
         super().__init__(torch.device("cpu"))
         self.graphs: list[FakeGraph] = []
         self.uploads: list[tuple[int, ...]] = []
@@ -86,7 +101,9 @@ class FakeGpu(Device):
         return [tensor.clone() for tensor in tensors], self.event
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> FakeGraph:
-        assert beside is (self.graphs[0] if self.graphs else None), "all graphs share the memory of the first"
+        assert beside is (self.graphs[0] if self.graphs else None), (
+            "all graphs share the memory of the first"
+        )
         run()  # as a GPU does, before it records
         operations: list[Operation] = []
         self._operations = operations
@@ -106,8 +123,17 @@ class FakeGpu(Device):
 
     def recordable(self, kernels: Kernels) -> Kernels:
         """The same kernels, whose calls a capture records whole, whatever they do inside."""
-        names = ("linear", "qk_norm_rope_store", "paged_attention", "rms_norm", "add_rms_norm", "silu_and_mul")
-        recorded: dict[str, Any] = {name: self._recordable(getattr(kernels, name)) for name in names}
+        names = (
+            "linear",
+            "qk_norm_rope_store",
+            "paged_attention",
+            "rms_norm",
+            "add_rms_norm",
+            "silu_and_mul",
+        )
+        recorded: dict[str, Any] = {
+            name: self._recordable(getattr(kernels, name)) for name in names
+        }
         return cast(Kernels, Replaced(kernels, **recorded))
 
     def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,4 +151,8 @@ class FakeGpu(Device):
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+    return (
+        [tensor for item in value for tensor in _tensors(item)]
+        if isinstance(value, list | tuple)
+        else []
+    )

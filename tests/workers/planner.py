@@ -1,7 +1,8 @@
-"""Plans written by hand, without the scheduler: rows are admitted, advanced, preempted and released as a test says.
+"""Plans written by hand, without the scheduler: rows are admitted, advanced, preempted and released
+as a test says.
 
-Block ids are handed out in sequence and never reused, so what a test shares, it shares on purpose. Works a step ahead:
-a plan needs the value of a token only when a row is admitted again.
+Block ids are handed out in sequence and never reused, so what a test shares, it shares on purpose.
+Works a step ahead: a plan needs the value of a token only when a row is admitted again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Row:
 
 
 class Planner:
-    """Builds consecutive plans. Call `admit`, `release` as wanted, then `step` with the rows and their tokens."""
+    """Builds consecutive plans. Call `admit`, `release` as wanted, then `step` with the rows and
+    their tokens.
+    """
 
     def __init__(self, block_size: int, epoch: int = 0) -> None:
         self.block_size = block_size
@@ -48,8 +51,12 @@ class Planner:
         self._admitted: list[tuple[Row, int]] = []
         self._appended: list[tuple[int, int]] = []
 
-    def admit(self, row: Row, slot: int, shared: list[int] | None = None, num_cached: int = 0) -> None:
-        """Row enters `slot`; its table begins with the `shared` blocks, of which `num_cached` tokens are filled."""
+    def admit(
+        self, row: Row, slot: int, shared: list[int] | None = None, num_cached: int = 0
+    ) -> None:
+        """Row enters `slot`; its table begins with the `shared` blocks, of which `num_cached`
+        tokens are filled.
+        """
         row.slot, row.blocks = slot, list(shared or [])
         row.length = len(row.tokens)
         row.computed = min(num_cached, row.length - 1)
@@ -62,7 +69,9 @@ class Planner:
         row.slot, row.blocks, row.computed = -1, [], 0
 
     def step(self, rows: list[tuple[Row, int]]) -> StepPlan:
-        """The next plan: each row computes up to so many tokens, and samples if that ends its tokens."""
+        """The next plan: each row computes up to so many tokens, and samples if that ends its
+        tokens.
+        """
         slots, new, samples, sampled = ints(), ints(), bytearray(), []
         for row, most in rows:
             num_new = min(most, row.length - row.computed)

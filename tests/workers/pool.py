@@ -1,6 +1,8 @@
-"""Four plain processes that serve as the ranks of one engine after another, so that torch is imported once.
+"""Four plain processes that serve as the ranks of one engine after another, so that torch is
+imported once.
 
-`PoolExecutor` is an executor over some of them: no Ray, gloo over loopback, digests compared after each step.
+`PoolExecutor` is an executor over some of them: no Ray, gloo over loopback, digests compared after
+each step.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class WorkerPool:
         return self.receive(rank)
 
     def call_all(self, ranks: int, name: str, *args: Any) -> list[Any]:
-        """Call on the first `ranks` processes at once. Every one answers before anything is raised."""
+        """Call on the first `ranks` processes at once. Every one answers before anything is
+        raised.
+        """
         for rank in range(ranks):
             self.send(rank, name, *args)
         answers = []
@@ -101,11 +105,15 @@ class PoolExecutor:
             self.pool.send(rank, "result", step_id, epoch)
         results = [self._answer(rank) for rank in range(self.size)]
         assert [result.rank for result in results] == list(range(self.size))
-        assert len({result.digest for result in results}) == 1, f"step {step_id}: ranks disagree: {results}"
+        assert len({result.digest for result in results}) == 1, (
+            f"step {step_id}: ranks disagree: {results}"
+        )
         return results[0]
 
     def logits(self, plan: StepPlan) -> tuple[array[float], int]:
-        """Logits of every token of a plan's one row, float32 flat, and the size of the vocabulary."""
+        """Logits of every token of a plan's one row, float32 flat, and the size of the
+        vocabulary.
+        """
         return self.pool.call_all(self.size, "logits", plan)[0]  # type: ignore[no-any-return]
 
     def check(self) -> None:

@@ -37,21 +37,31 @@ class RankProcess:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> tuple[array[float], int]:
         """Logits of all tokens of the plan's row, gathered over the ranks; nothing is sampled."""
-        assert self.worker is not None and self.worker._runner is not None and self.worker._group is not None
+        assert (
+            self.worker is not None
+            and self.worker._runner is not None
+            and self.worker._group is not None
+        )
         runner, group = self.worker._runner, self.worker._group
         runner.state.apply(plan)
         inputs = runner.state.upload(runner.state.take(plan))
-        hidden_TE = runner.model.forward(inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers)
+        hidden_TE = runner.model.forward(
+            inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers
+        )
         logits_RTV = group.all_gather(runner.model.logits(hidden_TE).to(torch.float32))
         vocab_size = self.worker.config.model.vocab_size
         logits_TV = logits_RTV.transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
         return array("f", logits_TV.numpy().tobytes()), vocab_size
 
     def measure_load(self, address: tuple[str, int] | None) -> dict[str, int]:
-        """Anonymous memory in bytes that `start` adds to this process: at its end, and at most on the way."""
+        """Anonymous memory in bytes that `start` adds to this process: at its end, and at most on
+        the way.
+        """
         assert self.worker is not None
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what an earlier worker left to the allocator is used again
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # else what an earlier worker left to the allocator is used again
         before = anonymous_bytes()
         with PeakMemory() as peak:
             self.worker.start(address, 1)

@@ -27,7 +27,9 @@ def test_flash_attn_may_be_where_the_ranks_run(small_checkpoint: Path, device: s
     engine = EngineConfig(device=device, attention_backend="flash_attn", dtype="float16")
     assert foresee_config(engine, model, small_checkpoint).device == "cuda"
     with pytest.raises(ConfigError, match="kernel backend 'flash_attn' cannot run on device 'cpu'"):
-        foresee_config(EngineConfig(device="cpu", attention_backend="flash_attn"), model, small_checkpoint)
+        foresee_config(
+            EngineConfig(device="cpu", attention_backend="flash_attn"), model, small_checkpoint
+        )
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])

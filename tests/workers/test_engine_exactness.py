@@ -1,7 +1,8 @@
 """The real scheduler over real ranks: what comes out does not depend on how the work was cut.
 
-A pool so small that sequences are preempted, a budget so small that prompts are chunked, prompts that share prefixes
-and repeat each other: greedy tokens must be those of transformers, seeded ones those of one rank.
+A pool so small that sequences are preempted, a budget so small that prompts are chunked, prompts
+that share prefixes and repeat each other: greedy tokens must be those of transformers, seeded ones
+those of one rank.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sizes], Checkpoi
     @cache
     def checkpoint(sizes: Sizes) -> Checkpoint:
         shape = Shape(
-            name="engine", heads=8, kv_heads=2, head_dim=sizes.head_dim, vocab=VOCAB, tied=True, max_positions=512
+            name="engine",
+            heads=8,
+            kv_heads=2,
+            head_dim=sizes.head_dim,
+            vocab=VOCAB,
+            tied=True,
+            max_positions=512,
         )
         model_dir = tmp_path_factory.mktemp("engine")
         return Checkpoint(sizes, model_dir, make_checkpoint(model_dir, shape))
@@ -67,7 +74,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sizes], Checkpoi
 
 
 def prompts(block: int = SMALL.block) -> list[list[int]]:
-    """Two thirds share a beginning; lengths stand around block edges; twins; one cached to its last token."""
+    """Two thirds share a beginning; lengths stand around block edges; twins; one cached to its last
+    token.
+    """
     rng = np.random.default_rng(3)
     head = rng.integers(0, VOCAB, 3 * block).tolist()
     lengths = [1, block - 1, block, block + 1, 2 * block, 2 * block + 1, 17]
@@ -88,15 +97,25 @@ def limits_of(config: ResolvedConfig, num_blocks: int) -> SchedulerLimits:
 
 
 def run(
-    pool: WorkerPool, model: Checkpoint, size: int, params: list[SamplingParams], *, ahead: int = 1, tight: bool = True
+    pool: WorkerPool,
+    model: Checkpoint,
+    size: int,
+    params: list[SamplingParams],
+    *,
+    ahead: int = 1,
+    tight: bool = True,
 ) -> tuple[list[list[int]], Scheduler]:
     """Output tokens by prompt, and the scheduler afterwards."""
     sizes = model.sizes
     config = config_of(
-        model.model_dir, tensor_parallel_size=size, num_kv_blocks=sizes.num_blocks if tight else 256, max_num_seqs=6,
-        max_num_batched_tokens=sizes.num_tokens if tight else 512, max_model_len=sizes.max_model_len,
+        model.model_dir,
+        tensor_parallel_size=size,
+        num_kv_blocks=sizes.num_blocks if tight else 256,
+        max_num_seqs=6,
+        max_num_batched_tokens=sizes.num_tokens if tight else 512,
+        max_model_len=sizes.max_model_len,
         block_size=sizes.block,
-    )  # fmt: skip
+    )
     with executor_of(pool, config) as executor:
         scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
         engine = Engine(scheduler, executor, num_steps_ahead=ahead)
@@ -104,7 +123,10 @@ def run(
         for i, (prompt, wanted) in enumerate(zip(prompts(sizes.block), params, strict=True)):
             sampling = wanted.resolve(seed=wanted.seed or 0)
             request = Request(
-                request_id=str(i), token_ids=ints(prompt), num_prompt_tokens=len(prompt), sampling=sampling
+                request_id=str(i),
+                token_ids=ints(prompt),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
             )
             sequences.append(engine.add(request))
         while engine.has_work:
@@ -123,7 +145,9 @@ def test_greedy_tokens_equal_transformers_through_the_scheduler(
     checkpoint, work = make(sizes), prompts(sizes.block)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT)
     outputs, scheduler = run(pool, checkpoint, size, [greedy] * len(work), ahead=ahead)
-    assert scheduler.stats.num_preemptions > 0, "nothing was preempted: the pool is too large for this test"
+    assert scheduler.stats.num_preemptions > 0, (
+        "nothing was preempted: the pool is too large for this test"
+    )
     assert scheduler.stats.num_cached_tokens > 0, "no prefix was found"
     differences, near = [], 0
     for prompt, output in zip(work, outputs, strict=True):
@@ -132,8 +156,10 @@ def test_greedy_tokens_equal_transformers_through_the_scheduler(
             near += gap <= NEAR_TIE
             differences += [gap] if gap > NEAR_TIE else []
     preemptions, cached = scheduler.stats.num_preemptions, scheduler.stats.num_cached_tokens
-    print(f"tp {size}, {ahead} ahead: {len(differences)} differences, {near} near ties, {preemptions} preemptions, "
-          f"{cached} cached tokens")  # fmt: skip
+    print(
+        f"tp {size}, {ahead} ahead: {len(differences)} differences, {near} near ties, {preemptions}"
+        f" preemptions, {cached} cached tokens"
+    )
     assert not differences
 
 
@@ -151,16 +177,28 @@ def test_the_same_seeds_give_the_same_tokens_at_every_size_and_in_any_batch(
 def mixed_params(count: int) -> list[SamplingParams]:
     """A different mix for each prompt, in one batch."""
     variants: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05},
-        {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"logit_bias": {7: 5.0, 9: -100.0}}, {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
-        {"stop_token_ids": [3, 5], "min_tokens": 6}, {"logprobs": 3},
-    ]  # fmt: skip
-    return [SamplingParams(max_tokens=NUM_OUTPUT, seed=100 + i, **variants[i % len(variants)]) for i in range(count)]
+        {"temperature": 0.0},
+        {"temperature": 1.3},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {7: 5.0, 9: -100.0}},
+        {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
+        {"stop_token_ids": [3, 5], "min_tokens": 6},
+        {"logprobs": 3},
+    ]
+    return [
+        SamplingParams(max_tokens=NUM_OUTPUT, seed=100 + i, **variants[i % len(variants)])
+        for i in range(count)
+    ]
 
 
 def first_difference(model: Any, prompt: list[int], output: list[int]) -> float | None:
-    """Gap of the reference's two best logits where a greedy output first departs from it; None where it never does."""
+    """Gap of the reference's two best logits where a greedy output first departs from it; None
+    where it never does.
+    """
     assert len(output) == NUM_OUTPUT
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]

@@ -1,8 +1,10 @@
-"""Greedy float32 tokens equal those of transformers at every tensor-parallel size, whatever the batching does.
+"""Greedy float32 tokens equal those of transformers at every tensor-parallel size, whatever the
+batching does.
 
-One scenario forces chunked prefill, mixed batches, shared prefix blocks, a full hit, preemption with and without cached
-blocks, and runs one step ahead. A difference counts when the reference's two best logits lie more than `NEAR_TIE`
-apart; other differences end the comparison of that sequence and are printed.
+One scenario forces chunked prefill, mixed batches, shared prefix blocks, a full hit, preemption
+with and without cached blocks, and runs one step ahead. A difference counts when the reference's
+two best logits lie more than `NEAR_TIE` apart; other differences end the comparison of that
+sequence and are printed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ LOGIT_TOLERANCE = 1e-4  # float32 sums in another order; logits here reach 20
 BLOCK = 4
 NUM_OUTPUT = 10
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 SHAPES = [
@@ -47,7 +54,9 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, its transformers model, and what that model generates for each prompt of the scenario."""
+    """A checkpoint, its transformers model, and what that model generates for each prompt of the
+    scenario.
+    """
 
     model_dir: Path
     model: Any
@@ -95,9 +104,15 @@ def generate(model: Any, prompt: list[int]) -> tuple[Any, Any]:
     inputs = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_OUTPUT, do_sample=False,
-            output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
-        )  # fmt: skip
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=NUM_OUTPUT,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     best = torch.stack(out.logits)[:, 0].topk(2, dim=-1).values
     return out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
 
@@ -168,16 +183,24 @@ def compare(expected: Reference, outputs: dict[str, list[int]]) -> tuple[list[st
     for name, tokens in outputs.items():
         reference_tokens, gaps = expected.tokens[name], expected.gaps[name]
         assert len(tokens) == len(reference_tokens), (name, tokens, reference_tokens)
-        index = next((i for i, (a, b) in enumerate(zip(tokens, reference_tokens, strict=True)) if a != b), None)
+        index = next(
+            (i for i, (a, b) in enumerate(zip(tokens, reference_tokens, strict=True)) if a != b),
+            None,
+        )
         if index is not None:
-            where = f"{name}[{index}]: {tokens[index]}, reference {reference_tokens[index]}, gap {gaps[index]:.2e}"
+            where = (
+                f"{name}[{index}]: {tokens[index]}, reference {reference_tokens[index]}, gap"
+                f" {gaps[index]:.2e}"
+            )
             (wrong if gaps[index] > NEAR_TIE else near).append(where)
     return wrong, near
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", [shape.name for shape in SHAPES])
-def test_greedy_tokens_equal_transformers(pool: WorkerPool, reference: Any, name: str, size: int) -> None:
+def test_greedy_tokens_equal_transformers(
+    pool: WorkerPool, reference: Any, name: str, size: int
+) -> None:
     expected: Reference = reference(name)
     with executor_of(pool, config_of(expected.model_dir, tensor_parallel_size=size)) as executor:
         outputs = Scenario(executor, expected.prompts).run()
@@ -185,12 +208,16 @@ def test_greedy_tokens_equal_transformers(pool: WorkerPool, reference: Any, name
     print(f"exactness {name} tp {size}: {len(wrong)} differences, near ties {near}")
     assert not wrong
     distinct = {token for tokens in outputs.values() for token in tokens}
-    assert len(distinct) >= min(30, expected.vocab_size // 2), "the outputs collapsed: the comparison says little"
+    assert len(distinct) >= min(30, expected.vocab_size // 2), (
+        "the outputs collapsed: the comparison says little"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", [shape.name for shape in SHAPES])
-def test_teacher_forced_logits_equal_transformers(pool: WorkerPool, reference: Any, name: str, size: int) -> None:
+def test_teacher_forced_logits_equal_transformers(
+    pool: WorkerPool, reference: Any, name: str, size: int
+) -> None:
     expected: Reference = reference(name)
     tokens = [t for prompt in expected.prompts.values() for t in prompt][:40]
     with executor_of(pool, config_of(expected.model_dir, tensor_parallel_size=size)) as executor:
@@ -198,7 +225,10 @@ def test_teacher_forced_logits_equal_transformers(pool: WorkerPool, reference: A
     with torch.inference_mode():
         theirs = expected.model(torch.tensor([tokens])).logits[0].numpy()
     difference = float(np.abs(ours - theirs).max())
-    print(f"logits {name} tp {size}: largest difference {difference:.2e}, largest logit {np.abs(theirs).max():.1f}")
+    print(
+        f"logits {name} tp {size}: largest difference {difference:.2e}, largest logit"
+        f" {np.abs(theirs).max():.1f}"
+    )
     assert difference < LOGIT_TOLERANCE
 
 
@@ -212,15 +242,23 @@ def test_bfloat16_logits_are_at_most_twice_as_far_from_float32_as_plain_bfloat16
     tokens = [t for prompt in expected.prompts.values() for t in prompt][:40]
     with torch.inference_mode():
         exact = expected.model(torch.tensor([tokens])).logits[0].numpy()
-        plain = copy.deepcopy(expected.model).bfloat16()(torch.tensor([tokens])).logits[0].float().numpy()
+        plain = (
+            copy.deepcopy(expected.model)
+            .bfloat16()(torch.tensor([tokens]))
+            .logits[0]
+            .float()
+            .numpy()
+        )
     config = config_of(expected.model_dir, tensor_parallel_size=size, dtype="bfloat16")
     with executor_of(pool, config) as executor:
         ours = run_logits(executor, tokens)
     (mean, largest), (plain_mean, plain_largest) = (
         (float(np.abs(x - exact).mean()), float(np.abs(x - exact).max())) for x in (ours, plain)
     )
-    print(f"bfloat16 {name} tp {size}: mean {mean:.4f}, plain {plain_mean:.4f}; largest {largest:.3f}, "
-          f"plain {plain_largest:.3f}")  # fmt: skip
+    print(
+        f"bfloat16 {name} tp {size}: mean {mean:.4f}, plain {plain_mean:.4f}; largest"
+        f" {largest:.3f}, plain {plain_largest:.3f}"
+    )
     assert mean <= 2 * plain_mean
     assert largest <= 2 * plain_largest
 

@@ -1,7 +1,7 @@
 """Loading adds to a rank the memory of its own slices: not the checkpoint, not even on the way.
 
-A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights stand out from everything else a rank
-allocates.
+A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights stand out from
+everything else a rank allocates.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from workers.models.checkpoint import expected_tensors
 
 MIB = 2**20
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 40_000, "hidden_size": 512, "intermediate_size": 1536,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 40_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
 SLACK_BYTES = 12 * MIB  # threads of gloo and torch, the rotary table, allocator rounding
 
 
@@ -38,21 +45,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_rank_holds_its_share_and_no_more(pool: WorkerPool, checkpoint: Path, size: int, dtype: str) -> None:
+def test_rank_holds_its_share_and_no_more(
+    pool: WorkerPool, checkpoint: Path, size: int, dtype: str
+) -> None:
     config = config_of(checkpoint, tensor_parallel_size=size, dtype=dtype)
     load(pool, config)  # a first time brings numba and compiled kernels, some 40 MiB
     measured = load(pool, config)
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
     stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
-    if dtype == "bfloat16" and has_bfloat16():  # a tied embedding is held as rows, and packed to multiply by
+    if (
+        dtype == "bfloat16" and has_bfloat16()
+    ):  # a tied embedding is held as rows, and packed to multiply by
         stored += 2 * 40_000 * 512
     for sizes in measured:
         print(
-            {name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()}, f"of {stored / MIB:.1f} MiB, tp {size}"
+            {name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()},
+            f"of {stored / MIB:.1f} MiB, tp {size}",
         )
         assert abs(sizes["weights"] - stored / size) < 0.02 * stored
         assert sizes["peak_added"] < sizes["weights"] + SLACK_BYTES
-        assert sizes["added"] > 0.5 * sizes["weights"], "the weights must be memory of the rank, not a mapped file"
+        assert sizes["added"] > 0.5 * sizes["weights"], (
+            "the weights must be memory of the rank, not a mapped file"
+        )
 
 
 def load(pool: WorkerPool, config: ResolvedConfig) -> list[dict[str, int]]:

@@ -1,4 +1,6 @@
-"""The roofline: parameters counted, floors by hand, prompts that share a start, and the probe of this machine."""
+"""The roofline: parameters counted, floors by hand, prompts that share a start, and the probe of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ from workers import roofline
 from workers.roofline import Machine, Work, works_of
 
 RAW: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "tie_word_embeddings": True, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
 MODEL = ModelConfig.from_dict(RAW)
-# A layer: Q, K and V 16 x (32 + 16 + 16), output 32 x 16, MLP 3 x 16 x 32, norms 2 x 16 + 2 x 8; then the last norm.
+# A layer: Q, K and V 16 x (32 + 16 + 16), output 32 x 16, MLP 3 x 16 x 32, norms 2 x 16 + 2 x 8;
+# then the last norm.
 IN_LAYERS = 2 * (1024 + 512 + 1536 + 48) + 16
 IN_HEAD = 64 * 16
 
@@ -31,7 +42,8 @@ def test_attention_biases_are_parameters_of_a_layer() -> None:
 
 
 def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_decodes() -> None:
-    # 3 sampled tokens: the prompt's step and two decodes with contexts 5 and 6; K and V of 2 heads of 8, 2 layers.
+    # 3 sampled tokens: the prompt's step and two decodes with contexts 5 and 6; K and V of 2 heads
+    # of 8, 2 layers.
     num_bytes = 4 * (3 * (IN_LAYERS + IN_HEAD) + (5 + 6) * 2 * 2 * 8 * 2)
     machine = Machine(memory_bytes_per_s=1000.0, flops_per_s=1e30)
     works = [Work(num_prompt=4, num_shared=0, num_output=3)]
@@ -39,7 +51,8 @@ def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_dec
 
 
 def test_the_floor_of_slow_arithmetic_is_products_and_attention() -> None:
-    # 4 + 2 tokens run, 3 are sampled; contexts 1 + 2 + 3 + 4 + 5 + 6 in each of 2 layers, of 4 heads of 8.
+    # 4 + 2 tokens run, 3 are sampled; contexts 1 + 2 + 3 + 4 + 5 + 6 in each of 2 layers, of 4
+    # heads of 8.
     flops = 2 * IN_LAYERS * 6 + 2 * IN_HEAD * 3 + 4 * 4 * 8 * 2 * 21
     machine = Machine(memory_bytes_per_s=1e30, flops_per_s=1000.0)
     works = [Work(num_prompt=4, num_shared=0, num_output=3)]

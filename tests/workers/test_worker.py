@@ -1,4 +1,6 @@
-"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors that wait for their reader, reports."""
+"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors that wait for their reader,
+reports.
+"""
 
 from __future__ import annotations
 
@@ -78,19 +80,28 @@ def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
 ) -> None:
     monkeypatch.setattr(worker_module, "GRACE_S", 0.0)
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
-    launchers = [threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))]
+    launchers = [
+        threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))
+    ]
     for launcher in launchers:
         launcher.start()
-    with pytest.raises(WorkerError, match="step 1 of epoch 0 was not run"):  # it was never started, but not late
+    with pytest.raises(
+        WorkerError, match="step 1 of epoch 0 was not run"
+    ):  # it was never started, but not late
         worker.result(1, 0)
 
 
-def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(small_checkpoint: Path) -> None:
+def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
+    small_checkpoint: Path,
+) -> None:
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
     events = [LateEvent(), LateEvent()]
     for i, event in enumerate(events):
         pending = PendingStep(
-            device=Device(torch.device("cpu")), num_rows=1, token_ids_R=torch.tensor([i]), copied=event
+            device=Device(torch.device("cpu")),
+            num_rows=1,
+            token_ids_R=torch.tensor([i]),
+            copied=event,
         )
         worker._outcomes[0, i] = pending
     with ThreadPoolExecutor() as threads:
@@ -124,7 +135,9 @@ def test_first_error_ends_the_epoch_and_each_step_says_so(worker: Worker) -> Non
     assert len(worker.result(0, 0).token_ids) == 1
     with pytest.raises(WorkerError, match="batch state"):
         worker.result(1, 0)
-    with pytest.raises(WorkerError, match=r"step 2 of epoch 0 was not run: step 1 failed with WorkerError"):
+    with pytest.raises(
+        WorkerError, match=r"step 2 of epoch 0 was not run: step 1 failed with WorkerError"
+    ):
         worker.result(2, 0)
 
 
@@ -215,11 +228,16 @@ def test_only_rank_0_brings_logprobs(pool: WorkerPool, small_checkpoint: Path) -
     assert (first.rank, second.rank) == (0, 1) and first.token_ids == second.token_ids
     assert second.logprobs is None and first.logprobs is not None
     (logprobs,) = first.logprobs
-    assert logprobs.top_token_ids[0] == first.token_ids[0] and logprobs.logprob == logprobs.top_logprobs[0]
+    assert (
+        logprobs.top_token_ids[0] == first.token_ids[0]
+        and logprobs.logprob == logprobs.top_logprobs[0]
+    )
 
 
 def test_seeded_tokens_are_the_same_at_every_size(pool: WorkerPool, small_checkpoint: Path) -> None:
-    sampling = dataclasses.replace(GREEDY, temperature=0.8, top_p=0.9, top_k=40, seed=11, repetition_penalty=1.2)
+    sampling = dataclasses.replace(
+        GREEDY, temperature=0.8, top_p=0.9, top_k=40, seed=11, repetition_penalty=1.2
+    )
     outputs = []
     for size in (1, 2, 4):
         with executor_of(pool, config_of(small_checkpoint, tensor_parallel_size=size)) as executor:
@@ -232,13 +250,25 @@ def test_seeded_tokens_are_the_same_at_every_size(pool: WorkerPool, small_checkp
 
 
 def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint: Path) -> None:
-    config = config_of(small_checkpoint, tensor_parallel_size=2, num_kv_blocks=None, kv_cache_bytes=2**20)
+    config = config_of(
+        small_checkpoint, tensor_parallel_size=2, num_kv_blocks=None, kv_cache_bytes=2**20
+    )
     with executor_of(pool, config) as executor:
         assert [report.rank for report in executor.reports] == [0, 1]
         for report in executor.reports:
-            assert report.seconds.keys() == {"rendezvous", "compile", "load", "kv_cache", "wait_for_peers"}
+            assert report.seconds.keys() == {
+                "rendezvous",
+                "compile",
+                "load",
+                "kv_cache",
+                "wait_for_peers",
+            }
             assert report.backend == "cpu (numba and oneDNN)"
-            assert report.num_kv_blocks == report.ledger.num_blocks == min(8 * 16, 2**19 // report.ledger.block_bytes)
+            assert (
+                report.num_kv_blocks
+                == report.ledger.num_blocks
+                == min(8 * 16, 2**19 // report.ledger.block_bytes)
+            )
         memory = executor.pool.call(0, "memory_report")
         assert memory["kv_cache"] == report.num_kv_blocks * report.ledger.block_bytes
         whole = (small_checkpoint / "model.safetensors").stat().st_size
@@ -246,9 +276,13 @@ def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint:
 
 
 def test_rank_without_peers_fails_in_time_and_says_where(small_checkpoint: Path) -> None:
-    worker = Worker(config_of(small_checkpoint, tensor_parallel_size=2, start_timeout_s=0.5), rank=0)
+    worker = Worker(
+        config_of(small_checkpoint, tensor_parallel_size=2, start_timeout_s=0.5), rank=0
+    )
     address = worker.open_rendezvous()
-    with pytest.raises(WorkerError, match=f"rank 0 of 2 met no complete group at 127.0.0.1:{address[1]}"):
+    with pytest.raises(
+        WorkerError, match=f"rank 0 of 2 did not find all of its peers at 127.0.0.1:{address[1]}"
+    ):
         worker.start(address)
     worker.close()
 
@@ -311,5 +345,7 @@ def test_workers_import_neither_ray_nor_transformers() -> None:
         "print(json.dumps([m for m in ('ray', 'transformers', 'cluster') if m in sys.modules]))"
     )
     root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60, capture_output=True)
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, check=True, timeout=60, capture_output=True
+    )
     assert json.loads(out.stdout) == []

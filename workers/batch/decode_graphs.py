@@ -1,10 +1,12 @@
-"""CUDA graphs of the decode step: one for every size of batch that is captured, replayed instead of launched.
+"""CUDA graphs of the decode step: one for every size of batch that is captured, replayed instead of
+launched.
 
-A graph reads four numbers a row from one static tensor and everything else from tables that never move: the batch
-state's tokens and blocks, the weights, the KV cache. Bounds stand where an eager step has its own maxima. A batch takes
-the next larger graph; its padding rows have length 0 and write nothing. Logits and sampling are not part of a graph.
-Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R rows of a step, E hidden size; a
-decode step has as many tokens as rows.
+A graph reads four numbers a row from one static tensor and everything else from tables that never
+move: the batch state's tokens and blocks, the weights, the KV cache. Bounds stand where an eager
+step has its own maxima. A batch takes the next larger graph; its padding rows have length 0 and
+write nothing. Logits and sampling are not part of a graph.
+Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R rows of a
+step, E hidden size; a decode step has as many tokens as rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
-# A padding row: any slot, the first position, counted as cached, which is never written, and no tokens to attend to.
+# A padding row: any slot, the first position, counted as cached, which is never written, and no
+# tokens to attend to.
 _PADDING = np.array([0, 0, 1, 0], np.int32)
 
 
@@ -41,8 +44,21 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """The graphs of one model over one cache and one batch state. `capture` comes first."""
 
-    def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache, state: BatchState, device: Device) -> None:
-        self._config, self._model, self._cache, self._state, self._device = config, model, cache, state, device
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: Qwen3,
+        cache: KVCache,
+        state: BatchState,
+        device: Device,
+    ) -> None:
+        self._config, self._model, self._cache, self._state, self._device = (
+            config,
+            model,
+            cache,
+            state,
+            device,
+        )
         self.sizes = graph_sizes(config.engine.max_num_seqs)
         largest = self.sizes[-1]
         self._rows_S4 = torch.from_numpy(np.tile(_PADDING, (largest, 1))).to(device.torch)
@@ -52,30 +68,45 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every size, the largest first: the memory it needs serves the others. Waits for the device."""
+        """Record every size, the largest first: the memory it needs serves the others. Waits for
+        the device.
+        """
         began = time.perf_counter()
         largest: Graph | None = None
         for size in reversed(self.sizes):
             self._graphs[size] = self._device.capture(partial(self._run, size), largest)
             largest = largest or self._graphs[size]
         seconds = time.perf_counter() - began
-        logger.info("CUDA graphs of %d batch sizes up to %d in %.1f s", len(self.sizes), self.sizes[-1], seconds)
+        logger.info(
+            "CUDA graphs of %d batch sizes up to %d in %.1f s",
+            len(self.sizes),
+            self.sizes[-1],
+            seconds,
+        )
 
     def fit(self, rows: StepRows) -> bool:
-        """Whether a step can be replayed: every row has one token, and its next one is to be sampled."""
+        """Whether a step can be replayed: every row has one token, and its next one is to be
+        sampled.
+        """
         num_rows = len(rows.slots_B)
         return rows.max_query_len == 1 and len(rows.sampling_slots_R) == num_rows <= self.sizes[-1]
 
     def run(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states of the R rows, valid until the next call; int64, where each row's next token goes)."""
+        """(hidden states of the R rows, valid until the next call; int64, where each row's next
+        token goes).
+        """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         rows_B4 = np.tile(_PADDING, (size, 1))
-        rows_B4[:num_rows] = np.stack((rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B), axis=1)
+        rows_B4[:num_rows] = np.stack(
+            (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B), axis=1
+        )
         self._device.upload_into(self._rows_S4[:size], rows_B4)
         self._graphs[size].replay()
         assert self._hidden_SE is not None
-        places_R = self._state.token_places(self._rows_S4[:num_rows, 0], self._rows_S4[:num_rows, 3])
+        places_R = self._state.token_places(
+            self._rows_S4[:num_rows, 0], self._rows_S4[:num_rows, 3]
+        )
         return self._hidden_SE[:num_rows], places_R
 
     def _run(self, size: int) -> None:

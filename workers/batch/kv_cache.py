@@ -1,7 +1,8 @@
 """The memory of the KV cache of one rank, and how much of it a GPU has.
 
-Owns the one tensor that all layers see views of. Never decides which block holds what: the scheduler does. The layout
-of one layer's keys and values is the backend's (`Kernels.kv_cache_shapes`).
+Owns the one tensor that all layers see views of. Never decides which block holds what: the
+scheduler does. The layout of one layer's keys and values is the backend's
+(`Kernels.kv_cache_shapes`).
 """
 
 from __future__ import annotations
@@ -19,24 +20,30 @@ from workers.batch.kv_plan import megabytes
 from workers.device import Device
 from workers.models.qwen3 import LayerCache
 
-# What CUDA and NCCL hold of a device beside torch's allocator; no call says it for one process alone.
+# What CUDA and NCCL hold of a device beside torch's allocator; no call says it for one process
+# alone.
 _CUDA_CONTEXT_BYTES = 768 * 2**20
 
 
 def gpu_budget(
-    config: ResolvedConfig, device: Device, run_step: Callable[[], None], make_runner: Callable[[], object]
+    config: ResolvedConfig,
+    device: Device,
+    run_step: Callable[[], None],
+    make_runner: Callable[[], object],
 ) -> list[tuple[str, int]]:
-    """Parts of a GPU's budget: its share of the total, what this process holds, the peak of the largest step
-    (`run_step`), and what a runner over a throw-away cache of one block holds, its graphs above all (`make_runner`).
+    """Parts of a GPU's budget: its share of the total, what this process holds, the peak of the
+    largest step (`run_step`), and what a runner over a throw-away cache of one block holds, its
+    graphs above all (`make_runner`).
 
-    Only this process's own use is counted. Others on the device matter as far as memory must be free: what is not is
-    taken off as well.
+    Only this process's own use is counted. Others on the device matter as far as memory must be
+    free: what is not is taken off as well.
     """
     peak = device.peak_during(run_step)
     before = device.memory()
     runner = make_runner()
     after = device.memory()
-    # What graphs hold of the driver shows in the free memory alone, which others may change meanwhile: take the larger.
+    # What graphs hold of the driver shows in the free memory alone, which others may change
+    # meanwhile: take the larger.
     held_by_runner = max(after.reserved - before.reserved, before.free - after.free)
     del runner
     memory = device.memory()
@@ -51,33 +58,52 @@ def gpu_budget(
 
 
 class KVCache:
-    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of it."""
+    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of
+    it.
+    """
 
     def __init__(
-        self, config: ResolvedConfig, kernels: Kernels, num_blocks: int, num_kv_heads: int, device: torch.device
+        self,
+        config: ResolvedConfig,
+        kernels: Kernels,
+        num_blocks: int,
+        num_kv_heads: int,
+        device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
-        shapes = kernels.kv_cache_shapes(num_blocks, config.block_size, num_kv_heads, config.model.head_dim)
+        shapes = kernels.kv_cache_shapes(
+            num_blocks, config.block_size, num_kv_heads, config.model.head_dim
+        )
         size = (2, config.model.num_hidden_layers, math.prod(shapes[0]))
         what = f"a KV cache of {num_blocks} blocks of {config.block_size} tokens"
-        lower = "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was given"
+        lower = (
+            "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was"
+            " given"
+        )
         with room_for(what, math.prod(size) * torch_dtype(config.dtype).itemsize, lower):
             self.tensor = torch.zeros(size, dtype=torch_dtype(config.dtype), device=device)
         self.layers: list[LayerCache] = [
-            (keys.view(shapes[0]), values.view(shapes[1])) for keys, values in zip(*self.tensor, strict=True)
+            (keys.view(shapes[0]), values.view(shapes[1]))
+            for keys, values in zip(*self.tensor, strict=True)
         ]
 
 
 @contextmanager
 def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
-    """Where tensors of `num_bytes` in all are made: raises `ConfigError` if the memory cannot be had."""
+    """Where tensors of `num_bytes` in all are made: raises `ConfigError` if the memory cannot be
+    had.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         # torch has no error of its own for the memory of a CPU.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(error):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(
+            error
+        ):
             raise
-        raise ConfigError(f"{what} needs {megabytes(num_bytes)}, which cannot be had: lower {lower}") from error
+        raise ConfigError(
+            f"{what} needs {megabytes(num_bytes)}, which cannot be had: lower {lower}"
+        ) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:

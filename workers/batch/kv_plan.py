@@ -1,7 +1,7 @@
 """How many KV blocks one rank can hold, and the ledger that states where every byte goes.
 
-Arithmetic alone, without torch: a client refuses a cache that is too small before anything starts. The driver takes
-the minimum of `num_blocks` over the ranks.
+Arithmetic alone, without torch: a client refuses a cache that is too small before anything starts.
+The driver takes the minimum of `num_blocks` over the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLedger:
-    """How `num_blocks` came about. `parts` are named bytes: the source of the budget, then what was deducted."""
+    """How `num_blocks` came about. `parts` are named bytes: the source of the budget, then what was
+    deducted.
+    """
 
     rank: int
     num_blocks: int
@@ -30,14 +32,16 @@ class KVCacheLedger:
         """One line for the log."""
         parts = ", ".join(f"{name} {megabytes(size)}" for name, size in self.parts)
         return (
-            f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"{megabytes(self.num_blocks * self.block_bytes)} ({self.block_bytes} bytes per block; the longest "
-            f"batch would use {self.wanted_blocks}; {parts})"
+            f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens,"
+            f" {megabytes(self.num_blocks * self.block_bytes)} ({self.block_bytes} bytes per block;"
+            f" the longest batch would use {self.wanted_blocks}; {parts})"
         )
 
 
 def block_bytes(config: ResolvedConfig) -> int:
-    """Bytes one block takes on one rank: keys and values of every layer, for the KV heads this rank holds."""
+    """Bytes one block takes on one rank: keys and values of every layer, for the KV heads this rank
+    holds.
+    """
     model = config.model
     kv_heads = max(1, model.num_key_value_heads // config.engine.tensor_parallel_size)
     elements = config.block_size * kv_heads * model.head_dim
@@ -51,9 +55,9 @@ def plan_kv_cache(
 ) -> KVCacheLedger:
     """The number of blocks this rank can hold: `num_kv_blocks`, or as many as fit the budget.
 
-    Never more than a full batch of the longest sequences uses. `measure_budget` gives the parts of a GPU's budget and
-    is called only where neither `num_kv_blocks` nor a CPU's `kv_cache_bytes` decides. Raises `ConfigError` with the
-    numbers when not even one block fits.
+    Never more than a full batch of the longest sequences uses. `measure_budget` gives the parts of
+    a GPU's budget and is called only where neither `num_kv_blocks` nor a CPU's `kv_cache_bytes`
+    decides. Raises `ConfigError` with the numbers when not even one block fits.
     """
     engine, size = config.engine, block_bytes(config)
     wanted = engine.max_num_seqs * config.blocks_per_sequence
@@ -84,7 +88,9 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _too_little(config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]) -> str:
+def _too_little(
+    config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]
+) -> str:
     tokens = max(0, budget) * config.block_size // size
     spelled = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
     fits = f"lower block_size to at most {tokens}, or" if tokens else "not one token fits;"
@@ -93,6 +99,6 @@ def _too_little(config: ResolvedConfig, size: int, budget: int, parts: list[tupl
     else:
         remedy = "raise gpu_memory_utilization or tensor_parallel_size, or use a smaller model"
     return (
-        f"the KV cache of a rank needs at least one block of {config.block_size} tokens, {size} bytes, but "
-        f"gets {spelled}: {fits} {remedy}"
+        f"the KV cache of a rank needs at least one block of {config.block_size} tokens, {size}"
+        f" bytes, but gets {spelled}: {fits} {remedy}"
     )

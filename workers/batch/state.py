@@ -1,11 +1,14 @@
-"""The rows of a rank's batch: a fixed table of slots on the device, changed by what each plan says has changed.
+"""The rows of a rank's batch: a fixed table of slots on the device, changed by what each plan says
+has changed.
 
-Owns the tokens and block table of every slot on the device, and on the host what can be known without the device:
-counts, never the value of a sampled token. So step k+1 is prepared while step k still runs; the tokens step k samples
-are written to the table by the device itself (`write_sampled`) before step k+1 reads them. Never talks to peers.
-All ranks apply the same plans. Laws: `check`; a plan that breaks one raises `WorkerError`. One thread.
-Legend: S slots, L token columns, W blocks in a row's table, P block size, T tokens of the step, B rows of the step,
-R its sampling rows, A admitted rows, N flat entries.
+Owns the tokens and block table of every slot on the device, and on the host what can be known
+without the device: counts, never the value of a sampled token. So step k+1 is prepared while step k
+still runs; the tokens step k samples are written to the table by the device itself
+(`write_sampled`) before step k+1 reads them. Never talks to peers.
+All ranks apply the same plans. Laws: `check`; a plan that breaks one raises `WorkerError`. One
+thread.
+Legend: S slots, L token columns, W blocks in a row's table, P block size, T tokens of the step, B
+rows of the step, R its sampling rows, A admitted rows, N flat entries.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from workers.device import Device, Ints
 class StepRows:
     """What one step computes, on the host: int32 arrays.
 
-    slots_T, positions_T, num_cached_T : of each token: its slot, its position, the slot's tokens in shared blocks.
+    slots_T, positions_T, num_cached_T : of each token: its slot, its position, the slot's tokens in
+    shared blocks.
     query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`. slots_B : of each row.
-    logits_indices_R : last token of each sampling row. sampling_slots_R, sampling_positions_R : slot, and absolute
-    position of the token to be sampled.
+    logits_indices_R : last token of each sampling row. sampling_slots_R, sampling_positions_R :
+    slot, and absolute position of the token to be sampled.
     """
 
     slots_T: Ints
@@ -64,7 +68,9 @@ class StepInputs:
 
 
 class BatchState:
-    """`max_num_seqs` slots of up to `max_model_len` tokens, and one more that a step run ahead may add."""
+    """`max_num_seqs` slots of up to `max_model_len` tokens, and one more that a step run ahead may
+    add.
+    """
 
     def __init__(self, config: ResolvedConfig, num_blocks: int, device: Device) -> None:
         slots = config.engine.max_num_seqs
@@ -73,7 +79,9 @@ class BatchState:
         self.max_tokens = config.max_model_len + 1
         self.device = device
         self.tokens_SL = torch.zeros(slots, self.max_tokens, dtype=torch.int32, device=device.torch)
-        self.block_table_SW = torch.zeros(slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch)
+        self.block_table_SW = torch.zeros(
+            slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch
+        )
         self.used_S = np.zeros(slots, np.bool_)
         self.num_tokens_S = np.zeros(slots, np.int32)  # known or in flight
         self.num_prompt_S = np.zeros(slots, np.int32)
@@ -99,7 +107,8 @@ class BatchState:
         query_start_B1 = _running_sum(new_B)
         rows = StepRows(
             slots_T=np.repeat(slots_B, new_B),
-            positions_T=np.arange(query_start_B1[-1], dtype=np.int32) + np.repeat(start_B - query_start_B1[:-1], new_B),
+            positions_T=np.arange(query_start_B1[-1], dtype=np.int32)
+            + np.repeat(start_B - query_start_B1[:-1], new_B),
             num_cached_T=np.repeat(self.num_cached_S[slots_B], new_B),
             query_start_B1=query_start_B1,
             seq_start_B1=_running_sum(seq_lens_B),
@@ -118,12 +127,28 @@ class BatchState:
     def upload(self, rows: StepRows) -> StepInputs:
         """The inputs of a step on the device."""
         (
-            tokens_slots_T, positions_T, cached_T, query_start_B1, seq_start_B1, seq_lens_B, slots_B, last_R, slots_R,
+            tokens_slots_T,
+            positions_T,
+            cached_T,
+            query_start_B1,
+            seq_start_B1,
+            seq_lens_B,
+            slots_B,
+            last_R,
+            slots_R,
             ends_R,
         ) = self.device.upload(
-            rows.slots_T, rows.positions_T, rows.num_cached_T, rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B,
-            rows.slots_B, rows.logits_indices_R, rows.sampling_slots_R, rows.sampling_positions_R,
-        )  # fmt: skip
+            rows.slots_T,
+            rows.positions_T,
+            rows.num_cached_T,
+            rows.query_start_B1,
+            rows.seq_start_B1,
+            rows.seq_lens_B,
+            rows.slots_B,
+            rows.logits_indices_R,
+            rows.sampling_slots_R,
+            rows.sampling_positions_R,
+        )
         token_ids_T, slot_mapping_T = self.look_up(tokens_slots_T, positions_T, cached_T)
         num_columns = -(-rows.max_seq_len // self.block_size)
         return StepInputs(
@@ -145,30 +170,47 @@ class BatchState:
     def look_up(
         self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids int32 [T], where each token's KV goes int64 [T]; -1 for positions in shared blocks, which are
-        never written). All on the device."""
+        """(token ids int32 [T], where each token's KV goes int64 [T]; -1 for positions in shared
+        blocks, which are never written). All on the device.
+        """
         blocks_T = self.block_table_SW[slots_T, positions_T // self.block_size].to(torch.int64)
         places_T = blocks_T * self.block_size + positions_T % self.block_size
-        return self.tokens_SL[slots_T, positions_T], torch.where(positions_T < cached_T, -1, places_T)
+        return self.tokens_SL[slots_T, positions_T], torch.where(
+            positions_T < cached_T, -1, places_T
+        )
 
     def token_places(self, slots_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
         """Places in the flat token table, int64 [R]."""
         return slots_R.to(torch.int64) * self.max_tokens + positions_R
 
     def write_sampled(self, places_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
-        """Put the tokens of a step where the next one reads them (`token_places`); the host does not see them."""
+        """Put the tokens of a step where the next one reads them (`token_places`); the host does
+        not see them.
+        """
         self.tokens_SL.view(-1).index_copy_(0, places_R, token_ids_R.to(torch.int32))
 
     def clear(self) -> None:
         """Free every slot, for a new epoch."""
-        for counts in (self.num_tokens_S, self.num_prompt_S, self.num_cached_S, self.num_computed_S, self.num_table_S):
+        for counts in (
+            self.num_tokens_S,
+            self.num_prompt_S,
+            self.num_cached_S,
+            self.num_computed_S,
+            self.num_table_S,
+        ):
             counts.fill(0)
         self.used_S.fill(False)
 
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
         used, table = self.used_S, self.block_table_SW.cpu().numpy()
-        counts = (self.num_tokens_S, self.num_prompt_S, self.num_cached_S, self.num_computed_S, self.num_table_S)
+        counts = (
+            self.num_tokens_S,
+            self.num_prompt_S,
+            self.num_cached_S,
+            self.num_computed_S,
+            self.num_table_S,
+        )
         _demand([not count[~used].any() for count in counts], "a free slot holds nothing")
         _demand(self.num_computed_S <= self.num_tokens_S, "a row computes only tokens it has")
         _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len + 1 tokens")
@@ -182,18 +224,42 @@ class BatchState:
         self._check_slots(slots_N, "released")
         _demand(self.used_S[slots_N], "a released slot is in use", slots_N)
         self.used_S[slots_N] = False
-        for counts in (self.num_tokens_S, self.num_prompt_S, self.num_cached_S, self.num_computed_S, self.num_table_S):
+        for counts in (
+            self.num_tokens_S,
+            self.num_prompt_S,
+            self.num_cached_S,
+            self.num_computed_S,
+            self.num_table_S,
+        ):
             counts[slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> None:
-        slots_A, tokens_A, blocks_A = _ints(rows.slots), _ints(rows.num_tokens), _ints(rows.num_blocks)
+        slots_A, tokens_A, blocks_A = (
+            _ints(rows.slots),
+            _ints(rows.num_tokens),
+            _ints(rows.num_blocks),
+        )
         cached_A, prompt_A = _ints(rows.num_cached_tokens), _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
         _demand(~self.used_S[slots_A], "an admitted slot is free", slots_A)
-        _demand((tokens_A >= 1) & (tokens_A < self.max_tokens), "a row has 1 to max_model_len tokens", tokens_A)
-        _demand((prompt_A >= 1) & (prompt_A <= tokens_A), "the prompt is part of the tokens", prompt_A)
-        _demand((cached_A >= 0) & (cached_A <= tokens_A), "cached tokens are part of the tokens", cached_A)
-        _demand(cached_A <= blocks_A * self.block_size, "cached tokens lie in the row's blocks", cached_A)
+        _demand(
+            (tokens_A >= 1) & (tokens_A < self.max_tokens),
+            "a row has 1 to max_model_len tokens",
+            tokens_A,
+        )
+        _demand(
+            (prompt_A >= 1) & (prompt_A <= tokens_A), "the prompt is part of the tokens", prompt_A
+        )
+        _demand(
+            (cached_A >= 0) & (cached_A <= tokens_A),
+            "cached tokens are part of the tokens",
+            cached_A,
+        )
+        _demand(
+            cached_A <= blocks_A * self.block_size,
+            "cached tokens lie in the row's blocks",
+            cached_A,
+        )
         _demand(int(tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.used_S[slots_A] = True
@@ -210,7 +276,11 @@ class BatchState:
         """Put each block at the end of its slot's table, in the order given."""
         _demand(len(slots_N) == len(block_ids_N), "appended blocks name a slot each")
         _demand(self.used_S[slots_N], "blocks are appended to slots in use", slots_N)
-        _demand((block_ids_N >= 0) & (block_ids_N < self.num_blocks), "blocks are of the cache", block_ids_N)
+        _demand(
+            (block_ids_N >= 0) & (block_ids_N < self.num_blocks),
+            "blocks are of the cache",
+            block_ids_N,
+        )
         columns_N = self.num_table_S[slots_N] + _occurrences(slots_N)
         np.add.at(self.num_table_S, slots_N, 1)
         width = self.block_table_SW.shape[1]
@@ -222,13 +292,20 @@ class BatchState:
         table[rows, columns] = values
 
     def _check_rows(self, slots_B: Ints, new_B: Ints, samples_B: npt.NDArray[np.bool_]) -> None:
-        _demand(len(slots_B) == len(new_B) == len(samples_B), "slots, num_new_tokens and samples have one entry a row")
+        _demand(
+            len(slots_B) == len(new_B) == len(samples_B),
+            "slots, num_new_tokens and samples have one entry a row",
+        )
         self._check_slots(slots_B, "scheduled")
         _demand(self.used_S[slots_B], "a scheduled slot is in use", slots_B)
         _demand(new_B >= 1, "a scheduled row has a token to compute", new_B)
         end_B, known_B = self.num_computed_S[slots_B] + new_B, self.num_tokens_S[slots_B]
         _demand(end_B <= known_B, "a row computes only tokens it has", slots_B)
-        _demand(end_B[samples_B] == known_B[samples_B], "a row samples at the end of its tokens", slots_B)
+        _demand(
+            end_B[samples_B] == known_B[samples_B],
+            "a row samples at the end of its tokens",
+            slots_B,
+        )
         _demand(known_B[samples_B] < self.max_tokens, "a row has room for its token", slots_B)
         room_B = self.num_table_S[slots_B] * self.block_size
         _demand(end_B <= room_B, "computed tokens lie within the block table", slots_B)

@@ -1,8 +1,10 @@
-"""What a checkpoint directory holds, read from the headers of its safetensors files alone, and whether it fits.
+"""What a checkpoint directory holds, read from the headers of its safetensors files alone, and
+whether it fits.
 
-Runs before any actor starts, so it must never import torch or read a weight. `check_checkpoint` raises `ConfigError`
-naming the file, the tensor and what to do. Format: github.com/huggingface/safetensors, "Format": eight bytes of header
-length, a JSON header with `data_offsets` of each tensor, the data.
+Runs before any actor starts, so it must never import torch or read a weight. `check_checkpoint`
+raises `ConfigError` naming the file, the tensor and what to do. Format:
+github.com/huggingface/safetensors, "Format": eight bytes of header length, a JSON header with
+`data_offsets` of each tensor, the data.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not model.tie_word_embeddings:
         tensors["lm_head.weight"] = (model.vocab_size, hidden)
-    projections = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden),
-                   "o_proj": (hidden, heads)}  # fmt: skip
+    projections = {
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+    }
     for layer in (f"model.layers.{index}" for index in range(model.num_hidden_layers)):
         for name, shape in projections.items():
             tensors[f"{layer}.self_attn.{name}.weight"] = shape
@@ -61,7 +67,8 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
-    """Where each tensor of the model lies. Raises `ConfigError` unless the directory holds exactly what `model` needs.
+    """Where each tensor of the model lies. Raises `ConfigError` unless the directory holds exactly
+    what `model` needs.
 
     Tied embeddings may come with a stored `lm_head.weight`; it is not used.
     """
@@ -73,39 +80,50 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
         if missing == {"lm_head.weight"}:
             hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
         raise ConfigError(
-            f"{model_dir} lacks {_listing(missing)}, which its config.json calls for: {_DOWNLOAD_AGAIN}, or correct "
-            f"config.json{hint}"
+            f"{model_dir} lacks {_listing(missing)}, which its config.json calls for:"
+            f" {_DOWNLOAD_AGAIN}, or correct config.json{hint}"
         )
     if unexpected := stored.keys() - expected.keys() - ignored:
         files = sorted({stored[name].path.name for name in unexpected})
         raise ConfigError(
-            f"{model_dir} ({_listing(files)}) holds {_listing(unexpected)}, which a Qwen3 model of its config.json "
-            "does not have: is this checkpoint of another architecture, quantized, or is config.json another one's?"
+            f"{model_dir} ({_listing(files)}) holds {_listing(unexpected)}, which a Qwen3 model of"
+            " its config.json does not have: is this checkpoint of another architecture,"
+            " quantized, or is config.json another one's?"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise ConfigError(
-                f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json calls for "
-                f"{list(shape)}; they do not belong together"
+                f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
+                f" calls for {list(shape)}; they do not belong together"
             )
     return {name: stored[name] for name in expected}
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file absent, damaged or contradicting
-    the index."""
+    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file absent, damaged
+    or contradicting the index.
+    """
     index_path = model_dir / INDEX_NAME
     placed = _read_index(index_path) if index_path.exists() else None
-    paths = [model_dir / name for name in sorted(set(placed.values()))] if placed else _find_files(model_dir)
+    paths = (
+        [model_dir / name for name in sorted(set(placed.values()))]
+        if placed
+        else _find_files(model_dir)
+    )
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():
             if name in stored:
-                raise ConfigError(f"{name} is in both {stored[name].path} and {path}: remove the files left over")
+                raise ConfigError(
+                    f"{name} is in both {stored[name].path} and {path}: remove the files left over"
+                )
             stored[name] = tensor
     for name, file_name in (placed or {}).items():
         if name not in stored or stored[name].path.name != file_name:
-            raise ConfigError(f"{index_path} places {name} in {file_name}, which does not hold it: {_DOWNLOAD_AGAIN}")
+            raise ConfigError(
+                f"{index_path} places {name} in {file_name}, which does not hold it:"
+                f" {_DOWNLOAD_AGAIN}"
+            )
     return stored
 
 
@@ -117,17 +135,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
             if length > min(_MAX_HEADER_BYTES, size - 8):
-                raise ConfigError(f"{path} is cut short or no safetensors file ({size} bytes): {_DOWNLOAD_AGAIN}")
+                raise ConfigError(
+                    f"{path} is cut short or no safetensors file ({size} bytes): {_DOWNLOAD_AGAIN}"
+                )
             header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         data_end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist, though the index names it: {_DOWNLOAD_AGAIN}") from None
+        raise ConfigError(
+            f"{path} does not exist, though the index names it: {_DOWNLOAD_AGAIN}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path} has a header that cannot be read ({error!r}): {_DOWNLOAD_AGAIN}") from None
+        raise ConfigError(
+            f"{path} has a header that cannot be read ({error!r}): {_DOWNLOAD_AGAIN}"
+        ) from None
     if 8 + length + data_end != size:
-        raise ConfigError(f"{path} has {size} bytes, its header speaks of {8 + length + data_end}: {_DOWNLOAD_AGAIN}")
+        raise ConfigError(
+            f"{path} has {size} bytes, its header speaks of {8 + length + data_end}:"
+            f" {_DOWNLOAD_AGAIN}"
+        )
     return tensors
 
 
@@ -135,15 +162,18 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
-            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Quantized checkpoints are not "
-            "supported"
+            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Quantized"
+            " checkpoints are not supported"
         )
     start, end = entry["data_offsets"]
     num_bytes = _ITEM_BYTES[dtype]
     for extent in shape:
         num_bytes *= extent
     if end - start != num_bytes:
-        raise ConfigError(f"{path}: {name} takes {end - start} bytes, its shape {list(shape)} asks for {num_bytes}")
+        raise ConfigError(
+            f"{path}: {name} takes {end - start} bytes, its shape {list(shape)} asks for"
+            f" {num_bytes}"
+        )
     return StoredTensor(path, dtype, shape)
 
 
@@ -153,7 +183,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} has no weight_map: {_DOWNLOAD_AGAIN}")
     for name, file_name in placed.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ConfigError(f"{path} places {name} in {file_name!r}, which is no file name of this directory")
+            raise ConfigError(
+                f"{path} places {name} in {file_name!r}, which is no file name of this directory"
+            )
     return placed
 
 

@@ -1,9 +1,11 @@
-"""Layers that split a matrix over the ranks of a tensor-parallel group; how each is cut stands beside its shape.
+"""Layers that split a matrix over the ranks of a tensor-parallel group; how each is cut stands
+beside its shape.
 
-A layer owns its contiguous parameter, this rank's shard, uninitialised until the loader has filled every slice the
-layer declares in `slices`. A layer never reads files and never knows which model it is in, only its checkpoint name.
-Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D head dim, F its MLP features,
-V its vocabulary shard, X features in, Y features out.
+A layer owns its contiguous parameter, this rank's shard, uninitialised until the loader has filled
+every slice the layer declares in `slices`. A layer never reads files and never knows which model it
+is in, only its checkpoint name. Legend: T tokens, B rows, E hidden size, H query heads of this
+rank, K its KV heads, D head dim, F its MLP features, V its vocabulary shard, X features in, Y
+features out.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from workers.parallel.group import TensorParallelGroup
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to `start +
-    target.shape[dim]` along `dim`, everything along the others."""
+    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to
+    `start + target.shape[dim]` along `dim`, everything along the others.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +37,9 @@ class WeightSlice:
 class Replicated:
     """A parameter every rank holds whole: the weight of a norm."""
 
-    def __init__(self, name: str, size: int, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, size: int, group: TensorParallelGroup, dtype: torch.dtype
+    ) -> None:
         self.name = name
         self.weight = torch.empty(size, dtype=dtype, device=group.device)
 
@@ -43,48 +48,77 @@ class Replicated:
 
 
 class _Matrix:
-    """A weight [Y, X] and perhaps a bias. The weight is plain while it is filled; `pack` leaves it to the kernels."""
+    """A weight [Y, X] and perhaps a bias. The weight is plain while it is filled; `pack` leaves it
+    to the kernels.
+    """
 
     def __init__(
-        self, size_out: int, size_in: int, bias: bool, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+        self,
+        size_out: int,
+        size_in: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         self.kernels = kernels
         self.weight_YX = torch.empty(size_out, size_in, dtype=dtype, device=group.device)
         self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
 
     def pack(self) -> None:
-        """Once, after every slice is filled: nothing but the product can read the weight from then on."""
+        """Once, after every slice is filled: nothing but the product can read the weight from then
+        on.
+        """
         self.weight_YX = self.kernels.pack_weight(self.weight_YX)
 
 
 class _ColumnParallel(_Matrix):
-    """Matrices of the checkpoint side by side in one parameter, each cut along its output features."""
+    """Matrices of the checkpoint side by side in one parameter, each cut along its output
+    features.
+    """
 
-    def _piece(self, name: str, full: int, start: int, offset: int, length: int) -> Iterator[WeightSlice]:
-        """Rows `start` on of the matrix `name` of `full` rows go to rows `offset` on of ours, `length` of them."""
+    def _piece(
+        self, name: str, full: int, start: int, offset: int, length: int
+    ) -> Iterator[WeightSlice]:
+        """Rows `start` on of the matrix `name` of `full` rows go to rows `offset` on of ours,
+        `length` of them.
+        """
         weight = self.weight_YX[offset : offset + length]
         yield WeightSlice(f"{name}.weight", (full, self.weight_YX.shape[1]), weight, 0, start)
         if self.bias_Y is not None:
-            yield WeightSlice(f"{name}.bias", (full,), self.bias_Y[offset : offset + length], 0, start)
+            yield WeightSlice(
+                f"{name}.bias", (full,), self.bias_Y[offset : offset + length], 0, start
+            )
 
 
 class QKVParallelLinear(_ColumnParallel):
-    """Query, key and value projections in one product. Ranks hold whole heads: each its part of the query heads and
-    the KV heads these attend to. With more ranks than KV heads, neighbours hold the same KV head."""
+    """Query, key and value projections in one product. Ranks hold whole heads: each its part of the
+    query heads and the KV heads these attend to. With more ranks than KV heads, neighbours hold the
+    same KV head.
+    """
 
     def __init__(
-        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         self.name, self.model, self.rank = name, model, group.rank
         self.num_heads = model.num_attention_heads // group.size
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
         heads = self.num_heads + 2 * self.num_kv_heads
-        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, group, kernels, dtype)
+        super().__init__(
+            heads * model.head_dim, model.hidden_size, model.attention_bias, group, kernels, dtype
+        )
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, H + 2K, D]: the queries, then the keys, then the values."""
-        return self.kernels.linear(x_TE, self.weight_YX, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
+        return self.kernels.linear(x_TE, self.weight_YX, self.bias_Y).view(
+            len(x_TE), -1, self.model.head_dim
+        )
 
     def slices(self) -> Iterator[WeightSlice]:
         heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
@@ -101,7 +135,9 @@ class QKVParallelLinear(_ColumnParallel):
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
-    """Matrices of one shape in one product, each rank the same part of every one: the gate and up projections."""
+    """Matrices of one shape in one product, each rank the same part of every one: the gate and up
+    projections.
+    """
 
     def __init__(
         self,
@@ -123,12 +159,16 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
     def slices(self) -> Iterator[WeightSlice]:
         for index, name in enumerate(self.names):
-            yield from self._piece(name, self.full, self.rank * self.shard, index * self.shard, self.shard)
+            yield from self._piece(
+                name, self.full, self.rank * self.shard, index * self.shard, self.shard
+            )
 
 
 class RowParallelLinear(_Matrix):
-    """A matrix cut along its input features, which a column-parallel layer before it has left on this rank. The sum
-    over the ranks completes the product; the bias, whole on every rank, is added once after it."""
+    """A matrix cut along its input features, which a column-parallel layer before it has left on
+    this rank. The sum over the ranks completes the product; the bias, whole on every rank, is added
+    once after it.
+    """
 
     def __init__(
         self,
@@ -152,18 +192,30 @@ class RowParallelLinear(_Matrix):
 
     def slices(self) -> Iterator[WeightSlice]:
         size_out = len(self.weight_YX)
-        yield WeightSlice(f"{self.name}.weight", (size_out, self.full), self.weight_YX, 1, self.group.rank * self.shard)
+        yield WeightSlice(
+            f"{self.name}.weight",
+            (size_out, self.full),
+            self.weight_YX,
+            1,
+            self.group.rank * self.shard,
+        )
         if self.bias_Y is not None:
             yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
 
 
 class _VocabParallel:
-    """One row a token id, cut along the ids. The vocabulary is padded to a multiple of the number of ranks: rank r
-    holds ids r * V to (r + 1) * V, where V = ceil(vocab_size / ranks). Rows of ids beyond the vocabulary are zero;
-    a rank may have nothing but such rows."""
+    """One row a token id, cut along the ids. The vocabulary is padded to a multiple of the number
+    of ranks: rank r holds ids r * V to (r + 1) * V, where V = ceil(vocab_size / ranks). Rows of ids
+    beyond the vocabulary are zero; a rank may have nothing but such rows.
+    """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, group: TensorParallelGroup, dtype: torch.dtype
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
     ) -> None:
         self.name, self.group, self.vocab_size = name, group, vocab_size
         self.shard = -(-vocab_size // group.size)
@@ -179,7 +231,9 @@ class _VocabParallel:
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token embeddings; the rank that holds an id has its row, the others zeros, and the sum is the embedding."""
+    """Token embeddings; the rank that holds an id has its row, the others zeros, and the sum is the
+    embedding.
+    """
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, E], the same on every rank."""
@@ -192,8 +246,9 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings the parameter is
-    the embedding's, and a head the checkpoint may still hold is not read."""
+    """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings
+    the parameter is the embedding's, and a head the checkpoint may still hold is not read.
+    """
 
     def __init__(
         self,
@@ -207,17 +262,25 @@ class ParallelLMHead(_VocabParallel):
         self.tied, self.kernels = tied, kernels
         if tied:
             self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
-            self.first_id, self.num_ids, self.shard = embedding.first_id, embedding.num_ids, embedding.shard
+            self.first_id, self.num_ids, self.shard = (
+                embedding.first_id,
+                embedding.num_ids,
+                embedding.shard,
+            )
             self.weight_VE = embedding.weight_VE
         else:
             super().__init__(name, embedding.vocab_size, embedding.weight_VE.shape[1], group, dtype)
 
     def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves them out."""
+        """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
+        them out.
+        """
         return self.kernels.linear(hidden_BE, self.weight_VE, None)
 
     def pack(self) -> bool:
-        """Once, after every slice is filled. True if the packed weight is a copy: a tied embedding keeps its rows."""
+        """Once, after every slice is filled. True if the packed weight is a copy: a tied embedding
+        keeps its rows.
+        """
         packed_VE = self.kernels.pack_weight(self.weight_VE)
         copied = packed_VE is not self.weight_VE
         self.weight_VE = packed_VE

@@ -1,8 +1,9 @@
 """Fills the parameters of one rank from safetensors files, slice by slice.
 
-A rank reads only the slices its layers declare and copies each to memory of its own: slices of safetensors are lazy
-views of the mapped file, which would keep it mapped, be read in the first step, and crash the process if the file were
-rewritten. Conversion to the engine's dtype happens in that copy, so nothing is held twice. Never imports transformers.
+A rank reads only the slices its layers declare and copies each to memory of its own: slices of
+safetensors are lazy views of the mapped file, which would keep it mapped, be read in the first
+step, and crash the process if the file were rewritten. Conversion to the engine's dtype happens in
+that copy, so nothing is held twice. Never imports transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ __all__ = ["LoadingBar", "Progress", "check_checkpoint", "load_weights"]
 
 
 def load_weights(
-    slices: Iterable[WeightSlice], model_dir: Path, model: ModelConfig, progress: Progress | None = None
+    slices: Iterable[WeightSlice],
+    model_dir: Path,
+    model: ModelConfig,
+    progress: Progress | None = None,
 ) -> int:
     """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
 
@@ -52,7 +56,9 @@ def load_weights(
 
 
 class LoadingBar:
-    """Progress of loading on standard error: a bar on a terminal, else a line every quarter for large checkpoints."""
+    """Progress of loading on standard error: a bar on a terminal, else a line every quarter for
+    large checkpoints.
+    """
 
     _LARGE_BYTES = 2**30
     _WIDTH = 30
@@ -78,7 +84,9 @@ class LoadingBar:
 
 
 def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
-    assert tensor.shape == piece.shape, f"{piece.name}: layer declares {piece.shape}, checkpoint check {tensor.shape}"
+    assert tensor.shape == piece.shape, (
+        f"{piece.name}: layer declares {piece.shape}, checkpoint check {tensor.shape}"
+    )
     if piece.target.numel() == 0:  # a rank with nothing but padding of the vocabulary
         return
     window = [slice(None)] * len(piece.shape)

@@ -1,9 +1,10 @@
-"""Dense Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with QK-norm and SwiGLU.
+"""Dense Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with
+QK-norm and SwiGLU.
 
-Owns this rank's weights. Never keeps anything of a step: positions, attention metadata and KV cache are arguments.
-Numerics follow transformers' `modeling_qwen3`. Two all-reduces a layer, one for the embedding.
-Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D head dim, L positions of the
-rotary table, V its vocabulary shard.
+Owns this rank's weights. Never keeps anything of a step: positions, attention metadata and KV cache
+are arguments. Numerics follow transformers' `modeling_qwen3`. Two all-reduces a layer, one for the
+embedding. Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D
+head dim, L positions of the rotary table, V its vocabulary shard.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class Attention:
     """Projections, QK-norm, rotary embedding, KV store, paged attention, output projection."""
 
     def __init__(
-        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         self.kernels = kernels
         self.eps = model.rms_norm_eps
@@ -56,11 +62,19 @@ class Attention:
         cache: LayerCache,
     ) -> torch.Tensor:
         k_cache, v_cache = cache
-        # Stored before anything attends: rows of one step may read blocks that another row of it fills.
+        # Stored before anything attends: rows of one step may read blocks that another row of it
+        # fills.
         q_THD = self.kernels.qk_norm_rope_store(
-            self.qkv(x_TE), self.q_norm.weight, self.k_norm.weight, self.eps, cos_sin_LD, positions_T,
-            k_cache, v_cache, attn.slot_mapping_T,
-        )  # fmt: skip
+            self.qkv(x_TE),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.eps,
+            cos_sin_LD,
+            positions_T,
+            k_cache,
+            v_cache,
+            attn.slot_mapping_T,
+        )
         out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
         return self.out(out_THD.flatten(1))
 
@@ -73,7 +87,12 @@ class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(
-        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         self.kernels = kernels
         names = (f"{name}.gate_proj", f"{name}.up_proj")
@@ -81,7 +100,13 @@ class MLP:
             names, model.hidden_size, model.intermediate_size, group, kernels, dtype
         )
         self.down = RowParallelLinear(
-            f"{name}.down_proj", model.intermediate_size, model.hidden_size, False, group, kernels, dtype
+            f"{name}.down_proj",
+            model.intermediate_size,
+            model.hidden_size,
+            False,
+            group,
+            kernels,
+            dtype,
         )
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -96,11 +121,18 @@ class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, name: str, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
     ) -> None:
         self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, group, dtype)
         self.attention = Attention(f"{name}.self_attn", model, group, kernels, dtype)
-        self.post_norm = Replicated(f"{name}.post_attention_layernorm", model.hidden_size, group, dtype)
+        self.post_norm = Replicated(
+            f"{name}.post_attention_layernorm", model.hidden_size, group, dtype
+        )
         self.mlp = MLP(f"{name}.mlp", model, group, kernels, dtype)
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -109,22 +141,35 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled; then `pack`."""
+    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled;
+    then `pack`.
+    """
 
     def __init__(
-        self, model: ModelConfig, group: TensorParallelGroup, kernels: Kernels, dtype: torch.dtype, max_model_len: int
+        self,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        max_model_len: int,
     ) -> None:
         self.model = model
         self.kernels = kernels
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", model.vocab_size, model.hidden_size, group, dtype)
+        self.embedding = VocabParallelEmbedding(
+            "model.embed_tokens", model.vocab_size, model.hidden_size, group, dtype
+        )
         self.layers = [
             DecoderLayer(f"model.layers.{index}", model, group, kernels, dtype)
             for index in range(model.num_hidden_layers)
         ]
         self.norm = Replicated("model.norm", model.hidden_size, group, dtype)
-        self.head = ParallelLMHead("lm_head", self.embedding, model.tie_word_embeddings, group, kernels, dtype)
+        self.head = ParallelLMHead(
+            "lm_head", self.embedding, model.tie_word_embeddings, group, kernels, dtype
+        )
         self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
-        self.weight_bytes = 0  # memory of the weights of this rank, the padding of the vocabulary left out
+        self.weight_bytes = (
+            0  # memory of the weights of this rank, the padding of the vocabulary left out
+        )
 
     @property
     def num_kv_heads(self) -> int:
@@ -138,7 +183,9 @@ class Qwen3:
         attn: AttentionMetadata,
         kv: Sequence[LayerCache],
     ) -> torch.Tensor:
-        """Normalised hidden states [T, E], the same on every rank. Writes the KV of the tokens to their slots."""
+        """Normalised hidden states [T, E], the same on every rank. Writes the KV of the tokens to
+        their slots.
+        """
         kernels, eps = self.kernels, self.model.rms_norm_eps
         residual_TE = self.embedding(token_ids_T)
         x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
@@ -163,10 +210,19 @@ class Qwen3:
         yield from self.head.slices()
 
     def pack(self) -> None:
-        """Bring every matrix, now filled, into the layout its product is fastest in, one after the other."""
+        """Bring every matrix, now filled, into the layout its product is fastest in, one after the
+        other.
+        """
         self.weight_bytes = sum(piece.target.nbytes for piece in self.slices())
         for layer in self.layers:
-            for matrix in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            for matrix in (
+                layer.attention.qkv,
+                layer.attention.out,
+                layer.mlp.gate_up,
+                layer.mlp.down,
+            ):
                 matrix.pack()
         if self.head.pack() and self.head.tied:
-            self.weight_bytes += self.embedding.weight_VE.nbytes  # as rows to look up, and packed to multiply by
+            self.weight_bytes += (
+                self.embedding.weight_VE.nbytes
+            )  # as rows to look up, and packed to multiply by

@@ -1,9 +1,11 @@
-"""The table of rotary embeddings: cosines and sines of every position, for each kind of scaling the engine serves.
+"""The table of rotary embeddings: cosines and sines of every position, for each kind of scaling the
+engine serves.
 
-Computes the numbers of transformers' `modeling_rope_utils` in the same order of operations, in float32. Kinds: default
-(Su et al. 2021, arXiv:2104.09864), linear (positions divided by the factor), YaRN (Peng et al. 2023, arXiv:2309.00071),
-and dynamic, which up to the original length is the default; longer is refused by the configuration. Built once a rank.
-Legend: L positions, D head dim, F = D / 2 frequencies.
+Computes the numbers of transformers' `modeling_rope_utils` in the same order of operations, in
+float32. Kinds: default (Su et al. 2021, arXiv:2104.09864), linear (positions divided by the
+factor), YaRN (Peng et al. 2023, arXiv:2309.00071), and dynamic, which up to the original length is
+the default; longer is refused by the configuration. Built once a rank. Legend: L positions, D head
+dim, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ import torch
 from configs.model import RopeConfig
 
 
-def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> torch.Tensor:
-    """float32 [L, D]: cosines in the first half of each row, sines in the second, times the scaling's attention factor.
+def cos_sin_table(
+    rope: RopeConfig, head_dim: int, length: int, device: torch.device
+) -> torch.Tensor:
+    """float32 [L, D]: cosines in the first half of each row, sines in the second, times the
+    scaling's attention factor.
 
-    Computed on the host, so that every rank and device has the same bits. The angles are float32, as in the reference;
-    their cosines and sines are taken in float64 and rounded, because the first float32 `cos` or `sin` of a process may
-    come back in low accuracy (errors to 1.5e-4) when it runs on several threads, and this table is that first call.
+    Computed on the host, so that every rank and device has the same bits. The angles are float32,
+    as in the reference; their cosines and sines are taken in float64 and rounded, because the first
+    float32 `cos` or `sin` of a process may come back in low accuracy (errors to 1.5e-4) when it
+    runs on several threads, and this table is that first call.
     """
     frequencies_F, attention_factor = inverse_frequencies(rope, head_dim)
-    angles_LF = (torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F).to(torch.float64)
+    angles_LF = (torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F).to(
+        torch.float64
+    )
     cos_sin_LD = torch.cat((angles_LF.cos(), angles_LF.sin()), dim=1).to(torch.float32)
     return cos_sin_LD.mul_(attention_factor).to(device)
 
@@ -40,7 +48,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:
-    """The checkpoint's `attention_factor`, else from `mscale` over `mscale_all_dim`, else 0.1 ln(factor) + 1."""
+    """The checkpoint's `attention_factor`, else from `mscale` over `mscale_all_dim`, else 0.1
+    ln(factor) + 1.
+    """
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
@@ -53,8 +63,13 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: torch.Tensor) -> torch.Tensor:
-    """Fast frequencies as they are, slow ones divided by the factor, a linear ramp between the two."""
-    low, high = (_feature_of_rotations(rope, head_dim, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
+    """Fast frequencies as they are, slow ones divided by the factor, a linear ramp between the
+    two.
+    """
+    low, high = (
+        _feature_of_rotations(rope, head_dim, rotations)
+        for rotations in (rope.beta_fast, rope.beta_slow)
+    )
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

@@ -1,22 +1,25 @@
 """The compiled loop of the shared-memory all-reduce, and the argument why it needs no locks.
 
-The segment holds a token that identifies it; two words per rank, `published` and `closed`, each on cache lines of its
-own; and two buffers per rank, each with a label and room for one part of a tensor. The parts of all operations are
-numbered 1, 2, ..., and part n uses buffer n mod 2. For each part, a rank
+The segment holds a token that identifies it; two words per rank, `published` and `closed`, each on
+cache lines of its own; and two buffers per rank, each with a label and room for one part of a
+tensor. The parts of all operations are numbered 1, 2, ..., and part n uses buffer n mod 2. For each
+part, a rank
 
   1. writes its input and label to its own buffer,
   2. stores n to its `published` (release),
   3. loads every `published` until all are at least n (acquire),
   4. reads the buffers of all ranks and writes the result to its own tensor.
 
-A reader sees what was written: the write (1) happens before the release (2), which synchronizes with the reader's
-acquire (3), which happens before its read (4). Two buffers and one word are enough: a rank writes part n + 2 over part
-n only after it has seen `published` >= n + 1 from every rank (3), and a rank releases n + 1 only after all of its reads
-of part n, which precede it in program order. So nobody reads what is being overwritten, and nobody is two parts ahead.
-No read-modify-write is needed, because each word has one writer. `closed` is stored (release) after the last part its
-rank published: a rank that sees a peer closed and then still finds no part n from it will never get one. A rank leaves
-an operation only once all ranks have published its last part, so a peer that leaves right after an operation fails
-nobody who is still inside it.
+A reader sees what was written: the write (1) happens before the release (2), which synchronizes
+with the reader's acquire (3), which happens before its read (4). Two buffers and one word are
+enough: a rank writes part n + 2 over part n only after it has seen `published` >= n + 1 from every
+rank (3), and a rank releases n + 1 only after all of its reads of part n, which precede it in
+program order. So nobody reads what is being overwritten, and nobody is two parts ahead. No
+read-modify-write is needed, because each word has one writer. `closed` is stored (release) after
+the last part its
+rank published: a rank that sees a peer closed and then still finds no part n from it will never get
+one. A rank leaves an operation only once all ranks have published its last part, so a peer that
+leaves right after an operation fails nobody who is still inside it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ BUFFER_BYTES = _LINE + PART_BYTES
 _TILE = 1024  # elements added at a time, so that the float32 sums stay in the first-level cache
 _SPINS = 40  # about 1 us; then Python looks around
 
-# What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome * OUTCOME + rank`.
+# What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome *
+# OUTCOME + rank`.
 OUTCOME = 1 << 16
 WAITS, CLOSED, DIFFERS = 1, 2, 3
 
@@ -91,7 +95,9 @@ def _pause(typing_context: Any) -> Any:
         void, word = ir.VoidType(), ir.IntType(32)
         if platform.machine() in ("x86_64", "AMD64"):
             function = ir.FunctionType(void, [])
-            builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), [])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), []
+            )
         elif platform.machine() in ("aarch64", "arm64"):
             function = ir.FunctionType(void, [word])
             isb = cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.isb")
@@ -126,9 +132,11 @@ def _buffer(base: int, size: int, rank: int, part: int) -> int:
 
 @exact_entry_jit
 def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> int:
-    """Continue an operation from `source` to `target` (addresses), waiting for at most `_SPINS` turns.
+    """Continue an operation from `source` to `target` (addresses), waiting for at most `_SPINS`
+    turns.
 
-    Returns 0 when it is done, otherwise an outcome; called again with the same arguments, it continues where it was.
+    Returns 0 when it is done, otherwise an outcome; called again with the same arguments, it
+    continues where it was.
     """
     base, rank, size, spins = state[BASE], state[RANK], state[SIZE], _SPINS
     if kind == LEAVE:
@@ -176,7 +184,9 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
 
 
 @exact_jit
-def _combine(base: int, size: int, part: int, target: int, length: int, stride: int, kind: int) -> None:
+def _combine(
+    base: int, size: int, part: int, target: int, length: int, stride: int, kind: int
+) -> None:
     first, step = _buffer(base, size, 0, part) + _LINE, 2 * BUFFER_BYTES
     maximum = kind in (MAX_FLOAT32, MAX_INT64)
     if kind == GATHER:
@@ -191,8 +201,12 @@ def _combine(base: int, size: int, part: int, target: int, length: int, stride: 
 
 
 @exact_jit
-def _fold(first: int, step: int, size: int, target: int, length: int, dtype: Any, wide: Any, maximum: bool) -> None:
-    """The sum or maximum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes apart."""
+def _fold(
+    first: int, step: int, size: int, target: int, length: int, dtype: Any, wide: Any, maximum: bool
+) -> None:
+    """The sum or maximum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes
+    apart.
+    """
     folded = np.empty(_TILE, wide)
     item_bytes = np.empty(0, dtype).itemsize
     for start in range(0, length, _TILE * item_bytes):

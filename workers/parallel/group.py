@@ -1,11 +1,13 @@
-"""The tensor-parallel group: the ranks that compute one model together, and what they may ask of each other.
+"""The tensor-parallel group: the ranks that compute one model together, and what they may ask of
+each other.
 
-Owns one torch backend (gloo on CPU, NCCL on CUDA) built directly over a TCPStore, never torch.distributed's default
-process group: nothing here is global, so any number of engines live on one machine or in one process. CPU ranks that
-all share a host meet through gloo and then compute through shared memory; gloo keeps the barrier, whose wait may be as
-long as loading takes and must not spin. A group of one does nothing and needs no torch.distributed. Every wait has a
-limit. Layers and sampler get the group as an argument; all ranks call the same operations in the same order, from one
-thread.
+Owns one torch backend (gloo on CPU, NCCL on CUDA) built directly over a TCPStore, never
+torch.distributed's default process group: nothing here is global, so any number of engines live on
+one machine or in one process. CPU ranks that all share a host meet through gloo and then compute
+through shared memory; gloo keeps the barrier, whose wait may be as long as loading takes and must
+not spin. A group of one does nothing and needs no torch.distributed. Every wait has a limit. Layers
+and sampler get the group as an argument; all ranks call the same operations in the same order, from
+one thread.
 
 Legend: R ranks of the group.
 """
@@ -34,7 +36,9 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one group find each other. It lasts as long as this object, which rank 0 keeps."""
+    """Where the ranks of one group find each other. It lasts as long as this object, which rank 0
+    keeps.
+    """
 
     host: str
     port: int
@@ -52,16 +56,22 @@ def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
         with socket.create_server(address[:2], family=family, backlog=128) as listener:
             port = int(listener.getsockname()[1])
             store = _distributed().TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
                 master_listen_fd=listener.detach(),
-            )  # fmt: skip
+            )
     except OSError as error:
         raise WorkerError(f"rank 0 cannot listen on {host!r} for its peers: {error}") from None
     return Rendezvous(host=host, port=port, store=store)
 
 
 class TensorParallelGroup:
-    """`size` ranks and the sums, maxima and gathers between them. `create` joins one; `alone` is the group of one."""
+    """`size` ranks and the sums, maxima and gathers between them. `create` joins one; `alone` is
+    the group of one.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device, backend: Any = None) -> None:
         self.rank = rank
@@ -94,19 +104,26 @@ class TensorParallelGroup:
     ) -> TensorParallelGroup:
         """Join the group that meets at `address`; returns when every rank has joined.
 
-        `timeout_s` bounds this and every later operation (see `set_timeout`). Raises `WorkerError` when a peer does not
-        come.
+        `timeout_s` bounds this and every later operation (see `set_timeout`). Raises `WorkerError`
+        when a peer does not come.
         """
         if size == 1:
             return cls.alone(device)
         if address is None:
             raise WorkerError(f"rank {rank} of {size} was given no rendezvous address")
         try:
-            group = cls(rank, size, device, _connect(rank, size, address, device, timedelta(seconds=timeout_s)))
+            group = cls(
+                rank,
+                size,
+                device,
+                _connect(rank, size, address, device, timedelta(seconds=timeout_s)),
+            )
             group.barrier()
         except RuntimeError as error:
             where = f"{address[0]}:{address[1]} in {timeout_s} s"
-            raise WorkerError(f"rank {rank} of {size} did not find all of its peers at {where}: {error}") from None
+            raise WorkerError(
+                f"rank {rank} of {size} did not find all of its peers at {where}: {error}"
+            ) from None
         return group
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -117,7 +134,9 @@ class TensorParallelGroup:
             self._reducer.timeout_s = timeout_s
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every rank."""
+        """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every
+        rank.
+        """
         if self._reducer is not None:
             return self._reducer.all_reduce(tensor)
         return self._reduce(tensor, "SUM")
@@ -143,7 +162,9 @@ class TensorParallelGroup:
         self._reduce(torch.zeros(1, device=self.device), "SUM").cpu()
 
     def close(self) -> None:
-        """Leave the group; one of several ranks cannot be used afterwards. Never waits for a peer."""
+        """Leave the group; one of several ranks cannot be used afterwards. Never waits for a
+        peer.
+        """
         if self._reducer is not None:
             self._reducer.close()
         backend, self._backend = self._backend, None
@@ -151,14 +172,20 @@ class TensorParallelGroup:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()
 
     def share_memory(self, timeout_s: float, wanted: bool = True) -> None:
-        """Let CPU ranks reduce through shared memory from now on where all of them can and want to; gloo elsewhere.
+        """Let CPU ranks reduce through shared memory from now on where all of them can and want to;
+        gloo elsewhere.
 
-        Every rank calls this at the same time. `timeout_s` bounds later operations. Raises `WorkerError`.
+        Every rank calls this at the same time. `timeout_s` bounds later operations. Raises
+        `WorkerError`.
         """
         if self.size == 1 or self.device.type != "cpu":
             return
         reason = next(
-            filter(None, self._exchange("" if wanted else f"rank {self.rank} was told not to share memory")), ""
+            filter(
+                None,
+                self._exchange("" if wanted else f"rank {self.rank} was told not to share memory"),
+            ),
+            "",
         )
         if not reason:
             # Imported here: with numba, which a rank on a GPU has no use for.
@@ -174,8 +201,13 @@ class TensorParallelGroup:
 
     def _exchange(self, text: str) -> list[str]:
         """The first 1000 bytes of what each rank says, in rank order."""
-        mine = torch.frombuffer(bytearray(text.encode()[:1000].ljust(1000, b"\0")), dtype=torch.uint8)
-        return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in self.all_gather(mine)]
+        mine = torch.frombuffer(
+            bytearray(text.encode()[:1000].ljust(1000, b"\0")), dtype=torch.uint8
+        )
+        return [
+            bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
+            for said in self.all_gather(mine)
+        ]
 
     def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
         if self.size > 1:
@@ -189,7 +221,9 @@ class TensorParallelGroup:
     def _gather(self, tensor: torch.Tensor, out_R: torch.Tensor) -> None:
         options = _distributed().distributed_c10d.AllgatherOptions()
         options.asyncOp = False  # as in `_reduce`
-        self._run("all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options))
+        self._run(
+            "all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options)
+        )
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
         """Start an operation of the backend and wait for it (on CUDA only the stream does)."""
@@ -205,11 +239,15 @@ class TensorParallelGroup:
 
 
 def _distributed() -> Any:
-    """torch.distributed, imported only where there is more than one rank; its classes have no static types."""
+    """torch.distributed, imported only where there is more than one rank; its classes have no
+    static types.
+    """
     return importlib.import_module("torch.distributed")
 
 
-def _connect(rank: int, size: int, address: Address, device: torch.device, timeout: timedelta) -> Any:
+def _connect(
+    rank: int, size: int, address: Address, device: torch.device, timeout: timedelta
+) -> Any:
     distributed = _distributed()
     store = distributed.TCPStore(address[0], address[1], is_master=False, timeout=timeout)
     if device.type == "cuda":
@@ -218,7 +256,8 @@ def _connect(rank: int, size: int, address: Address, device: torch.device, timeo
         return distributed.ProcessGroupNCCL(store, rank, size, options)
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # The interface that reaches rank 0, not the one the host name resolves to: that may be none, or a wrong one.
+    # The interface that reaches rank 0, not the one the host name resolves to: that may be none, or
+    # a wrong one.
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return distributed.ProcessGroupGloo(store, rank, size, options)
 

@@ -1,9 +1,10 @@
 """The memory that CPU ranks of one host share: made by rank 0, opened by the others.
 
-Nothing stays behind, whatever dies: on Linux the segment has no name (a memfd, which the others open through /proc);
-elsewhere its file is removed as soon as every rank has mapped it. It is written in full before it is mapped, so that a
-lack of memory is an error there and not a SIGBUS later. A *card* is what a rank tells its peers about itself: host,
-process id, and from rank 0 the path and token of the segment.
+Nothing stays behind, whatever dies: on Linux the segment has no name (a memfd, which the others
+open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
+written in full before it is mapped, so that a
+lack of memory is an error there and not a SIGBUS later. A *card* is what a rank tells its peers
+about itself: host, process id, and from rank 0 the path and token of the segment.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def remove(path: str) -> None:
 
 
 def open_segment(theirs: list[Any], mine: list[Any]) -> int:
-    """The file descriptor of rank 0's segment, from its card and ours. Raises `OSError` if it is out of reach."""
+    """The file descriptor of rank 0's segment, from its card and ours. Raises `OSError` if it is
+    out of reach.
+    """
     if mine[0] != theirs[0]:
         raise OSError("it runs on another host or in another container")
     path, token = theirs[2:]
@@ -53,7 +56,9 @@ def open_segment(theirs: list[Any], mine: list[Any]) -> int:
 
 
 def host_id() -> str:
-    """The same for processes that see each other in /proc: one kernel and one namespace of process ids."""
+    """The same for processes that see each other in /proc: one kernel and one namespace of process
+    ids.
+    """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,9 +1,10 @@
 """Sums, maxima and gathers between CPU ranks of one host, through memory they have all mapped.
 
-Owns a rank's end of the shared segment. gloo takes 0.4 to 2 ms for what takes 5 to 100 us here, and a step of 28 layers
-does 57 of them. Every rank adds in rank order, floats in float32 rounded once at the end, so every rank ends with the
-same bits whoever came first. `advance.py` holds the loop and the ordering argument. Called by the tensor-parallel
-group, from one thread; `close` may come from another.
+Owns a rank's end of the shared segment. gloo takes 0.4 to 2 ms for what takes 5 to 100 us here, and
+a step of 28 layers does 57 of them. Every rank adds in rank order, floats in float32 rounded once
+at the end, so every rank ends with the same bits whoever came first. `advance.py` holds the loop
+and the ordering argument. Called by the tensor-parallel group, from one thread; `close` may come
+from another.
 
 Legend: R ranks of the group.
 """
@@ -56,10 +57,13 @@ Exchange = Callable[[str], list[str]]
 
 
 class SharedMemoryReducer:
-    """Rank `rank` of the ranks that have mapped `memory`, one process id a rank. `join` makes one on every rank or on
-    none. Raises `ProcessLookupError` when a peer is dead already."""
+    """Rank `rank` of the ranks that have mapped `memory`, one process id a rank. `join` makes one
+    on every rank or on none. Raises `ProcessLookupError` when a peer is dead already.
+    """
 
-    def __init__(self, rank: int, process_ids: list[int], memory: mmap.mmap, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, process_ids: list[int], memory: mmap.mmap, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.size = len(process_ids)
         self.timeout_s = timeout_s
@@ -79,10 +83,13 @@ class SharedMemoryReducer:
             raise
 
     @classmethod
-    def join(cls, rank: int, size: int, exchange: Exchange, timeout_s: float) -> SharedMemoryReducer | str:
-        """Map a new segment on every rank, or say on every rank why that cannot be. `exchange` gives every rank the
-        texts of all, in rank order; they have less than 1000 bytes. `timeout_s` bounds every later operation.
-        Raises what `exchange` does."""
+    def join(
+        cls, rank: int, size: int, exchange: Exchange, timeout_s: float
+    ) -> SharedMemoryReducer | str:
+        """Map a new segment on every rank, or say on every rank why that cannot be. `exchange`
+        gives every rank the texts of all, in rank order; they have less than 1000 bytes.
+        `timeout_s` bounds every later operation. Raises what `exchange` does.
+        """
         compile_advance()  # before anything is to be removed
         token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
         descriptor, reducer = -1, None
@@ -92,7 +99,10 @@ class SharedMemoryReducer:
                     descriptor, path = segment.create(segment_bytes(size), token)
                 except OSError as error:
                     reason = f"rank 0 got no shared memory: {error}"
-            cards = [json.loads(card) for card in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))]
+            cards = [
+                json.loads(card)
+                for card in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
+            ]
             if cards[0][2]:
                 try:
                     descriptor = segment.open_segment(cards[0], cards[rank]) if rank else descriptor
@@ -113,11 +123,12 @@ class SharedMemoryReducer:
         return reducer
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`. float32, bfloat16, float16, int64 or int32 of any shape, on
-        the CPU; contiguous is fastest.
+        """Sum over the ranks, in place; returns `tensor`. float32, bfloat16, float16, int64 or
+        int32 of any shape, on the CPU; contiguous is fastest.
 
-        Raises `ValueError` for another dtype. Raises `WorkerError` when a rank has died, has left, asks for something
-        else or does not come within `timeout_s`; nothing works afterwards."""
+        Raises `ValueError` for another dtype. Raises `WorkerError` when a rank has died, has left,
+        asks for something else or does not come within `timeout_s`; nothing works afterwards.
+        """
         return self._reduce("all_reduce", tensor, _SUMS)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,13 +146,18 @@ class SharedMemoryReducer:
         """Leave; ranks that wait for this one fail at once. Never waits for a peer."""
         self._leave("has left its tensor-parallel group")
 
-    def _reduce(self, name: str, tensor: torch.Tensor, kinds: dict[torch.dtype, int]) -> torch.Tensor:
+    def _reduce(
+        self, name: str, tensor: torch.Tensor, kinds: dict[torch.dtype, int]
+    ) -> torch.Tensor:
         kind = kinds.get(tensor.dtype)
         if kind is None or not tensor.is_contiguous():
             through = tensor.dtype if kind is not None else _THROUGH.get(tensor.dtype)
             if through is None:
                 possible = ", ".join(map(str, {*kinds, *_THROUGH}))
-                raise ValueError(f"{name} of {tensor.dtype} between CPU ranks is not possible; possible are {possible}")
+                raise ValueError(
+                    f"{name} of {tensor.dtype} between CPU ranks is not possible; possible are"
+                    f" {possible}"
+                )
             return tensor.copy_(self._reduce(name, tensor.to(through).contiguous(), kinds))
         address = tensor.data_ptr()
         self._run(name, address, address, tensor.nbytes, kind)
@@ -173,7 +189,11 @@ class SharedMemoryReducer:
                 self._fail(name, f"rank {peer} runs another operation, or one of another size")
             if waited_s > self.timeout_s:
                 part = self._state[PART]
-                self._fail(name, f"part {part} of rank {peer} did not come in {self.timeout_s} s: it is gone or stuck")
+                self._fail(
+                    name,
+                    f"part {part} of rank {peer} did not come in {self.timeout_s} s: it is gone or"
+                    " stuck",
+                )
             if waited_s > next_look_s:
                 next_look_s = waited_s + _LOOK_S
                 dead = self._dead_peer()
@@ -196,8 +216,9 @@ class SharedMemoryReducer:
         raise WorkerError(f"rank {self.rank} of {self.size}: {name} failed: {why}")
 
     def _watch(self, peer: int) -> None:
-        """Have a file descriptor that can be read once this very process has ended. Where the system knows no such
-        thing, only the time limit of operations counts."""
+        """Have a file descriptor that can be read once this very process has ended. Where the
+        system knows no such thing, only the time limit of operations counts.
+        """
         if not hasattr(os, "pidfd_open"):
             return
         try:

@@ -1,13 +1,15 @@
-"""The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on every rank.
+"""The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on
+every rank.
 
-Owns the token counts of rows with penalties, on the device; they are allocated when the first such row is admitted.
-Logits are never gathered: ranks exchange maxima, integer weights, lists of the nearest tokens and histograms (see
-`kernels/reference/sampling.py`); what reads the logits is the backend's. On a GPU, nothing here makes the host wait for
-the device. All ranks call in the same order, from one thread.
-Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p, pick. Logprobs are of
-the raw logits.
-Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, X blocks of columns or
-histogram bins, S slots, M alternatives, N ranks.
+Owns the token counts of rows with penalties, on the device; they are allocated when the first such
+row is admitted.
+Logits are never gathered: ranks exchange maxima, integer weights, lists of the nearest tokens and
+histograms (see `kernels/reference/sampling.py`); what reads the logits is the backend's. On a GPU,
+nothing here makes the host wait for the device. All ranks call in the same order, from one thread.
+Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p,
+pick. Logprobs are of the raw logits.
+Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, X
+blocks of columns or histogram bins, S slots, M alternatives, N ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import TokenLogprobs
 from scheduler.params import Sampling
-from workers.sampling.state import DrawRows, Filters, Ints, LogprobRows, PenaltyRows, SamplingBatch, SamplingState
+from workers.sampling.state import (
+    DrawRows,
+    Filters,
+    Ints,
+    LogprobRows,
+    PenaltyRows,
+    SamplingBatch,
+    SamplingState,
+)
 
 
 class Group(Protocol):
@@ -37,13 +47,15 @@ class Group(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
-# Beyond this the allocator takes fresh pages for every intermediate result: three times slower at 64 rows of 151,936.
+# Beyond this the allocator takes fresh pages for every intermediate result: three times slower at
+# 64 rows of 151,936.
 _COLUMNS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked. `rows` and `num_top` are host-side: place in the batch, alternatives wanted.
+    """Logprobs of the rows that asked. `rows` and `num_top` are host-side: place in the batch,
+    alternatives wanted.
 
     logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
     """
@@ -63,22 +75,34 @@ class SampledTokens:
     logprobs: SampledLogprobs | None
 
 
-def to_logprobs(logprobs: SampledLogprobs | None, num_rows: int) -> tuple[TokenLogprobs | None, ...] | None:
-    """The message's form, an entry a row of the batch; None when no row asked. Waits for the device."""
+def to_logprobs(
+    logprobs: SampledLogprobs | None, num_rows: int
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """The message's form, an entry a row of the batch; None when no row asked. Waits for the
+    device.
+    """
     if logprobs is None:
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
-    columns = (logprobs.logprob_L.tolist(), logprobs.top_ids_LM.tolist(), logprobs.top_logprobs_LM.tolist())
-    for row, num, logprob, ids, values in zip(logprobs.rows, logprobs.num_top, *columns, strict=True):
-        out[row] = TokenLogprobs(logprob=logprob, top_token_ids=tuple(ids[:num]), top_logprobs=tuple(values[:num]))
+    columns = (
+        logprobs.logprob_L.tolist(),
+        logprobs.top_ids_LM.tolist(),
+        logprobs.top_logprobs_LM.tolist(),
+    )
+    for row, num, logprob, ids, values in zip(
+        logprobs.rows, logprobs.num_top, *columns, strict=True
+    ):
+        out[row] = TokenLogprobs(
+            logprob=logprob, top_token_ids=tuple(ids[:num]), top_logprobs=tuple(values[:num])
+        )
     return tuple(out)
 
 
 class Sampler:
     """Samples for the rows of one engine.
 
-    `vocab_start` to `vocab_end` is this rank's shard of the padded vocabulary; ids from `vocab_size` on are padding
-    and are never sampled.
+    `vocab_start` to `vocab_end` is this rank's shard of the padded vocabulary; ids from
+    `vocab_size` on are padding and are never sampled.
     """
 
     def __init__(
@@ -98,14 +122,26 @@ class Sampler:
         self._num_columns = max(0, min(vocab_end, vocab_size) - vocab_start)
         self._device = torch.device(device)
         self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, self._device)
-        self._counts = _TokenCounts(max_num_seqs, vocab_start, self._num_columns, self._device, self._state.upload)
+        self._counts = _TokenCounts(
+            max_num_seqs, vocab_start, self._num_columns, self._device, self._state.upload
+        )
 
     def admit(
-        self, slot: int, sampling: Sampling, token_ids: Sequence[int] | Ints | torch.Tensor, num_prompt_tokens: int
+        self,
+        slot: int,
+        sampling: Sampling,
+        token_ids: Sequence[int] | Ints | torch.Tensor,
+        num_prompt_tokens: int,
     ) -> None:
-        """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its prompt."""
+        """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its
+        prompt.
+        """
         self._state.admit(slot, sampling, num_prompt_tokens)
-        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0):
+        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
+            1,
+            0,
+            0,
+        ):
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
     def release(self, slot: int) -> None:
@@ -113,7 +149,9 @@ class Sampler:
         self._state.release(slot)
 
     def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
-        """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier step still runs."""
+        """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier
+        step still runs.
+        """
         return self._state.batch(slots, positions)
 
     def check(self) -> None:
@@ -121,36 +159,51 @@ class Sampler:
         self._state.check()
 
     def sample(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """One token a row. `logits_BV`: this rank's shard of the raw logits, any float dtype, left unchanged."""
+        """One token a row. `logits_BV`: this rank's shard of the raw logits, any float dtype, left
+        unchanged.
+        """
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
         raw_BV = self._real_columns(logits_BV)
         adjusted_BV = self._adjust(raw_BV, batch)
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
             drawn_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
-            token_ids_B = drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
-        token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)  # logits that are not numbers must not end the engine
+            token_ids_B = (
+                drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
+            )
+        token_ids_B = token_ids_B.clamp(
+            0, self._vocab_size - 1
+        )  # logits that are not numbers must not end the engine
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
-        logprobs = None if batch.logprobs is None else self._logprobs(raw_BV, token_ids_B, batch.logprobs)
+        logprobs = (
+            None if batch.logprobs is None else self._logprobs(raw_BV, token_ids_B, batch.logprobs)
+        )
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _real_columns(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits in a dtype of the kernels, without the padding; a shard of nothing but padding keeps one column that
-        nothing chooses."""
+        """Logits in a dtype of the kernels, without the padding; a shard of nothing but padding
+        keeps one column that nothing chooses.
+        """
         if self._num_columns == 0:
             return torch.full((len(logits_BV), 1), -torch.inf, device=logits_BV.device)
         logits_BV = logits_BV[:, : self._num_columns]
-        return (logits_BV if logits_BV.dtype is torch.bfloat16 else logits_BV.to(torch.float32)).contiguous()
+        return (
+            logits_BV if logits_BV.dtype is torch.bfloat16 else logits_BV.to(torch.float32)
+        ).contiguous()
 
     def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalties, bias and mask, on a float32 copy if there are any."""
-        if self._num_columns == 0 or (batch.penalties is None and batch.bias is None and batch.masked_N is None):
+        if self._num_columns == 0 or (
+            batch.penalties is None and batch.bias is None and batch.masked_N is None
+        ):
             return logits_BV
         logits_BV = logits_BV.to(torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
             for part in self._parts(len(rows.rows_R)):
-                logits_BV.index_copy_(0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part))
+                logits_BV.index_copy_(
+                    0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part)
+                )
         if batch.bias is not None:
             logits_BV.view(-1).scatter_add_(0, batch.bias.places_N, batch.bias.values_N)
         if batch.masked_N is not None:
@@ -158,9 +211,13 @@ class Sampler:
         return logits_BV
 
     def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(largest logit, its token, the lowest of equals) over all ranks; largest of each block of this rank."""
+        """(largest logit, its token, the lowest of equals) over all ranks; largest of each block of
+        this rank.
+        """
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
-        best_B = self._group.all_reduce_max(self._kernels.pack(max_B, columns_B + self._vocab_start))
+        best_B = self._group.all_reduce_max(
+            self._kernels.pack(max_B, columns_B + self._vocab_start)
+        )
         return *self._kernels.unpack(best_B), block_max_BX
 
     def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
@@ -168,11 +225,17 @@ class Sampler:
         sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
         if kept_NR is None:
             kept_NR = self._group.all_gather(mine_R)
-        index_R = self._kernels.draw_index(rows.seeds_R, rows.positions_R, kept_NR, self._group.rank)
+        index_R = self._kernels.draw_index(
+            rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
+        )
         column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
-        return self._group.all_reduce_max(torch.where(column_R >= 0, column_R + self._vocab_start, -1))
+        return self._group.all_reduce_max(
+            torch.where(column_R >= 0, column_R + self._vocab_start, -1)
+        )
 
-    def _limits(self, gaps: GapRows, filters: Filters | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _limits(
+        self, gaps: GapRows, filters: Filters | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(limit of all filters, the weight every rank keeps [N, R] where it is known already)."""
         if filters is None:
             return torch.full_like(gaps.max_R, torch.inf), None
@@ -180,15 +243,24 @@ class Sampler:
             return self._descend(gaps, filters), None
         list_RK = self._kernels.list_nearest(gaps, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
-        return self._kernels.listed_limits(lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R)
+        return self._kernels.listed_limits(
+            lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R
+        )
 
     def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
-        """Limits of rows of which any number of tokens may be kept. A row without a filter looks within -1, at none."""
-        everything_R, nothing_R = torch.full_like(gaps.max_R, torch.inf), torch.full_like(gaps.max_R, -1.0)
+        """Limits of rows of which any number of tokens may be kept. A row without a filter looks
+        within -1, at none.
+        """
+        everything_R, nothing_R = (
+            torch.full_like(gaps.max_R, torch.inf),
+            torch.full_like(gaps.max_R, -1.0),
+        )
         within_R, limit_R = everything_R, filters.max_gap_R
         if filters.max_top_k > 0:
             has_R = filters.top_k_R > 0
-            within_R = self._limit(gaps, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False)
+            within_R = self._limit(
+                gaps, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
+            )
             within_R = torch.where(has_R, within_R, everything_R)
         if filters.uses_top_p:
             has_R = filters.top_p_R < sampling.TOP_P_ONE
@@ -199,11 +271,17 @@ class Sampler:
             limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
         return torch.minimum(limit_R, within_R)
 
-    def _limit(self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
-        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all ranks."""
+    def _limit(
+        self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
+    ) -> torch.Tensor:
+        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all
+        ranks.
+        """
         prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
         for radix_pass in range(len(sampling.RADIX_PASSES)):
-            histogram_RX = self._kernels.gap_histogram(gaps, within_R, prefix_R, radix_pass, by_weight)
+            histogram_RX = self._kernels.gap_histogram(
+                gaps, within_R, prefix_R, radix_pass, by_weight
+            )
             digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
             prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)
         return sampling.limit_of(prefix_R)
@@ -215,8 +293,12 @@ class Sampler:
             step = max(1, _COLUMNS_AT_ONCE // max(1, self._num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def _logprobs(self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows) -> SampledLogprobs:
-        """Natural-log probabilities under the raw logits. The sum of exponentials is the integer one of the draw."""
+    def _logprobs(
+        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
+    ) -> SampledLogprobs:
+        """Natural-log probabilities under the raw logits. The sum of exponentials is the integer
+        one of the draw.
+        """
         logits_LV = logits_BV.index_select(0, rows.rows_L).to(torch.float32)
         ids_L = token_ids_B.index_select(0, rows.rows_L)
         top_LM, top_ids_LM = self._top(logits_LV, max(1, *rows.num_top))
@@ -232,10 +314,16 @@ class Sampler:
         _, mass_L = self._kernels.block_weights(gaps, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self._vocab_start
         here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
-        chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
-        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(torch.int64)  # one rank's: the sum is its bits
+        chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(
+            1
+        )
+        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(
+            torch.int64
+        )  # one rank's: the sum is its bits
         mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
-        log_total_L = max_L.to(torch.float64) + torch.log(mass_L.to(torch.float64) / sampling.WEIGHT_ONE)
+        log_total_L = max_L.to(torch.float64) + torch.log(
+            mass_L.to(torch.float64) / sampling.WEIGHT_ONE
+        )
         return SampledLogprobs(
             rows=rows.rows,
             num_top=rows.num_top,
@@ -245,20 +333,28 @@ class Sampler:
         )
 
     def _top(self, logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first of equals."""
+        """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first
+        of equals.
+        """
         num_columns = logits_LV.shape[1]
         ids_V = torch.arange(num_columns, device=logits_LV.device) + self._vocab_start
         num_local = min(num_top, num_columns)
         local_LM = torch.cat(
-            [sampling.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
-             for part in self._parts(len(logits_LV))]
-        )  # fmt: skip
-        local_LM = torch.nn.functional.pad(local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min)
+            [
+                sampling.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
+                for part in self._parts(len(logits_LV))
+            ]
+        )
+        local_LM = torch.nn.functional.pad(
+            local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min
+        )
         all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
         return sampling.unpack(all_LM.topk(num_top, dim=1).values)
 
 
-def _gap_rows(logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.Tensor, rows: DrawRows) -> GapRows:
+def _gap_rows(
+    logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.Tensor, rows: DrawRows
+) -> GapRows:
     rows_R = rows.rows_R
     return GapRows(
         logits_BV=logits_BV,
@@ -270,7 +366,9 @@ def _gap_rows(logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.
 
 
 class _TokenCounts:
-    """Which tokens of this shard a slot's prompt holds, and how often its output holds each; only used slots count."""
+    """Which tokens of this shard a slot's prompt holds, and how often its output holds each; only
+    used slots count.
+    """
 
     def __init__(
         self,
@@ -290,7 +388,9 @@ class _TokenCounts:
     def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
         """Start `slot` over with these tokens."""
         if self._tables is None:
-            with torch.inference_mode(False):  # so that they can be written in and out of inference mode
+            with torch.inference_mode(
+                False
+            ):  # so that they can be written in and out of inference mode
                 self._tables = (
                     torch.zeros(self._shape, dtype=torch.bool, device=self._device),
                     torch.zeros(self._shape, dtype=torch.int32, device=self._device),
@@ -298,7 +398,9 @@ class _TokenCounts:
         prompt_SV, counts_SV = self._tables
         prompt_SV[slot].zero_().scatter_(0, self._columns(token_ids[:num_prompt_tokens]), 1)
         columns_N = self._columns(token_ids[num_prompt_tokens:])
-        counts_SV[slot].zero_().scatter_add_(0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32))
+        counts_SV[slot].zero_().scatter_add_(
+            0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32)
+        )
 
     def add(self, rows: PenaltyRows, token_ids_B: torch.Tensor) -> None:
         """Count the sampled tokens, each on the rank that has it in its shard."""

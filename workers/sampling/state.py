@@ -1,9 +1,11 @@
 """The sampling parameters of every slot, and what of them one step needs.
 
-Owns host-side tables of one entry a slot; nothing here ever needs the value of a sampled token, so the engine may run
-a step ahead. `batch` picks the rows of a step and groups them by the stages they use: a stage no row uses is absent
-from the batch and costs nothing. All ranks build the same groups, so that their all-reduces pair up; only the entries
-of `bias` and `masked_N` differ, each rank holds those of its own shard.
+Owns host-side tables of one entry a slot; nothing here ever needs the value of a sampled token, so
+the engine may run
+a step ahead. `batch` picks the rows of a step and groups them by the stages they use: a stage no
+row uses is absent from the batch and costs nothing. All ranks build the same groups, so that their
+all-reduces pair up; only the entries of `bias` and `masked_N` differ, each rank holds those of its
+own shard.
 Legend: B sampling rows of the step, R rows of a group, L rows that report logprobs, N flat entries.
 """
 
@@ -28,7 +30,8 @@ class Filters:
     """Top-k, top-p and min-p of a group.
 
     top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
-    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does not.
+    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does
+    not.
     max_gap_R   : float32, -log(min_p), infinite where the row has none.
     bound_R     : float32, a gap beyond which top-p keeps no token.
     listed      : every row has a top-k of at most `MAX_LISTED`.
@@ -45,9 +48,11 @@ class Filters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRows:
-    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None when they are all of it.
+    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None when they
+    are all of it.
 
-    seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be sampled.
+    seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
+    sampled.
     temperature_R: float32.
     """
 
@@ -60,7 +65,9 @@ class DrawRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyRows:
-    """Rows with any penalty: their place in the batch and their slot (int64), and the penalties (float32)."""
+    """Rows with any penalty: their place in the batch and their slot (int64), and the penalties
+    (float32).
+    """
 
     rows_R: torch.Tensor
     slots_R: torch.Tensor
@@ -71,7 +78,9 @@ class PenaltyRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
-    """What is added to single logits of this shard. A place, int64, is row of the batch times columns, plus column."""
+    """What is added to single logits of this shard. A place, int64, is row of the batch times
+    columns, plus column.
+    """
 
     places_N: torch.Tensor
     values_N: torch.Tensor
@@ -79,7 +88,9 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRows:
-    """Rows that report logprobs: place in the batch on the device and on the host, and how many alternatives each."""
+    """Rows that report logprobs: place in the batch on the device and on the host, and how many
+    alternatives each.
+    """
 
     rows_L: torch.Tensor
     rows: tuple[int, ...]
@@ -88,7 +99,8 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group: all greedy.
+    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group:
+    all greedy.
 
     `masked_N`: places as in `LogitBias`, which nothing may choose.
     """
@@ -102,10 +114,17 @@ class SamplingBatch:
 
 
 class SamplingState:
-    """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from `vocab_size` on are padding."""
+    """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from
+    `vocab_size` on are padding.
+    """
 
     def __init__(
-        self, vocab_size: int, vocab_start: int, vocab_end: int, max_num_seqs: int, device: torch.device
+        self,
+        vocab_size: int,
+        vocab_start: int,
+        vocab_end: int,
+        max_num_seqs: int,
+        device: torch.device,
     ) -> None:
         self._vocab_size = vocab_size
         self._vocab_start = vocab_start
@@ -128,10 +147,22 @@ class SamplingState:
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
         kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
-        ints = (sampling.seed, top_k, top_p, kind, sampling.min_tokens, num_prompt_tokens, sampling.logprobs)
+        ints = (
+            sampling.seed,
+            top_k,
+            top_p,
+            kind,
+            sampling.min_tokens,
+            num_prompt_tokens,
+            sampling.logprobs,
+        )
         for name, value in zip(_INT_FIELDS, ints, strict=True):
             self._ints[name][slot] = value
-        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        penalties = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
         floats = (sampling.temperature, max_gap, self._bound(top_p), *penalties)
         for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
             self._floats[name][slot] = number
@@ -155,8 +186,9 @@ class SamplingState:
         self._reporting.discard(slot)
 
     def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
-        """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute indices (in prompt and
-        output) of the tokens to be sampled."""
+        """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute
+        indices (in prompt and output) of the tokens to be sampled.
+        """
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
         kind_B = self._ints["kind"][slots_B]
@@ -171,23 +203,32 @@ class SamplingState:
         )
 
     def check(self) -> None:
-        """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this shard; tables agree
-        with the parameters they were made from."""
+        """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
+        shard; tables agree with the parameters they were made from.
+        """
         width = self._vocab_end - self._vocab_start
-        for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(self._stop_columns.items()):
+        for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(
+            self._stop_columns.items()
+        ):
             if self._sampling[slot] is None:
                 raise AssertionError(f"free slot {slot} holds logit entries")
             if len(columns) and (columns.min() < 0 or columns.max() >= width):
-                raise AssertionError(f"slot {slot} holds columns {columns} outside a shard of {width}")
+                raise AssertionError(
+                    f"slot {slot} holds columns {columns} outside a shard of {width}"
+                )
         for slot, sampling in enumerate(self._sampling):
             if sampling is None and slot in self._penalised | self._reporting:
                 raise AssertionError(f"free slot {slot} counts as one with penalties or logprobs")
             if sampling is not None and self._ints["seed"][slot] != sampling.seed:
-                raise AssertionError(f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with {sampling.seed}")
+                raise AssertionError(
+                    f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with"
+                    f" {sampling.seed}"
+                )
 
     def _bound(self, top_p: int) -> float:
-        """Gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1 - top_p of the best
-        token alone. The slack covers the rounding of the exponentials."""
+        """Gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1 -
+        top_p of the best token alone. The slack covers the rounding of the exponentials.
+        """
         if top_p >= TOP_P_ONE:
             return math.inf
         return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
@@ -225,7 +266,9 @@ class SamplingState:
     def _penalty_rows(self, slots_B: Ints) -> PenaltyRows | None:
         if not self._penalised:
             return None
-        repetition, presence, frequency = (self._floats[n][slots_B] for n in ("repetition", "presence", "frequency"))
+        repetition, presence, frequency = (
+            self._floats[n][slots_B] for n in ("repetition", "presence", "frequency")
+        )
         rows = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[0]
         if not len(rows):
             return None
@@ -240,18 +283,32 @@ class SamplingState:
     def _logit_bias(self, slots_B: Ints) -> LogitBias | None:
         if not self._bias:
             return None
-        found = [(row, *self._bias[slot]) for row, slot in enumerate(slots_B.tolist()) if slot in self._bias]
+        found = [
+            (row, *self._bias[slot])
+            for row, slot in enumerate(slots_B.tolist())
+            if slot in self._bias
+        ]
         places_N = self._places([(row, columns) for row, columns, _ in found])
         if places_N is None:
             return None
-        return LogitBias(places_N=places_N, values_N=self.upload(np.concatenate([values for *_, values in found])))
+        return LogitBias(
+            places_N=places_N,
+            values_N=self.upload(np.concatenate([values for *_, values in found])),
+        )
 
     def _masked(self, slots_B: Ints, positions_B: Ints) -> torch.Tensor | None:
-        """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows from its position."""
+        """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
+        from its position.
+        """
         if not self._stop_columns:
             return None
-        short_B = positions_B - self._ints["num_prompt_tokens"][slots_B] < self._ints["min_tokens"][slots_B]
-        return self._places([(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()])
+        short_B = (
+            positions_B - self._ints["num_prompt_tokens"][slots_B]
+            < self._ints["min_tokens"][slots_B]
+        )
+        return self._places(
+            [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()]
+        )
 
     def _places(self, found: list[tuple[int, Ints]]) -> torch.Tensor | None:
         """Of columns in rows of the batch; None for no column."""
@@ -267,12 +324,18 @@ class SamplingState:
         if not len(rows):
             return None
         wanted = np.minimum(num_top[rows], self._vocab_size)
-        return LogprobRows(rows_L=self.upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist()))
+        return LogprobRows(
+            rows_L=self.upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist())
+        )
 
     def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """A copy on the device, which nobody waits for."""
         tensor = torch.from_numpy(values)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return (
+            tensor.pin_memory().to(self._device, non_blocking=True)
+            if self._device.type == "cuda"
+            else tensor
+        )
 
 
 def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
@@ -284,7 +347,8 @@ def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
     return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_gap == math.inf else DESCENDED
 
 
-# Kinds of rows: the best token; any token; filters whose limits a list of the nearest tokens tells; any other filters.
+# Kinds of rows: the best token; any token; filters whose limits a list of the nearest tokens tells;
+# any other filters.
 GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 _INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
 _FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")

@@ -16,10 +16,14 @@ from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
 
 
-def test_a_directory_is_found_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_found_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert find_model("model") == find_model(str(tmp_path / "model")) == (tmp_path / "model").resolve()
+    assert (
+        find_model("model") == find_model(str(tmp_path / "model")) == (tmp_path / "model").resolve()
+    )
 
 
 def test_a_directory_of_ones_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,18 +43,23 @@ def test_a_directory_in_the_form_of_a_hub_id_is_found_before_the_hub(
 def test_a_file_instead_of_a_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_text("")
-    with pytest.raises(ConfigError, match=r"^model '.*model\.safetensors' is a file; give the directory that holds"):
+    with pytest.raises(
+        ConfigError, match=r"^model '.*model\.safetensors' is a file; give the directory that holds"
+    ):
         find_model(str(file))
 
 
 @pytest.mark.parametrize(
-    "model", ["/no/such/directory", "./nothing", "nothing", "a/b/c", "Qwen/", "/Qwen", "Qwen /x", "../x/y"]
+    "model",
+    ["/no/such/directory", "./nothing", "nothing", "a/b/c", "Qwen/", "/Qwen", "Qwen /x", "../x/y"],
 )
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused_by_name(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is neither an existing directory nor a hub id such as Qwen/") as refused:
+    with pytest.raises(
+        ConfigError, match="is neither an existing directory nor a hub id such as Qwen/"
+    ) as refused:
         find_model(model)
     assert repr(model) in str(refused.value)
 
@@ -70,12 +79,18 @@ def test_a_hub_id_without_network_is_refused_quickly_and_clearly(
         find_model("nobody/no-such-model")
     assert time.perf_counter() - began < 10.0
     message = str(refused.value)
-    assert message.startswith("model 'nobody/no-such-model' is no directory here, and as a hub id it cannot be down")
-    assert message.endswith("Check the spelling, the network and HF_HUB_OFFLINE, or give a directory")
+    assert message.startswith(
+        "model 'nobody/no-such-model' is no directory here, and as a hub id it cannot be down"
+    )
+    assert message.endswith(
+        "Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
+    )
     assert "\n" not in message
 
 
-def test_a_hub_id_is_downloaded_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_downloaded_at_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -86,11 +101,14 @@ def test_a_hub_id_is_downloaded_at_its_revision(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("nobody/some-model", "v2") == tmp_path
-    assert asked == [("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.MODEL_FILES})]
+    assert asked == [
+        ("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.MODEL_FILES})
+    ]
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"), [(OSError("no route\nto the\nhost"), "downloaded: no route "), (OSError(), "OSError ")]
+    ("error", "shown"),
+    [(OSError("no route\nto the\nhost"), "downloaded: no route "), (OSError(), "OSError ")],
 )
 def test_of_a_long_reason_only_the_first_line_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, shown: str
@@ -111,7 +129,13 @@ def test_of_a_long_reason_only_the_first_line_is_told(
 
 
 def test_sampling_defaults_are_read() -> None:
-    values: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+    values: dict[str, Any] = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.1,
+        "repetition_penalty": 1.05,
+    }
     assert generation_defaults(values | {"do_sample": True}) == SamplingParams(**values)
 
 
@@ -121,11 +145,17 @@ def test_nothing_given_leaves_all_unset() -> None:
 
 
 def test_what_is_no_sampling_parameter_is_left_alone() -> None:
-    assert generation_defaults({"pad_token_id": 0, "max_length": 2048, "transformers_version": "5"}) == SamplingParams()
+    assert (
+        generation_defaults({"pad_token_id": 0, "max_length": 2048, "transformers_version": "5"})
+        == SamplingParams()
+    )
 
 
 def test_do_sample_false_means_greedy() -> None:
-    assert generation_defaults({"do_sample": False, "temperature": 0.7, "top_k": 20}).temperature == 0.0
+    assert (
+        generation_defaults({"do_sample": False, "temperature": 0.7, "top_k": 20}).temperature
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"do_sample": True}, {"do_sample": None}])
@@ -135,7 +165,13 @@ def test_without_do_sample_false_the_temperature_stands(given: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", "hot"), ("top_p", 1.5), ("top_k", 2.5), ("min_p", math.nan), ("repetition_penalty", 0)],
+    [
+        ("temperature", "hot"),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0),
+    ],
 )
 def test_a_value_that_cannot_be_is_refused_with_file_and_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name} must be"):

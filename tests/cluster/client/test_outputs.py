@@ -87,7 +87,13 @@ def test_news_become_a_chunk_with_its_text_and_tokens(tokenizer: Tokenizer) -> N
     follower = Follower(tokenizer, index=2)
     assert not follower.take(0, *ids("Hello", " wor"), num_cached_tokens=2)
     assert follower.chunks == [
-        Chunk(index=2, text="Hello wor", token_ids=ids("Hello", " wor"), num_prompt_tokens=3, num_cached_tokens=2)
+        Chunk(
+            index=2,
+            text="Hello wor",
+            token_ids=ids("Hello", " wor"),
+            num_prompt_tokens=3,
+            num_cached_tokens=2,
+        )
     ]
 
 
@@ -119,7 +125,9 @@ def test_text_held_at_the_end_comes_with_the_last_chunk(tokenizer: Tokenizer) ->
     assert [chunk.text for chunk in follower.chunks] == ["", "ENa"]
 
 
-def test_an_end_of_sequence_token_is_among_the_tokens_and_gives_no_text(tokenizer: Tokenizer) -> None:
+def test_an_end_of_sequence_token_is_among_the_tokens_and_gives_no_text(
+    tokenizer: Tokenizer,
+) -> None:
     follower = Follower(tokenizer)
     follower.take(0, *ids("Hello"), END_ID, finish_reason="stop")
     assert follower.output.completion.text == "Hello"
@@ -146,14 +154,23 @@ def test_chunks_concatenate_to_the_whole_output_however_news_come(
     for size, repeat in zip(sizes, repeats, strict=True):
         again = max(0, start - repeat)
         last = start + size >= len(token_ids)
-        if follower.take(again, *token_ids[again : start + size], finish_reason="length" if last else None) or last:
+        if (
+            follower.take(
+                again, *token_ids[again : start + size], finish_reason="length" if last else None
+            )
+            or last
+        ):
             break
         start += size
     done = follower.output.completion
     assert "".join(chunk.text for chunk in follower.chunks) == done.text == text.partition("END")[0]
     end = text.find("END")
     expected = token_ids if end < 0 else list(text[: end + 3].encode())
-    assert [token for chunk in follower.chunks for token in chunk.token_ids] == done.token_ids == expected
+    assert (
+        [token for chunk in follower.chunks for token in chunk.token_ids]
+        == done.token_ids
+        == expected
+    )
     assert done.finish_reason == ("length" if end < 0 else "stop")
 
 
@@ -190,10 +207,15 @@ def test_a_stop_string_ends_the_output_before_the_engine_does(tokenizer: Tokeniz
     assert follower.take(0, *ids("Hello", "END", " wor"))
     done = follower.output.completion
     assert (done.text, done.token_ids, done.finish_reason) == ("Hello", ids("Hello", "END"), "stop")
-    assert (follower.chunks[-1].finish_reason, follower.chunks[-1].token_ids) == ("stop", ids("Hello", "END"))
+    assert (follower.chunks[-1].finish_reason, follower.chunks[-1].token_ids) == (
+        "stop",
+        ids("Hello", "END"),
+    )
 
 
-def test_the_engine_need_not_be_told_of_a_stop_string_in_its_last_news(tokenizer: Tokenizer) -> None:
+def test_the_engine_need_not_be_told_of_a_stop_string_in_its_last_news(
+    tokenizer: Tokenizer,
+) -> None:
     follower = Follower(tokenizer, "END")
     assert not follower.take(0, *ids("Hello", "END", " wor"), finish_reason="length")
     assert follower.output.completion.finish_reason == "stop"
@@ -235,7 +257,10 @@ def test_a_generation_is_done_with_its_last_output(tokenizer: Tokenizer) -> None
     generation = generation_of(first, second)
     generation.take(second.output, News(first_index=0, token_ids=ids("a"), finish_reason="length"))
     assert not generation.done.done()
-    generation.take(first.output, News(first_index=0, token_ids=ids("b"), finish_reason="stop", num_cached_tokens=2))
+    generation.take(
+        first.output,
+        News(first_index=0, token_ids=ids("b"), finish_reason="stop", num_cached_tokens=2),
+    )
     assert generation.done.result(timeout=0) is None
     assert [completion.text for completion in generation.completions] == ["b", "a"]
     assert generation.num_cached_tokens == 2
@@ -253,7 +278,10 @@ def test_an_error_of_the_engine_fails_the_generation_with_its_words(tokenizer: T
     follower = Follower(tokenizer)
     generation = generation_of(follower)
     generation.take(follower.output, News(first_index=0, token_ids=ids("a")))
-    generation.take(follower.output, News(first_index=0, finish_reason="error", error=EngineError("rank 1 died")))
+    generation.take(
+        follower.output,
+        News(first_index=0, finish_reason="error", error=EngineError("rank 1 died")),
+    )
     with pytest.raises(EngineError, match="rank 1 died"):
         generation.done.result(timeout=0)
     assert follower.chunks[-1].finish_reason == "error"
@@ -299,7 +327,9 @@ class FakeDriver:
 
     def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
         with self.changed:
-            self.mailbox.put(request_id, News(first_index=first_index, token_ids=list(token_ids), **fields))
+            self.mailbox.put(
+                request_id, News(first_index=first_index, token_ids=list(token_ids), **fields)
+            )
             self.changed.notify_all()
 
     def _submit(self, frontend_id: str, requests: list[Request]) -> None:
@@ -342,7 +372,9 @@ def ask(frontend: Frontend, tokenizer: Tokenizer) -> Ask:
     def submit(
         params: SamplingParams | None = None, sink: Callable[[Chunk], None] | None = lambda _: None
     ) -> Generation:
-        generation = builder.build({"prompt_token_ids": [1, 2, 3], "cache_salt": "salt"}, params, sink)
+        generation = builder.build(
+            {"prompt_token_ids": [1, 2, 3], "cache_salt": "salt"}, params, sink
+        )
         frontend.submit([generation])
         return generation
 
@@ -352,7 +384,11 @@ def ask(frontend: Frontend, tokenizer: Tokenizer) -> Ask:
 def test_a_request_carries_complete_sampling_and_the_prompt(ask: Ask, driver: FakeDriver) -> None:
     generation = ask(SamplingParams(max_tokens=5, stop_token_ids=[9]))
     [request] = driver.requests
-    assert (request.token_ids.tolist(), request.num_prompt_tokens, request.cache_salt) == ([1, 2, 3], 3, "salt")
+    assert (request.token_ids.tolist(), request.num_prompt_tokens, request.cache_salt) == (
+        [1, 2, 3],
+        3,
+        "salt",
+    )
     assert (request.sampling.max_tokens, request.sampling.seed) == (5, 7)
     assert request.sampling.stop_token_ids == {9, END_ID}
     assert [request.request_id] == generation.request_ids
@@ -376,7 +412,13 @@ def test_without_a_sink_the_driver_may_wait_for_the_end(
 
 def test_an_output_without_a_sink_is_whole(ask: Ask, driver: FakeDriver) -> None:
     generation = ask(sink=None)
-    driver.put(generation.request_ids[0], 0, *ids("Hello", " wor"), finish_reason="length", num_cached_tokens=1)
+    driver.put(
+        generation.request_ids[0],
+        0,
+        *ids("Hello", " wor"),
+        finish_reason="length",
+        num_cached_tokens=1,
+    )
     generation.done.result(WAIT_S)
     assert generation.completions[0].text == "Hello wor" and generation.num_cached_tokens == 1
 
@@ -420,7 +462,9 @@ def test_the_driver_is_told_of_a_stop_string(ask: Ask, driver: FakeDriver) -> No
     wait_until(lambda: driver.told == [(generation.request_ids, "stop")])
 
 
-def test_an_abort_tells_the_driver_and_keeps_what_there_is(ask: Ask, frontend: Frontend, driver: FakeDriver) -> None:
+def test_an_abort_tells_the_driver_and_keeps_what_there_is(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
     came = threading.Event()
     generation = ask(sink=lambda _: came.set())
     driver.put(generation.request_ids[0], 0, *ids("Hello"))
@@ -432,7 +476,9 @@ def test_an_abort_tells_the_driver_and_keeps_what_there_is(ask: Ask, frontend: F
     assert driver.told == [(generation.request_ids, "abort")]
 
 
-def test_an_abort_after_the_end_changes_nothing(ask: Ask, frontend: Frontend, driver: FakeDriver) -> None:
+def test_an_abort_after_the_end_changes_nothing(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
     generation = ask()
     driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
     generation.done.result(timeout=WAIT_S)
@@ -450,7 +496,9 @@ def test_a_refused_submission_raises_and_leaves_nothing_to_poll_for(
     assert frontend._active == {} and driver.told == []
 
 
-def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(ask: Ask, driver: FakeDriver) -> None:
+def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
+    ask: Ask, driver: FakeDriver
+) -> None:
     generation = ask()
     driver.poll_failure = EngineError("could not poll the driver")
     with pytest.raises(EngineError, match="could not poll the driver"):
@@ -485,9 +533,13 @@ class SilentDriver:
     def poll(self, *_):
         time.sleep(60)
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(
+    address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+    logging_level="error",
+)
 builder = RequestBuilder(MODEL, None, SamplingParams(), LIMITS, None)
-frontend, generation = Frontend(ray.remote(SilentDriver).remote()), builder.build([1, 2, 3], None, None)
+frontend = Frontend(ray.remote(SilentDriver).remote())
+generation = builder.build([1, 2, 3], None, None)
 frontend.submit([generation])
 time.sleep(0.5)
 ray.shutdown()
@@ -495,12 +547,17 @@ print(type(generation.done.exception(timeout=10)).__name__)
 """
 
 
+@pytest.mark.engine
 def test_a_program_that_stops_ray_while_requests_are_out_hears_that_the_engine_is_dead() -> None:
-    program = subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+    )
     assert program.stdout == "EngineDeadError\n", program.stderr
 
 
-def test_closing_fails_what_is_outstanding_and_ends_the_thread(ask: Ask, frontend: Frontend) -> None:
+def test_closing_fails_what_is_outstanding_and_ends_the_thread(
+    ask: Ask, frontend: Frontend
+) -> None:
     generation = ask()
     frontend.close()
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
@@ -517,7 +574,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_the_last_chunk_of_an_aborted_stream_says_so(ask: Ask, frontend: Frontend, driver: FakeDriver) -> None:
+def test_the_last_chunk_of_an_aborted_stream_says_so(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
     chunks: list[Chunk] = []
     generation = ask(sink=chunks.append)
     driver.put(generation.request_ids[0], 0, *ids("Hello"))

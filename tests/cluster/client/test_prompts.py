@@ -29,14 +29,19 @@ def test_one_prompt_or_many_become_a_list(prompts: Any, wanted: list[Any]) -> No
     assert as_list(prompts) == wanted
 
 
-@pytest.mark.parametrize(("prompts", "kind"), [(5, "int"), (None, "NoneType"), ((p for p in ["Hi"]), "generator")])
+@pytest.mark.parametrize(
+    ("prompts", "kind"), [(5, "int"), (None, "NoneType"), ((p for p in ["Hi"]), "generator")]
+)
 def test_what_is_no_prompt_is_refused_with_the_forms_there_are(prompts: Any, kind: str) -> None:
-    with pytest.raises(RequestError, match=f"text, a list of token ids, a mapping, or a list of these; got {kind}"):
+    with pytest.raises(
+        RequestError, match=f"text, a list of token ids, a mapping, or a list of these; got {kind}"
+    ):
         as_list(prompts)
 
 
 @pytest.mark.parametrize(
-    ("params", "wanted"), [(None, [None, None]), (PARAMS, [PARAMS, PARAMS]), ((PARAMS, None), [PARAMS, None])]
+    ("params", "wanted"),
+    [(None, [None, None]), (PARAMS, [PARAMS, PARAMS]), ((PARAMS, None), [PARAMS, None])],
 )
 def test_parameters_are_for_all_prompts_or_one_each(params: Any, wanted: list[Any]) -> None:
     assert one_each(params, 2) == wanted
@@ -44,9 +49,16 @@ def test_parameters_are_for_all_prompts_or_one_each(params: Any, wanted: list[An
 
 @pytest.mark.parametrize(
     ("params", "kind"),
-    [({"temperature": 0}, "dict"), ({"temperature": 0, "n": 2}, "dict"), ([PARAMS, {}], "dict"), ("greedy", "str")],
+    [
+        ({"temperature": 0}, "dict"),
+        ({"temperature": 0, "n": 2}, "dict"),
+        ([PARAMS, {}], "dict"),
+        ("greedy", "str"),
+    ],
 )
-def test_parameters_that_are_no_sampling_params_are_refused_with_what_makes_them(params: Any, kind: str) -> None:
+def test_parameters_that_are_no_sampling_params_are_refused_with_what_makes_them(
+    params: Any, kind: str
+) -> None:
     with pytest.raises(
         RequestError, match=rf"SamplingParams or .*, got {kind}; use SamplingParams.from_dict"
     ) as refused:
@@ -61,29 +73,44 @@ def test_another_number_of_parameters_than_prompts_is_refused_with_both() -> Non
 
 def test_one_conversation_or_many_become_prompts() -> None:
     assert conversations([MESSAGE]) == [{"messages": [MESSAGE]}]
-    assert conversations([[MESSAGE], [MESSAGE] * 2]) == [{"messages": [MESSAGE]}, {"messages": [MESSAGE] * 2}]
+    assert conversations([[MESSAGE], [MESSAGE] * 2]) == [
+        {"messages": [MESSAGE]},
+        {"messages": [MESSAGE] * 2},
+    ]
 
 
 @pytest.mark.parametrize("messages", [MESSAGE, "Hi", None, 5])
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
-    with pytest.raises(RequestError, match=f"a list of .role, content., .*; got {type(messages).__name__}"):
+    with pytest.raises(
+        RequestError, match=f"a list of .role, content., .*; got {type(messages).__name__}"
+    ):
         conversations(messages)
 
 
 def test_a_mapping_gives_its_prompt_in_one_form() -> None:
     assert form_of({"prompt": "Hi", "cache_salt": "me"}) == "prompt"
-    assert form_of({"messages": [MESSAGE], "sampling_params": {}}, ("sampling_params",)) == "messages"
+    assert (
+        form_of({"messages": [MESSAGE], "sampling_params": {}}, ("sampling_params",)) == "messages"
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "Hi", "sampling_params": {}}, "unknown key 'sampling_params'; known are prompt, .*, cache_salt$"),
-        ({"prompt": "Hi", "messages": []}, "a prompt needs exactly one of prompt, .*, messages; has prompt, messages"),
+        (
+            {"prompt": "Hi", "sampling_params": {}},
+            "unknown key 'sampling_params'; known are prompt, .*, cache_salt$",
+        ),
+        (
+            {"prompt": "Hi", "messages": []},
+            "a prompt needs exactly one of prompt, .*, messages; has prompt, messages",
+        ),
         ({}, "a prompt needs exactly one of .*; has none"),
     ],
 )
-def test_a_mapping_of_another_form_is_refused_with_the_forms_there_are(prompt: Any, message: str) -> None:
+def test_a_mapping_of_another_form_is_refused_with_the_forms_there_are(
+    prompt: Any, message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         form_of(prompt)
 

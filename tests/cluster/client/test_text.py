@@ -20,7 +20,9 @@ USER = {"role": "user", "content": "Hi"}
 FEW_LETTERS = st.text(alphabet="abü€🦅", min_size=1, max_size=4)
 ANY_IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=80)
 FEW_IDS = st.lists(
-    st.sampled_from([*ids("a", "b", "ü", "🦅"), *"ü€🦅".encode(), *ids(*PIECES[10:14])]), min_size=1, max_size=24
+    st.sampled_from([*ids("a", "b", "ü", "🦅"), *"ü€🦅".encode(), *ids(*PIECES[10:14])]),
+    min_size=1,
+    max_size=24,
 )
 
 
@@ -46,7 +48,12 @@ def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
 
 def test_text_comes_with_its_token(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
-    assert texts(stream, ids("Hello", " wor", "ld")) == ["Hello", "Hello wor", "Hello world", "Hello world"]
+    assert texts(stream, ids("Hello", " wor", "ld")) == [
+        "Hello",
+        "Hello wor",
+        "Hello world",
+        "Hello world",
+    ]
 
 
 def test_a_character_split_over_tokens_comes_when_it_is_complete(tokenizer: Tokenizer) -> None:
@@ -54,21 +61,30 @@ def test_a_character_split_over_tokens_comes_when_it_is_complete(tokenizer: Toke
     assert texts(TextStream(tokenizer), token_ids) == ["a", "a", "a", "a", "a🦅", "a🦅b", "a🦅b"]
 
 
-def test_a_token_that_ends_one_character_and_begins_another_gives_what_is_certain(tokenizer: Tokenizer) -> None:
+def test_a_token_that_ends_one_character_and_begins_another_gives_what_is_certain(
+    tokenizer: Tokenizer,
+) -> None:
     eagle = "🦅".encode()
     token_ids = ids(b"x" + eagle[:1], eagle[1:] + b"y")
     assert texts(TextStream(tokenizer), token_ids) == ["x", "x🦅y", "x🦅y"]
 
 
 def test_unfinished_bytes_at_the_end_become_a_replacement_character(tokenizer: Tokenizer) -> None:
-    assert texts(TextStream(tokenizer), [*ids("a"), *"🦅".encode()[:2]]) == ["a", "a", "a", "a\ufffd"]
+    assert texts(TextStream(tokenizer), [*ids("a"), *"🦅".encode()[:2]]) == [
+        "a",
+        "a",
+        "a",
+        "a\ufffd",
+    ]
 
 
 def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer: Tokenizer) -> None:
     assert texts(TextStream(tokenizer), ids("a", "\ufffd", "b"))[-1] == "a\ufffdb"
 
 
-def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(tokenizer: Tokenizer) -> None:
+def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(
+    tokenizer: Tokenizer,
+) -> None:
     stuck = "🦅".encode()[:1]
     counts: list[int] = []
 
@@ -96,7 +112,9 @@ def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> Non
 
 
 class WordTokenizer:
-    """Decodes to words with spaces between them: what a token gives depends on whether one came before it."""
+    """Decodes to words with spaces between them: what a token gives depends on whether one came
+    before it.
+    """
 
     def decode(self, token_ids: list[int]) -> str:
         return " ".join(f"w{token_id}" for token_id in token_ids)
@@ -108,7 +126,13 @@ def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
 
 
 def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
-    assert texts(TextStream(tokenizer), [*ids("a"), END_ID, *ids("b"), END_ID]) == ["a", "a", "ab", "ab", "ab"]
+    assert texts(TextStream(tokenizer), [*ids("a"), END_ID, *ids("b"), END_ID]) == [
+        "a",
+        "a",
+        "ab",
+        "ab",
+        "ab",
+    ]
 
 
 def test_a_stream_without_tokens_has_no_text(tokenizer: Tokenizer) -> None:
@@ -123,13 +147,17 @@ def test_the_bytes_of_any_text_give_that_text(tokenizer: Tokenizer, text: str) -
 
 @settings(deadline=None)
 @given(token_ids=ANY_IDS)
-def test_any_tokens_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+def test_any_tokens_give_the_text_of_decoding_them_whole(
+    tokenizer: Tokenizer, token_ids: list[int]
+) -> None:
     assert texts(TextStream(tokenizer), token_ids)[-1] == tokenizer.decode(token_ids)
 
 
 @settings(deadline=None)
 @given(bunches=st.lists(ANY_IDS, max_size=5))
-def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(tokenizer: Tokenizer, bunches: list[list[int]]) -> None:
+def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(
+    tokenizer: Tokenizer, bunches: list[list[int]]
+) -> None:
     stream = TextStream(tokenizer)
     for bunch in bunches:
         assert stream.push(bunch) is None
@@ -145,7 +173,9 @@ def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
 
 @settings(deadline=None)
 @given(token_ids=ANY_IDS, stop=st.lists(FEW_LETTERS, max_size=3))
-def test_text_is_never_taken_back(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> None:
+def test_text_is_never_taken_back(
+    tokenizer: Tokenizer, token_ids: list[int], stop: list[str]
+) -> None:
     seen = texts(TextStream(tokenizer, stop), token_ids)
     assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
 
@@ -159,14 +189,25 @@ def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
     assert stream.stopped
 
 
-def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(tokenizer: Tokenizer) -> None:
+def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(
+    tokenizer: Tokenizer,
+) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert [stream.push([token_id]) for token_id in ids("a", "E", "N", "D")] == [None, None, None, 1]
+    assert [stream.push([token_id]) for token_id in ids("a", "E", "N", "D")] == [
+        None,
+        None,
+        None,
+        1,
+    ]
     assert stream.text == "a"
 
 
-@pytest.mark.parametrize("pieces", [("a", "E", "N", "D"), ("a", "EN", "D", "b"), ("a", "END"), ("a", "one END two")])
-def test_a_stop_string_is_found_however_tokens_cut_it(tokenizer: Tokenizer, pieces: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "pieces", [("a", "E", "N", "D"), ("a", "EN", "D", "b"), ("a", "END"), ("a", "one END two")]
+)
+def test_a_stop_string_is_found_however_tokens_cut_it(
+    tokenizer: Tokenizer, pieces: tuple[str, ...]
+) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids(*pieces))[-1] == "".join(pieces).partition("END")[0]
     assert stream.stopped
@@ -227,8 +268,12 @@ def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -
     assert stream.text == "one "
 
 
-def by_search(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> tuple[int | None, list[str]]:
-    """(number of tokens up to the match, text after each token): the whole text is decoded and searched every time."""
+def by_search(
+    tokenizer: Tokenizer, token_ids: list[int], stop: list[str]
+) -> tuple[int | None, list[str]]:
+    """(number of tokens up to the match, text after each token): the whole text is decoded and
+    searched every time.
+    """
     complete = ""
     seen: list[str] = []
     for count in range(1, len(token_ids) + 1):
@@ -237,7 +282,10 @@ def by_search(tokenizer: Tokenizer, token_ids: list[int], stop: list[str]) -> tu
         found = [place for place in (complete.find(text) for text in stop) if place >= 0]
         if found:
             return count, [*seen, complete[: min(found)]]
-        held = max((n for text in stop for n in range(1, len(text)) if complete.endswith(text[:n])), default=0)
+        held = max(
+            (n for text in stop for n in range(1, len(text)) if complete.endswith(text[:n])),
+            default=0,
+        )
         seen.append(complete[: len(complete) - held])
     return None, seen
 
@@ -272,14 +320,20 @@ def test_a_conversation_is_encoded_up_to_the_assistants_answer(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("messages", [[], "Hi", None, {"role": "user", "content": "Hi"}])
-def test_messages_that_are_no_list_of_them_are_refused(tokenizer: Tokenizer, messages: object) -> None:
+def test_messages_that_are_no_list_of_them_are_refused(
+    tokenizer: Tokenizer, messages: object
+) -> None:
     with pytest.raises(RequestError, match="messages must be a non-empty list") as refused:
         tokenizer.encode_chat(messages)  # type: ignore[arg-type]
     assert refused.value.parameter == "messages"
 
 
-@pytest.mark.parametrize("message", [{"content": "Hi"}, {"role": "user"}, {"role": 1, "content": "Hi"}, "Hi", 5])
-def test_a_message_without_role_or_content_is_refused_and_shown(tokenizer: Tokenizer, message: object) -> None:
+@pytest.mark.parametrize(
+    "message", [{"content": "Hi"}, {"role": "user"}, {"role": 1, "content": "Hi"}, "Hi", 5]
+)
+def test_a_message_without_role_or_content_is_refused_and_shown(
+    tokenizer: Tokenizer, message: object
+) -> None:
     with pytest.raises(RequestError, match="each message needs a role and content, got") as refused:
         tokenizer.encode_chat([USER, message])  # type: ignore[list-item]
     assert repr(message) in str(refused.value)

@@ -1,4 +1,6 @@
-"""The batch format of the command line: input lines, output lines, and errors that name the line."""
+"""The batch format of the command line: input lines, output lines, and errors that name the
+line.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.client.requests import RequestBuilder
 from cluster.client.outputs import CompletionOutput, RequestOutput
+from cluster.client.requests import RequestBuilder
 from cluster.commands.batch import BatchRequest, output_line, read_requests, run_batch
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
@@ -30,7 +32,11 @@ def write(path: Path, *lines: str) -> Path:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("prompt", "What is 2 + 2?"), ("prompt_token_ids", [1, 2]), ("messages", [{"role": "user", "content": "Hi"}])],
+    [
+        ("prompt", "What is 2 + 2?"),
+        ("prompt_token_ids", [1, 2]),
+        ("messages", [{"role": "user", "content": "Hi"}]),
+    ],
 )
 def test_each_form_of_prompt_is_read(tmp_path: Path, key: str, value: Any) -> None:
     [request] = read_requests(write(tmp_path, json.dumps({key: value})))
@@ -38,7 +44,11 @@ def test_each_form_of_prompt_is_read(tmp_path: Path, key: str, value: Any) -> No
 
 
 def test_a_line_may_have_sampling_params_and_a_salt(tmp_path: Path) -> None:
-    values = {"prompt": "Hi", "sampling_params": {"max_tokens": 5, "stop": ["x"]}, "cache_salt": "me"}
+    values = {
+        "prompt": "Hi",
+        "sampling_params": {"max_tokens": 5, "stop": ["x"]},
+        "cache_salt": "me",
+    }
     [request] = read_requests(write(tmp_path, json.dumps(values)))
     assert request.prompt == {"prompt": "Hi", "cache_salt": "me"}
     assert request.params == SamplingParams(max_tokens=5, stop=["x"])
@@ -63,7 +73,10 @@ def test_requests_keep_the_order_of_their_lines(tmp_path: Path) -> None:
 
 def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     file = write(tmp_path, "", GOOD, "   ", GOOD)
-    assert [request.where for request in read_requests(file)] == [f"{file}, line 2", f"{file}, line 4"]
+    assert [request.where for request in read_requests(file)] == [
+        f"{file}, line 2",
+        f"{file}, line 4",
+    ]
 
 
 def test_text_of_any_script_is_read(tmp_path: Path) -> None:
@@ -77,13 +90,25 @@ MALFORMED = {
     "not JSON": ('{"prompt": "Hi"', "not JSON"),
     "no object": ('["Hi"]', "must be a JSON object with one of prompt, prompt_token_ids, messages"),
     "a bare string": ('"Hi"', "must be a JSON object"),
-    "an unknown key": ('{"prompt": "Hi", "max_tokens": 5}', "unknown key 'max_tokens'; known are prompt, "),
-    "no prompt": ('{"sampling_params": {}}', "needs exactly one of prompt, prompt_token_ids, messages; has none"),
-    "two prompts": ('{"prompt": "Hi", "messages": []}', "needs exactly one of .*; has prompt, messages"),
+    "an unknown key": (
+        '{"prompt": "Hi", "max_tokens": 5}',
+        "unknown key 'max_tokens'; known are prompt, ",
+    ),
+    "no prompt": (
+        '{"sampling_params": {}}',
+        "needs exactly one of prompt, prompt_token_ids, messages; has none",
+    ),
+    "two prompts": (
+        '{"prompt": "Hi", "messages": []}',
+        "needs exactly one of .*; has prompt, messages",
+    ),
     "an empty prompt": ('{"prompt": ""}', "prompt is empty; give at least one token"),
     "no token ids": ('{"prompt_token_ids": []}', "prompt_token_ids is empty"),
     "no messages": ('{"messages": []}', "messages is empty"),
-    "sampling_params that are none": ('{"prompt": "Hi", "sampling_params": [1]}', "sampling_params must be a JSON obj"),
+    "sampling_params that are none": (
+        '{"prompt": "Hi", "sampling_params": [1]}',
+        "sampling_params must be a JSON obj",
+    ),
     "an unknown parameter": (
         '{"prompt": "Hi", "sampling_params": {"temprature": 1}}',
         "unknown sampling parameter 'temprature'; known are temperature, ",
@@ -104,11 +129,13 @@ MALFORMED = {
         '{"prompt": "Hi", "sampling_params": {"logit_bias": {"the": 1}}}',
         "logit_bias has 'the' for a token id",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_a_malformed_line_is_refused_with_its_number_and_what_is_wrong(tmp_path: Path, fault: str) -> None:
+def test_a_malformed_line_is_refused_with_its_number_and_what_is_wrong(
+    tmp_path: Path, fault: str
+) -> None:
     line, message = MALFORMED[fault]
     file = write(tmp_path, GOOD, "", line, GOOD)
     with pytest.raises(RequestError, match=message) as refused:
@@ -179,7 +206,9 @@ def requests_of(*prompts: dict[str, Any]) -> list[BatchRequest]:
 
 def run(llm: FakeLLM, requests: list[BatchRequest]) -> list[RequestOutput]:
     as_llm: Any = llm
-    assert hasattr(LLM, "generate") and hasattr(RequestBuilder, "check")  # what the fake stands in for
+    assert hasattr(LLM, "generate") and hasattr(
+        RequestBuilder, "check"
+    )  # what the fake stands in for
     return run_batch(as_llm, requests, progress=False)
 
 
@@ -211,7 +240,10 @@ def completion(index: int = 0, **fields: Any) -> CompletionOutput:
 
 def line_of(*completions: CompletionOutput) -> str:
     return output_line(
-        3, RequestOutput(prompt="2+2", prompt_token_ids=[1, 2, 3], outputs=list(completions), num_cached_tokens=2)
+        3,
+        RequestOutput(
+            prompt="2+2", prompt_token_ids=[1, 2, 3], outputs=list(completions), num_cached_tokens=2
+        ),
     )
 
 
@@ -237,7 +269,12 @@ def test_an_output_line_is_one_line_of_readable_text() -> None:
 def test_several_outputs_are_a_list_of_what_belongs_to_each() -> None:
     value = json.loads(line_of(completion(0), completion(1)))
     each = {"text": "4 🦅", "token_ids": [7, 8], "finish_reason": "stop"}
-    assert value == {"index": 3, "outputs": [each, each], "num_prompt_tokens": 3, "num_cached_tokens": 2}
+    assert value == {
+        "index": 3,
+        "outputs": [each, each],
+        "num_prompt_tokens": 3,
+        "num_cached_tokens": 2,
+    }
 
 
 def test_logprobs_have_an_entry_a_token_with_alternatives_by_token_id() -> None:
@@ -259,7 +296,9 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path, separ
 
 
 @pytest.mark.parametrize("value", ["0", "[]", "false", '""'])
-def test_sampling_params_that_are_empty_but_no_object_are_refused(tmp_path: Path, value: str) -> None:
+def test_sampling_params_that_are_empty_but_no_object_are_refused(
+    tmp_path: Path, value: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "sampling_params": {value}}}\n')
     with pytest.raises(RequestError, match="line 1: sampling_params must be a JSON object"):
         read_requests(tmp_path / "a.jsonl")
@@ -275,7 +314,9 @@ def test_sampling_params_that_are_empty_but_no_object_are_refused(tmp_path: Path
         '{"prompt": "a", "cache_salt": 5}',
     ],
 )
-def test_a_prompt_of_the_wrong_kind_is_refused_before_an_engine_starts(tmp_path: Path, line: str) -> None:
+def test_a_prompt_of_the_wrong_kind_is_refused_before_an_engine_starts(
+    tmp_path: Path, line: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(RequestError, match="line 1"):
         read_requests(tmp_path / "a.jsonl")

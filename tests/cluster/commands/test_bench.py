@@ -28,10 +28,18 @@ from scheduler.params import SamplingParams
 from tests.checkpoints import write_fast_checkpoint
 
 RAW: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "tie_word_embeddings": True, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
 
 
 # The workload
@@ -51,7 +59,10 @@ def test_made_up_requests_stay_what_they_were() -> None:
     requests = synthetic_requests(3, 6, 30, seed=7, temperature=0.0, vocab_size=151936)
     assert [(r.prompt["prompt_token_ids"], r.params) for r in requests] == [
         ([2471, 6468, 791], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)),
-        ([1542, 5991, 9548, 950, 8313], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+        (
+            [1542, 5991, 9548, 950, 8313],
+            SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+        ),
         ([1408], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)),
     ]
 
@@ -89,7 +100,9 @@ def timeline(*chunks: tuple[float, Chunk]) -> Timeline:
 
 
 def test_a_chunk_of_k_tokens_is_one_gap_and_zeros() -> None:
-    line = timeline((10.5, chunk(0, 1)), (11.0, chunk(0, 3)), (13.0, chunk(0, 1)), (13.5, chunk(0, 0, "length")))
+    line = timeline(
+        (10.5, chunk(0, 1)), (11.0, chunk(0, 3)), (13.0, chunk(0, 1)), (13.5, chunk(0, 0, "length"))
+    )
     assert line.first_s == 0.5
     assert line.gaps_s() == [0.5, 0.0, 0.0, 2.0]
 
@@ -99,7 +112,9 @@ def test_tokens_of_a_first_chunk_have_no_gap_to_anything_before() -> None:
 
 
 def test_gaps_are_between_tokens_of_one_output() -> None:
-    line = timeline((12.0, chunk(1, 1)), (13.0, chunk(0, 1)), (16.0, chunk(0, 1)), (18.0, chunk(1, 1)))
+    line = timeline(
+        (12.0, chunk(1, 1)), (13.0, chunk(0, 1)), (16.0, chunk(0, 1)), (18.0, chunk(1, 1))
+    )
     assert line.first_s == 2.0
     assert sorted(line.gaps_s()) == [3.0, 6.0]
 
@@ -131,14 +146,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever would start Ray or probe fails the test; signal handler and loggers stay as they were."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the command would have started an engine")
-
-    monkeypatch.setattr(SESSION, "connect", refuse)
-    monkeypatch.setattr(bench, "probe_cpu", refuse)
+def restored() -> Iterator[None]:
+    """Signal handler and loggers stay as they were."""
     handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("eagleray")
     before = list(logger.handlers), logger.level
     yield
@@ -146,40 +155,72 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.handlers[:], logger.level = before
 
 
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
+    """Whatever would start Ray or probe fails the test."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the command would have started an engine")
+
+    monkeypatch.setattr(SESSION, "connect", refuse)
+    monkeypatch.setattr(bench, "probe_cpu", refuse)
+
+
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --input FILE.jsonl, or one or more of --num-seqs, --max-input, --max-output for made-up requests"),
+        (
+            [],
+            (
+                "give --input FILE.jsonl, or one or more of --num-seqs, --max-input, --max-output"
+                " for made-up requests"
+            ),
+        ),
         (["--input", "x.jsonl", "--num-seqs", "4"], "not both --input and --num-seqs"),
         (["--input", "x.jsonl", "--temperature", "0"], "--temperature is for made-up requests"),
         (["--input", "nothing.jsonl"], "the input file 'nothing.jsonl' cannot be read"),
         (["--num-seqs", "0"], "--num-seqs must be at least 1, got 0"),
         (["--max-input", "0"], "--max-input must be at least 1, got 0"),
         (["--max-output", "-1"], "--max-output must be at least 1, got -1"),
-        (["--num-seqs", "1", "--request-rate", "0"], "--request-rate must be above 0 requests a second, got 0.0"),
+        (
+            ["--num-seqs", "1", "--request-rate", "0"],
+            "--request-rate must be above 0 requests a second, got 0.0",
+        ),
         (["--num-seqs", "1", "--num-warmup", "-1"], "--num-warmup must be at least 0, got -1"),
         (
             ["--max-input", "40", "--max-output", "25"],
             "--max-input 40 and --max-output 25 make 65 tokens, more than max_model_len 64",
         ),
-        (["--num-seqs", "1"], "--max-input 1024 and --max-output 1024 make 2048 tokens, more than max_model_len 64"),
-        (["--max-input", "9", "--max-output", "9", "--temperature", "-1"], "temperature must be a number between"),
+        (
+            ["--num-seqs", "1"],
+            "--max-input 1024 and --max-output 1024 make 2048 tokens, more than max_model_len 64",
+        ),
+        (
+            ["--max-input", "9", "--max-output", "9", "--temperature", "-1"],
+            "temperature must be a number between",
+        ),
     ],
 )
-def test_bad_arguments_are_one_message_and_exit_code_2(model_dir: Path, arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_one_message_and_exit_code_2(
+    model_dir: Path, arguments: list[str], message: str
+) -> None:
     result = CliRunner().invoke(launch.app, ["bench", "--model", str(model_dir), *arguments])
     assert result.exit_code == 2, result.stderr
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+    assert (
+        result.stderr.startswith("error: ")
+        and message in result.stderr
+        and result.stderr.count("\n") == 1
+    )
 
 
 # The command
 
 
-def run_bench(*arguments: str | Path) -> dict[str, Any]:
-    """The line that the command prints; there is no other."""
-    command = [sys.executable, "launch.py", "bench", *map(str, arguments)]
+def run_bench(*arguments: object) -> dict[str, Any]:
+    """The line of a run in a process of its own, as a user starts it."""
+    command = [sys.executable, "launch.py", "bench", "--device", "cpu", *map(str, arguments)]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "start: " in done.stderr
@@ -188,15 +229,45 @@ def run_bench(*arguments: str | Path) -> dict[str, Any]:
     return line
 
 
+def run_bench_here(*arguments: object) -> dict[str, Any]:
+    """The line of a run in this process, in the Ray that runs already."""
+    done = CliRunner().invoke(launch.app, ["bench", "--device", "cpu", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    line: dict[str, Any] = json.loads(done.stdout)
+    return line
+
+
+@pytest.mark.engine
 def test_a_run_prints_one_line_of_what_was_asked_and_measured() -> None:
-    line = run_bench("--num-seqs", "4", "--max-input", "40", "--max-output", "12", "--request-rate", "40", "--seed=3")
+    arguments = "--num-seqs 4 --max-input 40 --max-output 12 --request-rate 40 --seed=3"
+    line = run_bench(*arguments.split())
     requests = synthetic_requests(4, 40, 12, seed=3, temperature=0.6, vocab_size=512)
     num_output = sum(r.params.max_tokens or 0 for r in requests)
     assert list(line) == [
-        "engine", "model", "dtype", "tp", "device", "requests", "input_tokens", "output_tokens", "cached_tokens",
-        "total_s", "output_tokens_per_s", "ttft_s", "inter_token_s", "preemptions", "num_steps", "start_s", "roofline",
-    ]  # fmt: skip
-    assert (line["engine"], line["tp"], line["device"], line["requests"]) == ("eagleray", 1, "cpu", 4)
+        "engine",
+        "model",
+        "dtype",
+        "tp",
+        "device",
+        "requests",
+        "input_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "total_s",
+        "output_tokens_per_s",
+        "ttft_s",
+        "inter_token_s",
+        "preemptions",
+        "num_steps",
+        "start_s",
+        "roofline",
+    ]
+    assert (line["engine"], line["tp"], line["device"], line["requests"]) == (
+        "eagleray",
+        1,
+        "cpu",
+        4,
+    )
     assert line["input_tokens"] == sum(len(r.prompt["prompt_token_ids"]) for r in requests)
     assert (line["output_tokens"], line["cached_tokens"], line["preemptions"]) == (num_output, 0, 0)
     assert line["output_tokens_per_s"] == pytest.approx(num_output / line["total_s"], rel=0.01)
@@ -204,24 +275,33 @@ def test_a_run_prints_one_line_of_what_was_asked_and_measured() -> None:
     assert 0 <= line["inter_token_s"]["p50"] <= line["inter_token_s"]["p99"] < line["total_s"]
     longest = max(r.params.max_tokens or 0 for r in requests)
     assert longest <= line["num_steps"] <= num_output
-    assert {"ray", "processes", "load", "all"} <= set(line["start_s"]) and line["start_s"]["all"] > 0
+    assert {"ray", "processes", "load", "all"} <= set(line["start_s"]) and line["start_s"][
+        "all"
+    ] > 0
     assert 0 < line["roofline"]["floor_s"] < line["total_s"] and 0 < line["roofline"]["share"] < 1
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("users_ray", "restored")
 def test_a_file_of_requests_is_timed_with_several_outputs_each_and_its_shared_prefix(
     model_dir: Path, tmp_path: Path
 ) -> None:
     params = {"max_tokens": 5, "ignore_eos": True, "n": 2}
-    lines = [{"prompt_token_ids": [*range(40), 50 + i], "sampling_params": params} for i in range(2)]
+    lines = [
+        {"prompt_token_ids": [*range(40), 50 + i], "sampling_params": params} for i in range(2)
+    ]
     path = tmp_path / "work.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    line = run_bench("--input", path, "--model", model_dir, "--block-size", "4", "--num-warmup", "0")
+    line = run_bench_here(
+        "--input", path, "--model", model_dir, "--block-size", "4", "--num-warmup", "0"
+    )
     assert (line["requests"], line["input_tokens"], line["output_tokens"]) == (2, 82, 20)
     assert line["dtype"] == "float32" and line["cached_tokens"] > 0
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("users_ray", "restored")
 def test_an_engine_of_two_tokens_a_sequence_is_warmed_up_within_them(model_dir: Path) -> None:
-    line = run_bench(
-        "--num-seqs", "1", "--max-input", "1", "--max-output", "1", "--max-model-len", "2", "--model", model_dir
-    )  # fmt: skip
+    arguments = "--num-seqs 1 --max-input 1 --max-output 1 --max-model-len 2 --model"
+    line = run_bench_here(*arguments.split(), model_dir)
     assert (line["input_tokens"], line["output_tokens"]) == (1, 1)

@@ -1,4 +1,5 @@
-"""The driver as a plain object: what its frontends hear when the engine dies or when they fall silent.
+"""The driver as a plain object: what its frontends hear when the engine dies or when they fall
+silent.
 
 `FakeGroup` stands in for the ranks: it starts at once, and each step fails when the test says so.
 """
@@ -54,7 +55,9 @@ class CountingGroup(FakeGroup):
 
     def result(self, step_id: int) -> StepResult:
         rows = sum(self.plans[step_id].samples)
-        return StepResult(step_id=step_id, epoch=self.plans[step_id].epoch, token_ids=ints([step_id]) * rows)
+        return StepResult(
+            step_id=step_id, epoch=self.plans[step_id].epoch, token_ids=ints([step_id]) * rows
+        )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,9 @@ def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def request(name: str) -> Request:
     sampling = Sampling(seed=0, max_tokens=5)
-    return Request(request_id=name, token_ids=array("i", [1, 2, 3]), num_prompt_tokens=3, sampling=sampling)
+    return Request(
+        request_id=name, token_ids=array("i", [1, 2, 3]), num_prompt_tokens=3, sampling=sampling
+    )
 
 
 async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
@@ -91,7 +96,9 @@ async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
     return errors
 
 
-def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(driver: Driver) -> None:
+def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(
+    driver: Driver,
+) -> None:
     async def main() -> dict[str, EaglerayError]:
         await driver.start()
         await driver.submit("frontend", [request("early")])
@@ -108,7 +115,10 @@ def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(
 
     errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert set(errors) == {"early", "late"}
-    assert all(type(error) is EngineDeadError and "rank 1 died in step 0" in str(error) for error in errors.values())
+    assert all(
+        type(error) is EngineDeadError and "rank 1 died in step 0" in str(error)
+        for error in errors.values()
+    )
 
 
 def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver: Driver) -> None:
@@ -121,7 +131,9 @@ def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver:
         return errors
 
     errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(errors["a"])  # the engine lives
+    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(
+        errors["a"]
+    )  # the engine lives
 
 
 def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:

@@ -60,7 +60,9 @@ def test_news_of_several_steps_become_one_entry() -> None:
     mailbox.put("a", tokens(0, 11))
     mailbox.put("a", tokens(1, 12))
     mailbox.put("a", tokens(2, 13, num_cached_tokens=4, finish_reason="stop"))
-    assert only(mailbox.collect(0)) == tokens(0, 11, 12, 13, num_cached_tokens=4, finish_reason="stop")
+    assert only(mailbox.collect(0)) == tokens(
+        0, 11, 12, 13, num_cached_tokens=4, finish_reason="stop"
+    )
 
 
 def test_an_end_stays_known_whatever_comes_after_it() -> None:
@@ -198,7 +200,9 @@ class Receiver:
         for request_id, news in unpack(reply):
             have = self.token_ids.setdefault(request_id, [])
             known = len(have) - news.first_index
-            assert known >= 0, f"tokens {len(have)} to {news.first_index} of {request_id} are missing"
+            assert known >= 0, (
+                f"tokens {len(have)} to {news.first_index} of {request_id} are missing"
+            )
             have += news.token_ids[known:]
             given = news.logprobs if news.logprobs is not None else [None] * len(news.token_ids)
             assert len(given) == len(news.token_ids)
@@ -207,7 +211,12 @@ class Receiver:
                 self.finish_reasons[request_id] = news.finish_reason
 
 
-PUT = st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans(), st.sampled_from([None, None, None, "stop"]))
+PUT = st.tuples(
+    st.sampled_from("abc"),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([None, None, None, "stop"]),
+)
 POLL = st.sampled_from(["received", "lost"])
 
 
@@ -229,7 +238,9 @@ def test_whatever_replies_are_lost_the_receiver_ends_with_exactly_what_was_put(
         have = sent.token_ids.setdefault(request_id, [])
         new_ids = [1000 * number + i for i in range(count)]
         new_logprobs = [logprob(-float(token)) for token in new_ids] if with_logprobs else None
-        mailbox.put(request_id, tokens(len(have), *new_ids, logprobs=new_logprobs, finish_reason=reason))
+        mailbox.put(
+            request_id, tokens(len(have), *new_ids, logprobs=new_logprobs, finish_reason=reason)
+        )
         have += new_ids
         sent.logprobs.setdefault(request_id, []).extend(new_logprobs or [None] * count)
         if reason:

@@ -30,7 +30,15 @@ from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import wait_until
 from tests.workers.conftest import config_of
-from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, limits_of, prompts
+from tests.workers.test_engine_exactness import (
+    NEAR_TIE,
+    NUM_OUTPUT,
+    first_difference,
+    limits_of,
+    prompts,
+)
+
+pytestmark = pytest.mark.engine
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -38,16 +46,29 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Admissions go through the object store here, decodes inline: a large argument must not be overtaken."""
+    """Admissions go through the object store here, decodes inline: a large argument must not be
+    overtaken.
+    """
     monkeypatch.setattr(worker_group, "INLINE_PLAN_BYTES", 400)
-    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9)
+    config = config_of(
+        small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9
+    )
     placement = place(2, "cpu")
     group = WorkerGroup(config, placement)
     try:
-        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        engine = Engine(
+            Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
+        )
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
         sequences = [
-            engine.add(Request(request_id=str(i), token_ids=ints(p), num_prompt_tokens=len(p), sampling=sampling))
+            engine.add(
+                Request(
+                    request_id=str(i),
+                    token_ids=ints(p),
+                    num_prompt_tokens=len(p),
+                    sampling=sampling,
+                )
+            )
             for i, p in enumerate(prompts())
         ]
         while engine.has_work:
@@ -60,20 +81,32 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
         assert gap is None or gap <= NEAR_TIE
 
 
-def test_a_rank_that_is_stuck_is_named_by_its_peer(users_ray: None, small_model: SmallModel) -> None:
-    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5)
+def test_a_rank_that_is_stuck_is_named_by_its_peer(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    config = config_of(
+        small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5
+    )
     placement = place(2, "cpu")
     group = WorkerGroup(config, placement)
     try:
-        engine = Engine(Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1)
+        engine = Engine(
+            Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
+        )
         sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
-        engine.add(Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling))
+        engine.add(
+            Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling)
+        )
         engine.step()
         stuck = ray.get(group._ranks[1].__ray_call__.remote(lambda _: os.getpid()))
         os.kill(stuck, signal.SIGSTOP)
         began = time.monotonic()
-        # Its peer waits for it in the next step, unless the answer to this one was all that it had left to give.
-        told = r"rank 0: WorkerError: .* of rank 1 did not come|step 1 did not finish within 2.5 s on rank \[1\]"
+        # Its peer waits for it in the next step, unless the answer to this one was all that it had
+        # left to give.
+        told = (
+            r"rank 0: WorkerError: .* of rank 1 did not come|step 1 did not finish within 2.5 s on"
+            r" rank \[1\]"
+        )
         with pytest.raises((WorkerError, StepTimeoutError), match=told):
             for _ in range(3):
                 engine.step()
@@ -83,13 +116,21 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(users_ray: None, small_model:
         remove_placement_group(placement)
 
 
-def test_a_start_that_takes_too_long_says_what_each_rank_is_at(users_ray: None, small_model: SmallModel) -> None:
+def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
+    users_ray: None, small_model: SmallModel
+) -> None:
     placement = place(2, "cpu")
     group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2), placement)
     try:
         group._ranks = [group._create(rank) for rank in range(2)]
-        group._ranks[0].start.remote(group._ranks[0].open_rendezvous.remote(), 0, 2)  # its peer does not come
-        wait_until(lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start", "the rendezvous", 30.0)
+        group._ranks[0].start.remote(
+            group._ranks[0].open_rendezvous.remote(), 0, 2
+        )  # its peer does not come
+        wait_until(
+            lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
+            "the rendezvous",
+            30.0,
+        )
     finally:
         group.close()
         remove_placement_group(placement)
@@ -105,7 +146,10 @@ def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> Work
 def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
     users_ray: None, small_model: SmallModel
 ) -> None:
-    results = [StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank])) for rank in range(2)]
+    results = [
+        StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank]))
+        for rank in range(2)
+    ]
     with pytest.raises(WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"):
         group_with(small_model, [ray.put(pickle.dumps(result)) for result in results]).result(7)
 
@@ -132,7 +176,9 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
             raise GetTimeoutError
         return get(*args, **options)
 
-    done = [ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints([3])))) for _ in range(2)]
+    done = [
+        ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints([3])))) for _ in range(2)
+    ]
     monkeypatch.setattr(ray, "get", get_too_late)
     assert group_with(small_model, done).result(7).token_ids.tolist() == [3]
     assert calls == 2
@@ -155,7 +201,10 @@ class SeeingDriver(Driver):
 
 @pytest.mark.parametrize("ray_hides_the_others", [True, False])
 def test_each_rank_sees_the_gpu_that_ray_gave_it(
-    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, ray_hides_the_others: bool
+    users_ray: None,
+    small_model: SmallModel,
+    monkeypatch: pytest.MonkeyPatch,
+    ray_hides_the_others: bool,
 ) -> None:
     monkeypatch.setattr("cluster.engine.start.Driver", SeeingDriver)
     if not ray_hides_the_others:

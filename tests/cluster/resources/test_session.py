@@ -11,9 +11,13 @@ from cluster.resources.addresses import listens
 from cluster.resources.session import RaySession, _running
 from scheduler.errors import ConfigError
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize("address", [None, "", "auto", "local"])
-def test_the_ray_of_the_program_is_used_where_no_other_is_named(users_ray: None, address: str | None) -> None:
+def test_the_ray_of_the_program_is_used_where_no_other_is_named(
+    users_ray: None, address: str | None
+) -> None:
     session = RaySession()
     lease = session.connect(address, 1)
     assert lease == _running()
@@ -22,15 +26,21 @@ def test_the_ray_of_the_program_is_used_where_no_other_is_named(users_ray: None,
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1", "localhost"])
-def test_the_ray_of_the_program_may_be_named_by_its_address(users_ray: None, host: str | None) -> None:
+def test_the_ray_of_the_program_may_be_named_by_its_address(
+    users_ray: None, host: str | None
+) -> None:
     address = ray.get_runtime_context().gcs_address
     session = RaySession()
     session.release(session.connect(f"{host}:{address.rpartition(':')[2]}" if host else address, 1))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "elsewhere", "a..b:1"])
-def test_another_cluster_than_the_one_this_process_is_part_of_is_refused(users_ray: None, address: str) -> None:
-    with pytest.raises(ConfigError, match=f"ray_address is '{address}', but this process is part of .*Leave .* out"):
+def test_another_cluster_than_the_one_this_process_is_part_of_is_refused(
+    users_ray: None, address: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"ray_address is '{address}', but this process is part of .*Leave .* out"
+    ):
         RaySession().connect(address, 1)
 
 
@@ -38,7 +48,9 @@ def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_r
     session = RaySession()
     session._ours, session._address = _running(), "ray://head:10001"
     assert session.connect("ray://head:10001", 1) == _running()
-    with pytest.raises(ConfigError, match="ray_address is 'local'"):  # it has joined one: that is none of its own
+    with pytest.raises(
+        ConfigError, match="ray_address is 'local'"
+    ):  # it has joined one: that is none of its own
         session.connect("local", 1)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 class CompileCase:
     """One specialisation of a kernel as its wrapper launches it.
 
-    `signature` gives the Triton type of every parameter in order, "constexpr" for those of `constexprs`.
+    `signature` gives the Triton type of every parameter in order, "constexpr" for those of
+    `constexprs`.
     """
 
     name: str

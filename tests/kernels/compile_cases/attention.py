@@ -1,4 +1,6 @@
-"""Compile cases of paged attention: cut as its wrapper cuts them; dtype, head dim, group and block size in pairs."""
+"""Compile cases of paged attention: cut as its wrapper cuts them; dtype, head dim, group and block
+size in pairs.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,15 @@ _POINTERS = {"query_start_B1": "*i32", "seq_lens_B": "*i32", "block_table_BW": "
 _SCRATCH = {"acc_BHXD": "*fp32", "max_BHX": "*fp32", "sum_BHX": "*fp32"}
 
 
-def _case(name: str, kernel: Any, dtype: str, launch: Launch, constexprs: dict[str, Any]) -> CompileCase:
-    types = {**_POINTERS, **_SCRATCH, "scale_log2": "fp32", **dict.fromkeys(constexprs, "constexpr")}
+def _case(
+    name: str, kernel: Any, dtype: str, launch: Launch, constexprs: dict[str, Any]
+) -> CompileCase:
+    types = {
+        **_POINTERS,
+        **_SCRATCH,
+        "scale_log2": "fp32",
+        **dict.fromkeys(constexprs, "constexpr"),
+    }
     types |= {"q_stride_t": "i32:16", "q_stride_h": "i32:16"}
     types |= dict.fromkeys(("q_THD", "k_cache_NPKD", "v_cache_NPKD", "out_THD"), f"*{dtype}")
     return CompileCase(
@@ -40,9 +49,14 @@ def _case(name: str, kernel: Any, dtype: str, launch: Launch, constexprs: dict[s
 
 def _shape(head_dim: int, group: int, block_size: int, launch: Launch) -> dict[str, Any]:
     return {
-        "GROUP": group, "KV_HEADS": _KV_HEADS, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size,
-        "TILE_M": launch.tile_m, "TILE_C": launch.tile_c, "TILE_D": padded_dim(head_dim),
-    }  # fmt: skip
+        "GROUP": group,
+        "KV_HEADS": _KV_HEADS,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE_M": launch.tile_m,
+        "TILE_C": launch.tile_c,
+        "TILE_D": padded_dim(head_dim),
+    }
 
 
 def _prefill(dtype: str, head_dim: int, group: int, block_size: int, large: bool) -> CompileCase:
@@ -61,9 +75,12 @@ def _decode(dtype: str, head_dim: int, group: int, block_size: int, split: bool)
 def _combine(dtype: str, head_dim: int) -> CompileCase:
     launch = decode_launch(_DTYPES[dtype], head_dim, 1)
     constexprs = {
-        "NUM_HEADS": 16, "HEAD_DIM": head_dim, "TILE_C": launch.tile_c, "TILE_X": COMBINE_TILE,
+        "NUM_HEADS": 16,
+        "HEAD_DIM": head_dim,
+        "TILE_C": launch.tile_c,
+        "TILE_X": COMBINE_TILE,
         "TILE_D": padded_dim(head_dim),
-    }  # fmt: skip
+    }
     return _case(f"combine {dtype} D={head_dim}", combine_kernel, dtype, launch, constexprs)
 
 

@@ -1,4 +1,6 @@
-"""Norms, rotary embedding, KV store and gate. Features of Qwen3 models, whole and split, powers of two and others."""
+"""Norms, rotary embedding, KV store and gate. Features of Qwen3 models, whole and split, powers of
+two and others.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ def _rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
     block = next_power_of_2(features)
     pointers = dict.fromkeys(("x_TE", "weight_E", "out_TE"), f"*{dtype}")
     return CompileCase(
-        name=f"rms_norm-{features}-{dtype}", kernel=elementwise._rms_norm, num_warps=elementwise._num_warps(block),
-        signature=pointers | {"row_stride": "i32:16", "eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
+        name=f"rms_norm-{features}-{dtype}",
+        kernel=elementwise._rms_norm,
+        num_warps=elementwise._num_warps(block),
+        signature=pointers
+        | {"row_stride": "i32:16", "eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
         constexprs={"E": features, "BLOCK": block},
-    )  # fmt: skip
+    )
 
 
 def _add_rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
@@ -25,40 +30,59 @@ def _add_rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
     pointers = dict.fromkeys(("x_TE", "residual_TE", "weight_E", "out_TE", "total_TE"), f"*{dtype}")
     strides = {"x_stride": "i32:16", "residual_stride": "i32:16"}
     return CompileCase(
-        name=f"add_rms_norm-{features}-{dtype}", kernel=elementwise._add_rms_norm,
+        name=f"add_rms_norm-{features}-{dtype}",
+        kernel=elementwise._add_rms_norm,
         num_warps=elementwise._num_warps(block),
         signature=pointers | strides | {"eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
         constexprs={"E": features, "BLOCK": block},
-    )  # fmt: skip
+    )
 
 
 def _silu_and_mul(features: int, dtype: str = "bf16") -> CompileCase:
     pointers = {"gate_up_T2F": f"*{dtype}", "out_TF": f"*{dtype}"}
     return CompileCase(
-        name=f"silu_and_mul-{features}-{dtype}", kernel=elementwise._silu_and_mul,
+        name=f"silu_and_mul-{features}-{dtype}",
+        kernel=elementwise._silu_and_mul,
         num_warps=elementwise._num_warps(elementwise._BLOCK),
         signature=pointers | {"row_stride": "i32:16", "F": "constexpr", "BLOCK": "constexpr"},
         constexprs={"F": features, "BLOCK": elementwise._BLOCK},
-    )  # fmt: skip
+    )
 
 
 def _heads(head_dim: int, **counts: int) -> tuple[dict[str, str], dict[str, Any]]:
     """(signature, values) of the constants of a kernel over heads."""
-    values = counts | {"D": head_dim, "HALF": next_power_of_2(head_dim // 2), "HEADS": elementwise._HEADS}
+    values = counts | {
+        "D": head_dim,
+        "HALF": next_power_of_2(head_dim // 2),
+        "HEADS": elementwise._HEADS,
+    }
     return dict.fromkeys(values, "constexpr"), values
 
 
-def _qk_norm_rope_store(heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16") -> CompileCase:
+def _qk_norm_rope_store(
+    heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16"
+) -> CompileCase:
     constants, values = _heads(head_dim, H=heads, K=kv_heads)
     signature = {
-        "qkv_TXD": f"*{dtype}", "q_weight_D": f"*{dtype}", "k_weight_D": f"*{dtype}", "cos_sin_LD": "*fp32",
-        "positions_T": "*i32", "k_cache": f"*{dtype}", "v_cache": f"*{dtype}", "slots_T": "*i64",
-        "q_THD": f"*{dtype}", "row_stride": "i32:16", "eps": "fp32",
-    }  # fmt: skip
+        "qkv_TXD": f"*{dtype}",
+        "q_weight_D": f"*{dtype}",
+        "k_weight_D": f"*{dtype}",
+        "cos_sin_LD": "*fp32",
+        "positions_T": "*i32",
+        "k_cache": f"*{dtype}",
+        "v_cache": f"*{dtype}",
+        "slots_T": "*i64",
+        "q_THD": f"*{dtype}",
+        "row_stride": "i32:16",
+        "eps": "fp32",
+    }
     return CompileCase(
-        name=f"qk_norm_rope_store-{heads}-{kv_heads}-{head_dim}-{dtype}", kernel=elementwise._qk_norm_rope_store,
-        num_warps=2, signature=signature | constants, constexprs=values,
-    )  # fmt: skip
+        name=f"qk_norm_rope_store-{heads}-{kv_heads}-{head_dim}-{dtype}",
+        kernel=elementwise._qk_norm_rope_store,
+        num_warps=2,
+        signature=signature | constants,
+        constexprs=values,
+    )
 
 
 CASES = [

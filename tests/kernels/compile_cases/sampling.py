@@ -1,4 +1,6 @@
-"""The sampling kernels: over bfloat16 and float32 logits, and one width of lists for all shards up to 2**18 columns."""
+"""The sampling kernels: over bfloat16 and float32 logits, and one width of lists for all shards up
+to 2**18 columns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def _cases_over(logits: str) -> list[CompileCase]:
         CompileCase(
             name=f"block_maxima-{logits}",
             kernel=sampling._block_maxima,
-            signature=logits_BV | {"block_max_BX": "*fp32", "num_columns": "i32:16", "TILE": "constexpr"},
+            signature=logits_BV
+            | {"block_max_BX": "*fp32", "num_columns": "i32:16", "TILE": "constexpr"},
             constexprs=_TILE,
         ),
         CompileCase(
@@ -33,7 +36,13 @@ def _cases_over(logits: str) -> list[CompileCase]:
             kernel=sampling._near_gaps,
             signature=logits_BV
             | _ROWS
-            | {"near_RX": "*i64", "gaps_RC": "*fp32", "num_columns": "i32:16", "num_near": "i32", "TILE": "constexpr"},
+            | {
+                "near_RX": "*i64",
+                "gaps_RC": "*fp32",
+                "num_columns": "i32:16",
+                "num_near": "i32",
+                "TILE": "constexpr",
+            },
             constexprs=_TILE,
         ),
         CompileCase(
@@ -52,7 +61,12 @@ def _cases_over(logits: str) -> list[CompileCase]:
         constexprs = {"BY_WEIGHT": by_weight} | _TILE
         types = dict.fromkeys(constexprs, "constexpr")
         sums = {"limit_R": "*fp32", "sums_RX": "*i64", "num_columns": "i32:16"}
-        bins = {"within_R": "*fp32", "prefix_R": "*i32", "histogram_RSX": "*i64", "num_columns": "i32:16"}
+        bins = {
+            "within_R": "*fp32",
+            "prefix_R": "*i32",
+            "histogram_RSX": "*i64",
+            "num_columns": "i32:16",
+        }
         bins |= dict.fromkeys(("shift", "num_bits", "num_copies"), "i32")
         cases += [
             CompileCase(
@@ -74,8 +88,20 @@ def _cases_over(logits: str) -> list[CompileCase]:
 _LISTED_LIMITS = CompileCase(
     name="listed_limits",
     kernel=sampling._listed_limits,
-    signature={"list_NRK": "*i64", "list_RC": "*i64", "top_k_R": "*i64", "top_p_R": "*i64", "max_gap_R": "*fp32"}
-    | {"limit_R": "*fp32", "kept_NR": "*i64", "num_ranks": "i32", "max_top_k": "i32", "WIDTH": "constexpr"},
+    signature={
+        "list_NRK": "*i64",
+        "list_RC": "*i64",
+        "top_k_R": "*i64",
+        "top_p_R": "*i64",
+        "max_gap_R": "*fp32",
+    }
+    | {
+        "limit_R": "*fp32",
+        "kept_NR": "*i64",
+        "num_ranks": "i32",
+        "max_top_k": "i32",
+        "WIDTH": "constexpr",
+    },
     constexprs=_WIDTH,
     num_warps=8,
 )
@@ -92,14 +118,26 @@ _DRAW_INDEX = CompileCase(
 _PACK = CompileCase(
     name="pack",
     kernel=sampling._pack,
-    signature={"values": "*fp32", "ids": "*i64", "packed": "*i64", "num_rows": "i32", "ROWS": "constexpr"},
+    signature={
+        "values": "*fp32",
+        "ids": "*i64",
+        "packed": "*i64",
+        "num_rows": "i32",
+        "ROWS": "constexpr",
+    },
     constexprs={"ROWS": sampling._ROWS},
     num_warps=1,
 )
 _UNPACK = CompileCase(
     name="unpack",
     kernel=sampling._unpack,
-    signature={"packed": "*i64", "values": "*fp32", "ids": "*i64", "num_rows": "i32", "ROWS": "constexpr"},
+    signature={
+        "packed": "*i64",
+        "values": "*fp32",
+        "ids": "*i64",
+        "num_rows": "i32",
+        "ROWS": "constexpr",
+    },
     constexprs={"ROWS": sampling._ROWS},
     num_warps=1,
 )
@@ -111,4 +149,12 @@ _MAKE_LIST = CompileCase(
     constexprs=_WIDTH | {"LISTED": MAX_LISTED},
 )
 
-CASES = [*_cases_over("bf16"), *_cases_over("fp32"), _LISTED_LIMITS, _DRAW_INDEX, _PACK, _UNPACK, _MAKE_LIST]
+CASES = [
+    *_cases_over("bf16"),
+    *_cases_over("fp32"),
+    _LISTED_LIMITS,
+    _DRAW_INDEX,
+    _PACK,
+    _UNPACK,
+    _MAKE_LIST,
+]

@@ -1,4 +1,6 @@
-"""Decode through graphs on the stand-in of a GPU: which size runs, what padding does, the same tokens as without."""
+"""Decode through graphs on the stand-in of a GPU: which size runs, what padding does, the same
+tokens as without.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ BLOCK_SIZE = 4
 def make(small_checkpoint: Path) -> Any:
     """A runner on a device; the weights are the same every time."""
 
-    def runner(device: Device, max_num_seqs: int, kernels: Kernels = REFERENCE, **options: Any) -> ModelRunner:
-        options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(64, max_num_seqs)} | options
+    def runner(
+        device: Device, max_num_seqs: int, kernels: Kernels = REFERENCE, **options: Any
+    ) -> ModelRunner:
+        options = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max(64, max_num_seqs),
+        } | options
         config = config_of(small_checkpoint, attention_backend="reference", **options)
         group = TensorParallelGroup.alone(device.torch)
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
@@ -62,7 +69,9 @@ class Pair:
             runner.run(plan).finish(1.0, "a step") for runner in (self.with_graphs, self.eager)
         )
         assert tokens == expected
-        torch.testing.assert_close(self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5
+        )
         self.planner.take(plan.step_id, ints(tokens))
         ran = [i for i, graph in enumerate(self.gpu.graphs) if graph.num_replays != replays[i]]
         assert len(ran) <= 1
@@ -130,15 +139,21 @@ def test_enforce_eager_captures_nothing(make: Any) -> None:
 def edges(max_num_seqs: int) -> Iterator[tuple[int, int]]:
     """(rows, the size they should run in), one below, at and one above every captured size."""
     sizes = graph_sizes(max_num_seqs)
-    for number in sorted({n for size in sizes for n in (size - 1, size, size + 1) if 1 <= n <= max_num_seqs}):
+    for number in sorted(
+        {n for size in sizes for n in (size - 1, size, size + 1) if 1 <= n <= max_num_seqs}
+    ):
         yield number, next(size for size in sizes if size >= number)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12])
-def test_every_batch_gives_the_tokens_and_the_cache_of_an_eager_step(make: Any, max_num_seqs: int) -> None:
+def test_every_batch_gives_the_tokens_and_the_cache_of_an_eager_step(
+    make: Any, max_num_seqs: int
+) -> None:
     pair = Pair(make, max_num_seqs)
     rows = admitted(pair, max_num_seqs)
-    assert pair.step([(row, 10) for row in rows]) is (max_num_seqs if all(len(r.tokens) == 1 for r in rows) else None)
+    assert pair.step([(row, 10) for row in rows]) is (
+        max_num_seqs if all(len(r.tokens) == 1 for r in rows) else None
+    )
     for number, size in edges(max_num_seqs):
         chosen = random.Random(number).sample(rows, number)
         assert pair.step([(row, 1) for row in chosen]) == size
@@ -146,7 +161,9 @@ def test_every_batch_gives_the_tokens_and_the_cache_of_an_eager_step(make: Any, 
 
 @pytest.mark.parametrize("max_num_seqs", [100, 513])
 def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: int) -> None:
-    quick: Any = Replaced(REFERENCE, paged_attention=lambda q, *_: q.clone())  # no loops over the rows
+    quick: Any = Replaced(
+        REFERENCE, paged_attention=lambda q, *_: q.clone()
+    )  # no loops over the rows
     runner = make(FakeGpu(), max_num_seqs, quick)
     pair_sizes = dict(edges(max_num_seqs))
     planner = Planner(BLOCK_SIZE)
@@ -192,7 +209,9 @@ def test_a_fully_cached_prompt_is_replayed_and_writes_nothing(make: Any) -> None
 
 def test_random_sampling_is_the_same_behind_a_graph(make: Any) -> None:
     pair = Pair(make, 8)
-    rows = admitted(pair, 5, Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2))
+    rows = admitted(
+        pair, 5, Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
+    )
     pair.step([(row, 10) for row in rows])
     for _ in range(6):
         assert pair.step([(row, 1) for row in rows]) == 8
@@ -231,7 +250,9 @@ def test_a_device_that_does_not_finish_is_given_up_with_a_name(make: Any) -> Non
     planner.admit(row, slot=0)
     pending = runner.run(planner.step([(row, 2)]))
     assert gpu.event.num_looks == 0, "launching never waits"
-    with pytest.raises(StepTimeoutError, match=r"step 7 of rank 1 did not finish on cpu within 0\.05 s"):
+    with pytest.raises(
+        StepTimeoutError, match=r"step 7 of rank 1 did not finish on cpu within 0\.05 s"
+    ):
         pending.finish(0.05, "step 7 of rank 1")
     gpu.event.passed = True
     assert len(pending.finish(0.05, "step 7 of rank 1")[0]) == 1

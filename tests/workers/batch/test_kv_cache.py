@@ -71,7 +71,12 @@ def test_too_little_memory_is_refused_with_the_numbers(make: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(make(kv_cache_bytes=2 * BLOCK_BYTES - 1, tensor_parallel_size=4))
     message = str(caught.value)
-    for part in (f"{BLOCK_BYTES // 2} bytes", f"{(2 * BLOCK_BYTES - 1) // 4} bytes", "over 4 ranks", "kv_cache_bytes"):
+    for part in (
+        f"{BLOCK_BYTES // 2} bytes",
+        f"{(2 * BLOCK_BYTES - 1) // 4} bytes",
+        "over 4 ranks",
+        "kv_cache_bytes",
+    ):
         assert part in message
     assert "lower block_size to at most 3, or " in message
     assert message.endswith(f"raise kv_cache_bytes to at least {2 * BLOCK_BYTES}")
@@ -82,7 +87,9 @@ def test_what_a_refusal_of_too_little_memory_advises_is_enough(make: Any, ranks:
     for most in (2, 3):
         num_bytes = most * block_bytes(make(tensor_parallel_size=ranks, block_size=1)) * ranks
         options = {"tensor_parallel_size": ranks, "kv_cache_bytes": num_bytes}
-        with pytest.raises(ConfigError, match=f"lower block_size to at most {most}, or raise") as caught:
+        with pytest.raises(
+            ConfigError, match=f"lower block_size to at most {most}, or raise"
+        ) as caught:
             plan(make(**options))
         assert plan(make(**options, block_size=most)).num_blocks == 1
         enough = int(str(caught.value).rsplit(" ", 1)[1])
@@ -93,21 +100,34 @@ def test_what_a_refusal_of_too_little_memory_advises_is_enough(make: Any, ranks:
 
 def test_gpu_blocks_are_the_share_less_what_is_held(make: Any) -> None:
     config = dataclasses.replace(make(), device="cuda")
-    parts = [("share of the device", 30 * BLOCK_BYTES), ("weights and state", 9 * BLOCK_BYTES), ("largest step", 1)]
+    parts = [
+        ("share of the device", 30 * BLOCK_BYTES),
+        ("weights and state", 9 * BLOCK_BYTES),
+        ("largest step", 1),
+    ]
     ledger = plan(config, parts)
     assert ledger.num_blocks == 20
     assert "share of the device" in ledger.line() and "20 blocks of 4 tokens" in ledger.line()
-    with pytest.raises(ConfigError, match=r"less 9 bytes \(weights and state\).*not one token fits.*gpu_memory_util"):
+    with pytest.raises(
+        ConfigError,
+        match=r"less 9 bytes \(weights and state\).*not one token fits.*gpu_memory_util",
+    ):
         plan(config, [("share of the device", 5), ("weights and state", 9)])
 
 
 def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
     cache = KVCache(make(), KERNELS, 7, 2, torch.device("cpu"))
-    assert [tuple(view.shape) for view in cache.layers[0]] == list(KERNELS.kv_cache_shapes(7, 4, 2, 16))
+    assert [tuple(view.shape) for view in cache.layers[0]] == list(
+        KERNELS.kv_cache_shapes(7, 4, 2, 16)
+    )
     assert cache.tensor.is_contiguous() and not cache.tensor.any()
     assert cache.tensor.nbytes == 7 * BLOCK_BYTES
     cache.layers[1][0].fill_(3)
-    assert (cache.tensor[0, 1] == 3).all() and not cache.tensor[1].any() and not cache.tensor[0, 0].any()
+    assert (
+        (cache.tensor[0, 1] == 3).all()
+        and not cache.tensor[1].any()
+        and not cache.tensor[0, 0].any()
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,9 +136,19 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
         (
             2**40,
             64,
-            rf"a KV cache of {2**40} blocks of 4 tokens needs {2**20 * BLOCK_BYTES:.1f} MiB, .*: lower num_kv_",
+            (
+                rf"a KV cache of {2**40} blocks of 4 tokens needs {2**20 * BLOCK_BYTES:.1f} MiB,"
+                r" .*: lower num_kv_"
+            ),
         ),
-        (1, 2**46, r"a batch of 4 sequences needs .* MiB, which cannot be had: lower max_num_seqs or max_model_len"),
+        (
+            1,
+            2**46,
+            (
+                r"a batch of 4 sequences needs .* MiB, which cannot be had: lower max_num_seqs or"
+                r" max_model_len"
+            ),
+        ),
     ],
 )
 def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
@@ -131,9 +161,13 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
         ModelRunner(config, model, group, KERNELS, Device(group.device), num_blocks)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1000}, {"max_num_seqs": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1000}, {"max_num_seqs": 64}]
+)
 def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]) -> None:
-    """What is profiled on a GPU: it must fit the rotary table and the block size whatever the limits are."""
+    """What is profiled on a GPU: it must fit the rotary table and the block size whatever the
+    limits are.
+    """
     config = make(**options)
     group = TensorParallelGroup.alone(torch.device("cpu"))
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
@@ -144,7 +178,9 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
 def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
     seen: set[tuple[Any, ...]] = set()
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: Any, scale: float) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: Any, scale: float
+    ) -> torch.Tensor:
         seen.add(("paged_attention", len(q), attn.max_query_len, attn.max_seq_len))
         return REFERENCE.paged_attention(q, k, v, attn, scale)
 
@@ -156,8 +192,13 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
 
         return call
 
-    noting = {name: noted(name, getattr(REFERENCE.sampling, name)) for name in functions_of(SamplingKernels)}
-    kernels: Any = Replaced(REFERENCE, paged_attention=attend, sampling=Replaced(REFERENCE.sampling, **noting))
+    noting = {
+        name: noted(name, getattr(REFERENCE.sampling, name))
+        for name in functions_of(SamplingKernels)
+    }
+    kernels: Any = Replaced(
+        REFERENCE, paged_attention=attend, sampling=Replaced(REFERENCE.sampling, **noting)
+    )
     config = make(dtype="bfloat16", attention_backend="reference", max_num_batched_tokens=150)
     group = TensorParallelGroup.alone(torch.device("cpu"))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=300))
@@ -178,7 +219,9 @@ MIB = 2**20
 
 
 class RunnerOf:
-    """Holds so many bytes of a fake GPU, in torch's allocator and of the driver, until it is dropped."""
+    """Holds so many bytes of a fake GPU, in torch's allocator and of the driver, until it is
+    dropped.
+    """
 
     def __init__(self, gpu: FakeGpu, reserved: int, driver: int) -> None:
         self.gpu, self.reserved, self.driver = gpu, reserved, driver
@@ -191,13 +234,21 @@ class RunnerOf:
 
 
 @pytest.mark.parametrize(("driver", "others"), [(0, 0), (30 * MIB, 0), (30 * MIB, 50 * MIB)])
-def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(make: Any, driver: int, others: int) -> None:
-    """100 GiB, of which weights take 10: what others hold matters only as far as the share is not free."""
+def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
+    make: Any, driver: int, others: int
+) -> None:
+    """100 GiB, of which weights take 10: what others hold matters only as far as the share is not
+    free.
+    """
     config = dataclasses.replace(make(gpu_memory_utilization=0.5), device="cuda")
     weights, total = 10 * 1024 * MIB, 100 * 1024 * MIB
-    gpu = FakeGpu(total=total, free=total - weights - 768 * MIB - others, reserved=weights, peak=7 * MIB)
+    gpu = FakeGpu(
+        total=total, free=total - weights - 768 * MIB - others, reserved=weights, peak=7 * MIB
+    )
     steps: list[str] = []
-    parts = gpu_budget(config, gpu, lambda: steps.append("largest"), lambda: RunnerOf(gpu, 20 * MIB, driver))
+    parts = gpu_budget(
+        config, gpu, lambda: steps.append("largest"), lambda: RunnerOf(gpu, 20 * MIB, driver)
+    )
     assert steps == ["largest"]
     assert dict(parts) == {
         "share of the device": total // 2,
@@ -217,5 +268,7 @@ def test_gpu_ledger_takes_off_what_others_hold_of_the_share(make: Any) -> None:
 def test_gpu_ledger_with_nothing_left_says_so(make: Any) -> None:
     config = dataclasses.replace(make(gpu_memory_utilization=0.9), device="cuda")
     gpu = FakeGpu(total=1000 * MIB, free=100 * MIB, reserved=100 * MIB, peak=100 * MIB)
-    with pytest.raises(ConfigError, match=r"\(largest step\).*\(batch state and graphs\).*gpu_memory_utilization"):
+    with pytest.raises(
+        ConfigError, match=r"\(largest step\).*\(batch state and graphs\).*gpu_memory_utilization"
+    ):
         plan(config, gpu_budget(config, gpu, lambda: None, lambda: None))

@@ -1,4 +1,6 @@
-"""Batch state: vectorised preparation against a loop that follows the words of the messages, and its laws."""
+"""Batch state: vectorised preparation against a loop that follows the words of the messages, and
+its laws.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SLOTS = 5
 
 @pytest.fixture
 def config(small_checkpoint: Path) -> ResolvedConfig:
-    return config_of(small_checkpoint, max_num_seqs=SLOTS, max_model_len=30, max_num_batched_tokens=40)
+    return config_of(
+        small_checkpoint, max_num_seqs=SLOTS, max_model_len=30, max_num_batched_tokens=40
+    )
 
 
 @dataclass
@@ -58,16 +62,23 @@ class NaiveState:
         for slot, num, cached, num_blocks in zip(
             rows.slots, rows.num_tokens, rows.num_cached_tokens, rows.num_blocks, strict=True
         ):
-            self.rows[slot] = NaiveRow(tokens[:num], cached, min(cached, num - 1), blocks[:num_blocks])
+            self.rows[slot] = NaiveRow(
+                tokens[:num], cached, min(cached, num - 1), blocks[:num_blocks]
+            )
             tokens, blocks = tokens[num:], blocks[num_blocks:]
 
     def expected(self, plan: StepPlan) -> dict[str, list[int]]:
-        out: dict[str, list[int]] = {key: [] for key in ("tokens", "positions", "slots", "lens", "last", "ends")}
+        out: dict[str, list[int]] = {
+            key: [] for key in ("tokens", "positions", "slots", "lens", "last", "ends")
+        }
         out["starts"] = [0]
         for slot, new, samples in zip(plan.slots, plan.num_new_tokens, plan.samples, strict=True):
             row = self.rows[slot]
             for position in range(row.computed, row.computed + new):
-                place = row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+                place = (
+                    row.blocks[position // self.block_size] * self.block_size
+                    + position % self.block_size
+                )
                 out["tokens"].append(row.tokens[position])
                 out["positions"].append(position)
                 out["slots"].append(-1 if position < row.cached else place)
@@ -108,7 +119,9 @@ def admit_random(rng: random.Random, planner: Planner, slot: int, rows: list[Row
     donor = rng.choice(rows) if rows and rng.random() < 0.5 else None
     shared = min(donor.computed, len(donor.tokens)) // planner.block_size if donor else 0
     if donor is not None and shared:
-        prompt = donor.tokens[: shared * planner.block_size] + (prompt[:3] if rng.random() < 0.5 else [])
+        prompt = donor.tokens[: shared * planner.block_size] + (
+            prompt[:3] if rng.random() < 0.5 else []
+        )
     row = Row(prompt, len(prompt))
     planner.admit(row, slot, donor.blocks[:shared] if donor else None, shared * planner.block_size)
     return row
@@ -116,7 +129,9 @@ def admit_random(rng: random.Random, planner: Planner, slot: int, rows: list[Row
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("seed", range(10))
-def test_preparation_equals_a_loop_over_tokens(config: ResolvedConfig, seed: int, block_size: int) -> None:
+def test_preparation_equals_a_loop_over_tokens(
+    config: ResolvedConfig, seed: int, block_size: int
+) -> None:
     config = dataclasses.replace(config, block_size=block_size)
     rng = random.Random(seed)
     state, naive = BatchState(config, 10 * NUM_BLOCKS, CPU), NaiveState(block_size)
@@ -144,10 +159,19 @@ def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[in
     attn = inputs.attn
     assert inputs.token_ids_T.tolist() == expected["tokens"]
     assert inputs.positions_T.tolist() == expected["positions"]
-    assert attn.slot_mapping_T.tolist() == expected["slots"] and attn.slot_mapping_T.dtype == torch.int64
-    assert attn.query_start_B1.tolist() == expected["starts"] and attn.query_start_B1.dtype == torch.int32
+    assert (
+        attn.slot_mapping_T.tolist() == expected["slots"]
+        and attn.slot_mapping_T.dtype == torch.int64
+    )
+    assert (
+        attn.query_start_B1.tolist() == expected["starts"]
+        and attn.query_start_B1.dtype == torch.int32
+    )
     assert attn.seq_lens_B.tolist() == expected["lens"] and attn.seq_lens_B.dtype == torch.int32
-    assert attn.seq_start_B1.tolist() == [0, *np.cumsum(expected["lens"])] and attn.seq_start_B1.dtype == torch.int32
+    assert (
+        attn.seq_start_B1.tolist() == [0, *np.cumsum(expected["lens"])]
+        and attn.seq_start_B1.dtype == torch.int32
+    )
     assert inputs.logits_indices_R.tolist() == expected["last"]
     assert rows.sampling_positions_R.tolist() == expected["ends"]
     assert attn.max_seq_len == max(expected["lens"])
@@ -202,15 +226,27 @@ def test_clear_frees_every_slot(config: ResolvedConfig) -> None:
 
 def admitted(**changes: Any) -> AdmittedRows:
     rows: dict[str, Any] = {
-        "slots": [2], "num_tokens": [5], "num_prompt_tokens": [5], "num_cached_tokens": [0], "num_blocks": [2],
-        "token_ids": [1, 2, 3, 4, 5], "block_ids": [7, 8],
-    }  # fmt: skip
-    return AdmittedRows(sampling=(GREEDY,), **{key: ints(value) for key, value in (rows | changes).items()})
+        "slots": [2],
+        "num_tokens": [5],
+        "num_prompt_tokens": [5],
+        "num_cached_tokens": [0],
+        "num_blocks": [2],
+        "token_ids": [1, 2, 3, 4, 5],
+        "block_ids": [7, 8],
+    }
+    return AdmittedRows(
+        sampling=(GREEDY,), **{key: ints(value) for key, value in (rows | changes).items()}
+    )
 
 
 def plan_of(**changes: Any) -> StepPlan:
-    parts: dict[str, Any] = {"released": [], "appended_slots": [], "appended_block_ids": [], "slots": [],
-                             "num_new_tokens": []}  # fmt: skip
+    parts: dict[str, Any] = {
+        "released": [],
+        "appended_slots": [],
+        "appended_block_ids": [],
+        "slots": [],
+        "num_new_tokens": [],
+    }
     admitted_rows, samples = changes.pop("admitted", None), changes.pop("samples", b"")
     arrays = {key: ints(value) for key, value in (parts | changes).items()}
     return StepPlan(step_id=0, epoch=0, admitted=admitted_rows, samples=samples, **arrays)
@@ -223,10 +259,14 @@ BROKEN = {
     "released slots come once": plan_of(released=[1, 1]),
     "an admitted slot is free": plan_of(admitted=admitted(slots=[1])),
     "admitted slots exist": plan_of(admitted=admitted(slots=[-1])),
-    "a row has 1 to max_model_len": plan_of(admitted=admitted(num_tokens=[0], num_blocks=[0], token_ids=[])),
+    "a row has 1 to max_model_len": plan_of(
+        admitted=admitted(num_tokens=[0], num_blocks=[0], token_ids=[])
+    ),
     "the prompt is part of": plan_of(admitted=admitted(num_prompt_tokens=[6])),
     "cached tokens are part of": plan_of(admitted=admitted(num_cached_tokens=[6])),
-    "cached tokens lie in": plan_of(admitted=admitted(num_cached_tokens=[5], num_blocks=[1], block_ids=[7])),
+    "cached tokens lie in": plan_of(
+        admitted=admitted(num_cached_tokens=[5], num_blocks=[1], block_ids=[7])
+    ),
     "token_ids holds": plan_of(admitted=admitted(token_ids=[1, 2])),
     "block_ids holds": plan_of(admitted=admitted(block_ids=[7])),
     "blocks are of the cache": plan_of(appended_slots=[1], appended_block_ids=[NUM_BLOCKS]),
@@ -245,7 +285,14 @@ BROKEN = {
 @pytest.mark.parametrize("law", BROKEN)
 def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, law: str) -> None:
     state = BatchState(config, NUM_BLOCKS, CPU)
-    row = admitted(slots=[1], num_tokens=[3], num_prompt_tokens=[3], token_ids=[1, 2, 3], num_blocks=[1], block_ids=[0])
+    row = admitted(
+        slots=[1],
+        num_tokens=[3],
+        num_prompt_tokens=[3],
+        token_ids=[1, 2, 3],
+        num_blocks=[1],
+        block_ids=[0],
+    )
     state.apply(plan_of(admitted=row))
     with pytest.raises(WorkerError, match=f"batch state: {law}"):
         state.apply(BROKEN[law])
@@ -263,7 +310,13 @@ def test_row_may_sample_one_token_beyond_max_model_len_and_no_more(config: Resol
     """A step run ahead may add one that is dropped."""
     state = BatchState(config, NUM_BLOCKS, CPU)
     tokens = list(range(config.max_model_len))
-    row = admitted(num_tokens=[30], num_prompt_tokens=[30], token_ids=tokens, num_blocks=[8], block_ids=range(8))
+    row = admitted(
+        num_tokens=[30],
+        num_prompt_tokens=[30],
+        token_ids=tokens,
+        num_blocks=[8],
+        block_ids=range(8),
+    )
     state.apply(plan_of(admitted=row))
     plan = plan_of(slots=[2], num_new_tokens=[30], samples=b"\1")
     state.write_sampled(prepare(state, plan).sampled_places_R, torch.tensor([1]))

@@ -1,4 +1,6 @@
-"""A checkpoint that cannot be run is refused from its headers alone, by file and tensor, before anything starts."""
+"""A checkpoint that cannot be run is refused from its headers alone, by file and tensor, before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ def edit(model_dir: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(name="tied", tied=True), Shape(name="bias", extra={"attention_bias": True})], ids=lambda s: s.name
+    "shape",
+    [Shape(name="tied", tied=True), Shape(name="bias", extra={"attention_bias": True})],
+    ids=lambda s: s.name,
 )
 def test_names_and_shapes_are_those_transformers_saves(tmp_path: Path, shape: Shape) -> None:
     make_checkpoint(tmp_path, shape)
-    saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / SINGLE_NAME).items()}
+    saved = {
+        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / SINGLE_NAME).items()
+    }
     assert expected_tensors(ModelConfig.from_dir(tmp_path)) == saved
     check(tmp_path)
 
@@ -72,7 +78,10 @@ def test_tied_checkpoint_may_store_its_head(tmp_path: Path) -> None:
 
 def test_no_weights_is_refused(model_dir: Path) -> None:
     (model_dir / SINGLE_NAME).rename(model_dir / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file \(pytorch_model.bin would have to be conv"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds no \*\.safetensors file \(pytorch_model.bin would have to be conv",
+    ):
         check(model_dir)
 
 
@@ -80,11 +89,15 @@ def test_no_weights_is_refused(model_dir: Path) -> None:
 def test_truncated_file_is_refused_by_name(model_dir: Path, keep: int) -> None:
     path = model_dir / SINGLE_NAME
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match=r"model\.safetensors .*download or copy the checkpoint again"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors .*download or copy the checkpoint again"
+    ):
         check(model_dir)
 
 
-@pytest.mark.parametrize("header", [b"{not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}'])
+@pytest.mark.parametrize(
+    "header", [b"{not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}']
+)
 def test_damaged_header_is_refused(model_dir: Path, header: bytes) -> None:
     (model_dir / SINGLE_NAME).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ConfigError, match=r"model\.safetensors has a header that cannot be read"):
@@ -105,13 +118,18 @@ def test_missing_head_points_at_tied_embeddings(model_dir: Path) -> None:
 
 def test_unexpected_tensors_are_named_but_not_all(model_dir: Path) -> None:
     edit(model_dir, lambda t: t.update({f"model.extra.{i}": torch.zeros(1) for i in range(9)}))
-    with pytest.raises(ConfigError, match=r"holds model\.extra\.0, .* and 5 more, which a Qwen3 model"):
+    with pytest.raises(
+        ConfigError, match=r"holds model\.extra\.0, .* and 5 more, which a Qwen3 model"
+    ):
         check(model_dir)
 
 
 def test_wrong_shape_is_named(model_dir: Path) -> None:
     edit(model_dir, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[63\], but config\.json calls for \[64\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.norm\.weight has shape \[63\], but config\.json calls for \[64\]",
+    ):
         check(model_dir)
 
 
@@ -124,18 +142,27 @@ def test_quantized_tensor_is_refused(model_dir: Path) -> None:
 def test_index_naming_an_absent_file_is_refused(sharded_dir: Path) -> None:
     gone = sorted(sharded_dir.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ConfigError, match=rf"{gone.name} does not exist, though the index names it"):
+    with pytest.raises(
+        ConfigError, match=rf"{gone.name} does not exist, though the index names it"
+    ):
         check(sharded_dir)
 
 
 def test_index_contradicting_its_files_is_refused(sharded_dir: Path) -> None:
-    edit_index(sharded_dir, lambda placed: placed.update({"model.norm.weight": placed["model.embed_tokens.weight"]}))
-    with pytest.raises(ConfigError, match=r"places model\.norm\.weight in model-00001.*does not hold it"):
+    edit_index(
+        sharded_dir,
+        lambda placed: placed.update({"model.norm.weight": placed["model.embed_tokens.weight"]}),
+    )
+    with pytest.raises(
+        ConfigError, match=r"places model\.norm\.weight in model-00001.*does not hold it"
+    ):
         check(sharded_dir)
 
 
 def test_index_pointing_outside_is_refused(sharded_dir: Path) -> None:
-    edit_index(sharded_dir, lambda placed: placed.update({"model.norm.weight": "../elsewhere.safetensors"}))
+    edit_index(
+        sharded_dir, lambda placed: placed.update({"model.norm.weight": "../elsewhere.safetensors"})
+    )
     with pytest.raises(ConfigError, match="no file name of this directory"):
         check(sharded_dir)
 
@@ -144,7 +171,9 @@ def test_tensor_in_two_files_is_refused(sharded_dir: Path) -> None:
     (sharded_dir / INDEX_NAME).unlink()
     first = sorted(sharded_dir.glob("*.safetensors"))[0]
     shutil.copy(first, sharded_dir / "old.safetensors")
-    with pytest.raises(ConfigError, match=r"is in both .*old\.safetensors: remove the files left over"):
+    with pytest.raises(
+        ConfigError, match=r"is in both .*old\.safetensors: remove the files left over"
+    ):
         check(sharded_dir)
 
 

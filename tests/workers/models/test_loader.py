@@ -34,7 +34,9 @@ def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_slices_of_all_ranks_cover_every_tensor_with_its_values(tmp_path: Path, shape: Shape, size: int) -> None:
+def test_slices_of_all_ranks_cover_every_tensor_with_its_values(
+    tmp_path: Path, shape: Shape, size: int
+) -> None:
     make_checkpoint(tmp_path, shape)
     config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in stored.items()}
@@ -45,15 +47,22 @@ def test_slices_of_all_ranks_cover_every_tensor_with_its_values(tmp_path: Path, 
         load_weights(pieces, tmp_path, config)
         for piece in pieces:
             length = piece.target.shape[piece.dim]
-            assert torch.equal(piece.target, stored[piece.name].narrow(piece.dim, piece.start, length)), piece.name
+            assert torch.equal(
+                piece.target, stored[piece.name].narrow(piece.dim, piece.start, length)
+            ), piece.name
             covered[piece.name].narrow(piece.dim, piece.start, length).fill_(True)
         for weight_VE in (model.embedding.weight_VE, model.head.weight_VE):
-            assert not weight_VE[model.embedding.num_ids :].any(), "rows beyond the vocabulary are zero"
+            assert not weight_VE[model.embedding.num_ids :].any(), (
+                "rows beyond the vocabulary are zero"
+            )
     assert all(cover.all() for cover in covered.values())
 
 
 def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint: Path) -> None:
-    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    config, stored = (
+        ModelConfig.from_dir(small_checkpoint),
+        load_file(small_checkpoint / SINGLE_NAME),
+    )
     model = build(config, 0, 1)
     load_weights(model.slices(), small_checkpoint, config)
     layer = model.layers[1]
@@ -66,7 +75,10 @@ def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint:
 
 def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) -> None:
     """4 query heads, 2 KV heads, 4 ranks: query head r attends to KV head r // 2."""
-    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    config, stored = (
+        ModelConfig.from_dir(small_checkpoint),
+        load_file(small_checkpoint / SINGLE_NAME),
+    )
     keys = stored["model.layers.0.self_attn.k_proj.weight"]
     for rank in range(4):
         model = build(config, rank, 4)
@@ -76,7 +88,10 @@ def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) ->
 
 
 def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpoint: Path) -> None:
-    config, stored = ModelConfig.from_dir(small_checkpoint), load_file(small_checkpoint / SINGLE_NAME)
+    config, stored = (
+        ModelConfig.from_dir(small_checkpoint),
+        load_file(small_checkpoint / SINGLE_NAME),
+    )
     model = build(config, 1, 2, torch.bfloat16)
     load_weights(model.slices(), small_checkpoint, config)
     down = model.layers[0].mlp.down.weight_YX
@@ -100,7 +115,9 @@ def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
     config = ModelConfig.from_dir(small_checkpoint)
     model = build(config, 0, 2)
     calls: list[tuple[int, int]] = []
-    loaded = load_weights(model.slices(), small_checkpoint, config, lambda *call: calls.append(call))
+    loaded = load_weights(
+        model.slices(), small_checkpoint, config, lambda *call: calls.append(call)
+    )
     done = [call[0] for call in calls]
     assert done == sorted(done) and calls[-1] == (loaded, loaded)
     model.pack()

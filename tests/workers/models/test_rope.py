@@ -32,7 +32,9 @@ def reference(scaling: dict[str, Any], theta: float) -> Any:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     config = Qwen3Config(
-        head_dim=HEAD_DIM, max_position_embeddings=2048, rope_parameters={"rope_theta": theta} | scaling
+        head_dim=HEAD_DIM,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_theta": theta} | scaling,
     )
     return config, Qwen3RotaryEmbedding(config)
 
@@ -47,7 +49,9 @@ def test_frequencies_and_table_equal_those_of_transformers(name: str, theta: flo
     assert factor == pytest.approx(embedding.attention_scaling)
 
     length = 300  # below every original length: dynamic is the default there
-    cos_1LD, sin_1LD = embedding(torch.zeros(1, dtype=torch.float32), torch.arange(length).unsqueeze(0))
+    cos_1LD, sin_1LD = embedding(
+        torch.zeros(1, dtype=torch.float32), torch.arange(length).unsqueeze(0)
+    )
     table_LD = cos_sin_table(rope, HEAD_DIM, length, torch.device("cpu"))
     assert table_LD.shape == (length, HEAD_DIM) and table_LD.dtype == torch.float32
     expected_LD = torch.cat((cos_1LD[0, :, : HEAD_DIM // 2], sin_1LD[0, :, : HEAD_DIM // 2]), dim=1)

@@ -23,7 +23,10 @@ TRANSPORTS = ["shared memory", "gloo"]
 
 
 def on_ranks(
-    size: int, run: Callable[[TensorParallelGroup], Any], timeout_s: float = 10.0, transport: str = "shared memory"
+    size: int,
+    run: Callable[[TensorParallelGroup], Any],
+    timeout_s: float = 10.0,
+    transport: str = "shared memory",
 ) -> list[Any]:
     """What `run` gives on each rank of a new group."""
     rendezvous = open_rendezvous("127.0.0.1", timeout_s)
@@ -45,12 +48,18 @@ def on_ranks(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_dtype_is_summed_maximised_and_gathered(transport: str, dtype: torch.dtype, size: int) -> None:
+def test_every_dtype_is_summed_maximised_and_gathered(
+    transport: str, dtype: torch.dtype, size: int
+) -> None:
     def run(group: TensorParallelGroup) -> tuple[Any, Any, Any]:
         mine = torch.arange(6).view(2, 3).to(dtype) + group.rank
         total = mine.clone()
         assert group.all_reduce(total) is total
-        return total.tolist(), group.all_reduce_max(mine.clone()).tolist(), group.all_gather(mine).tolist()
+        return (
+            total.tolist(),
+            group.all_reduce_max(mine.clone()).tolist(),
+            group.all_gather(mine).tolist(),
+        )
 
     base = torch.arange(6).view(2, 3)
     for total, largest, gathered in on_ranks(size, run, transport=transport):
@@ -71,7 +80,9 @@ def test_bfloat16_sums_have_the_same_bits_on_every_rank(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_gather_takes_tensors_that_are_not_contiguous(transport: str) -> None:
-    gathered = on_ranks(2, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()), transport=transport)
+    gathered = on_ranks(
+        2, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()), transport=transport
+    )
     assert gathered[0][1].tolist() == torch.arange(6).view(2, 3).t().tolist()
 
 
@@ -105,7 +116,9 @@ def test_a_peer_that_leaves_fails_the_others_at_once(transport: str) -> None:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(transport: str, operation: str) -> None:
+def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(
+    transport: str, operation: str
+) -> None:
     def run(group: TensorParallelGroup) -> float:
         group.set_timeout(0.5)
         if group.rank == 1:
@@ -122,7 +135,10 @@ def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(transport: str,
 def test_a_group_that_never_completes_is_an_error_in_time() -> None:
     rendezvous = open_rendezvous("127.0.0.1", 5.0)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"rank 1 of 2 did not find all of its peers at 127.0.0.1:{rendezvous.port}"):
+    with pytest.raises(
+        WorkerError,
+        match=rf"rank 1 of 2 did not find all of its peers at 127.0.0.1:{rendezvous.port}",
+    ):
         TensorParallelGroup.create(1, 2, rendezvous.address, CPU, 1.0)
     assert time.monotonic() - started < 4.0
 
@@ -152,7 +168,9 @@ def test_closed_group_refuses_work(transport: str) -> None:
 
 
 class NcclStandIn:
-    """Answers as NCCL does for two ranks that hold the same: nothing to wait for where the call is in the stream."""
+    """Answers as NCCL does for two ranks that hold the same: nothing to wait for where the call is
+    in the stream.
+    """
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         assert not options.asyncOp, "a stream beside that of the step"

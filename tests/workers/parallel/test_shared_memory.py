@@ -1,5 +1,7 @@
-"""All-reduce through shared memory. Ranks are processes here, forked from one that has torch and numba loaded, so that
-they can be killed one at a time; threads where only the outcome of `join` matters."""
+"""All-reduce through shared memory. Ranks are processes here, forked from one that has torch and
+numba loaded, so that they can be killed one at a time; threads where only the outcome of `join`
+matters.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 ANSWER_TIMEOUT_S = 60.0
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches and looks into processes as on Linux")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="watches and looks into processes as on Linux"
+)
 
 
 class Ranks:
-    """`size` processes that are the ranks of one group; each runs `function(group, *args)` when told to."""
+    """`size` processes that are the ranks of one group; each runs `function(group, *args)` when
+    told to.
+    """
 
-    def __init__(self, size: int, timeout_s: float = 20.0, before: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, size: int, timeout_s: float = 20.0, before: Callable[[int], None] | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._rendezvous = open_rendezvous("127.0.0.1", timeout_s)
@@ -85,7 +93,9 @@ class Ranks:
             pipe.close()
 
 
-def _rank_main(pipe: Any, rank: int, size: int, address: Any, timeout_s: float, before: Any) -> None:
+def _rank_main(
+    pipe: Any, rank: int, size: int, address: Any, timeout_s: float, before: Any
+) -> None:
     torch.set_num_threads(1)
     if before is not None:
         before(rank)
@@ -143,12 +153,13 @@ def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> 
         return list(threads.map(rank_main, range(size)))
 
 
-# -- what comes out -------------------------------------------------------------------------------------------------
+# -- what comes out --------------------------------------------------------------------------------
 
 
 def input_of(rank: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-    """Any integers. Of floats, every other element is large on rank 0 and the opposite on rank 1, so that small ones of
-    later ranks survive only if these two are added first."""
+    """Any integers. Of floats, every other element is large on rank 0 and the opposite on rank 1,
+    so that small ones of later ranks survive only if these two are added first.
+    """
     generator = torch.Generator().manual_seed(1000 * rank + length)
     if not dtype.is_floating_point:
         return torch.randint(-(2**30) + 1, 2**30, (length,), generator=generator).to(dtype)
@@ -186,9 +197,23 @@ def check_operations(group: TensorParallelGroup, dtype: torch.dtype, length: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(
+    ranks: Ranks, dtype: torch.dtype
+) -> None:
     part = PART_BYTES // dtype.itemsize
-    for length in (0, 1, 7, 1023, 1025, part - 1, part, part + 1, 2 * part, 2 * part + 1, 5 * part + 1025):
+    for length in (
+        0,
+        1,
+        7,
+        1023,
+        1025,
+        part - 1,
+        part,
+        part + 1,
+        2 * part,
+        2 * part + 1,
+        5 * part + 1025,
+    ):
         assert len(set(ranks.all(check_operations, dtype, length))) == 1, length
 
 
@@ -198,7 +223,9 @@ def test_these_inputs_tell_one_order_of_addition_from_another(dtype: torch.dtype
     assert not torch.equal(sum_in_order(inputs), sum_in_order(inputs[1:] + inputs[:1]))
     assert not torch.equal(sum_in_order(inputs), sum_in_order(inputs[::-1]))
     if dtype != torch.float32:
-        assert not torch.equal(sum_in_order(inputs), inputs[0] + inputs[1] + inputs[2]), "rounded more than once"
+        assert not torch.equal(sum_in_order(inputs), inputs[0] + inputs[1] + inputs[2]), (
+            "rounded more than once"
+        )
 
 
 def check_strided(group: TensorParallelGroup) -> None:
@@ -216,7 +243,9 @@ def test_tensors_that_are_not_contiguous_are_reduced_in_place(ranks: Ranks) -> N
 
 
 def check_refusal(group: TensorParallelGroup) -> int:
-    with pytest.raises(ValueError, match=r"all_reduce of torch\.float64 .* possible are .*torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"all_reduce of torch\.float64 .* possible are .*torch\.bfloat16"
+    ):
         group.all_reduce(torch.zeros(3, dtype=torch.float64))
     return int(group.all_reduce(torch.tensor(1)))
 
@@ -230,7 +259,11 @@ def run_thousands(group: TensorParallelGroup, seed: int) -> None:
     common, own = random.Random(seed), random.Random(1000 * seed + group.rank)
     ranks_R = torch.arange(group.size)
     for number in range(3000):
-        lengths = (common.randint(1, 64), common.randint(1, 4096), common.randint(1, 5 * PART_BYTES // 8))
+        lengths = (
+            common.randint(1, 64),
+            common.randint(1, 4096),
+            common.randint(1, 5 * PART_BYTES // 8),
+        )
         length = common.choices(lengths, weights=(60, 35, 5))[0]
         mine = torch.arange(length) + 1_000_003 * number + group.rank
         match common.randrange(3):
@@ -266,11 +299,13 @@ def run_long_ones(group: TensorParallelGroup) -> None:
 
 
 def test_parts_of_long_tensors_never_mix(ranks: Ranks) -> None:
-    """Part follows part without a pause: who is one part behind still reads while the others write the next."""
+    """Part follows part without a pause: who is one part behind still reads while the others write
+    the next.
+    """
     ranks.all(run_long_ones)
 
 
-# -- peers that fail ------------------------------------------------------------------------------------------------
+# -- peers that fail -------------------------------------------------------------------------------
 
 
 def wait_and_fail(group: TensorParallelGroup, timeout_s: float = 20.0) -> tuple[str, float, str]:
@@ -292,7 +327,11 @@ def test_killed_peer_fails_the_ranks_that_wait_for_it(three: Ranks) -> None:
     three.kill(1)
     for rank in (0, 2):
         first, failed, second = three.answer(rank)
-        assert first == f"rank {rank} of 3: all_reduce failed: rank 1 (process {three.processes[1].pid}) has died"
+        assert (
+            first
+            == f"rank {rank} of 3: all_reduce failed: rank 1 (process {three.processes[1].pid}) has"
+            " died"
+        )
         assert second == f"rank {rank} of 3 has failed before: {first}"
         assert failed - killed < 0.5
 
@@ -348,7 +387,9 @@ def test_peer_that_leaves_after_an_operation_fails_nobody_in_it() -> None:
 
 
 def test_peer_that_dies_after_its_part_came_fails_nobody() -> None:
-    """Rank 0 is told that rank 1 is dead when rank 1 has just ended the operation that rank 0 waits in."""
+    """Rank 0 is told that rank 1 is dead when rank 1 has just ended the operation that rank 0 waits
+    in.
+    """
     found_dead, ended = threading.Event(), threading.Event()
 
     def run(reducer: SharedMemoryReducer) -> list[int]:
@@ -421,17 +462,28 @@ def test_interrupted_operation_is_not_gone_on_with(monkeypatch: pytest.MonkeyPat
     assert in_threads(2, run)[0] == "rank 0 of 2 has failed before: KeyboardInterrupt"
 
 
-# -- what is left ---------------------------------------------------------------------------------------------------
+# -- what is left ----------------------------------------------------------------------------------
 
 
 def traces() -> list[str]:
-    """Files of ours that have a name; what this process has mapped or open of segments and of watches over peers."""
-    gc.collect()  # an error that is in a cycle keeps the frames it went through, and what they have mapped
+    """Files of ours that have a name; what this process has mapped or open of segments and of
+    watches over peers.
+    """
+    # an error that is in a cycle keeps the frames it went through, and what they have mapped
+    gc.collect()
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     files = [str(path) for place in places for path in place.glob("*eagleray-all-reduce*")]
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "eagleray-all-reduce" in line]
+    mapped = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "eagleray-all-reduce" in line
+    ]
     opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return files + mapped + [name for name in opened if "eagleray-all-reduce" in name or "pidfd" in name]
+    return (
+        files
+        + mapped
+        + [name for name in opened if "eagleray-all-reduce" in name or "pidfd" in name]
+    )
 
 
 def test_nothing_is_left_after_closing() -> None:
@@ -451,7 +503,9 @@ def test_nothing_is_left_after_all_ranks_are_killed() -> None:
     assert traces() == []
 
 
-def test_without_nameless_files_a_named_one_is_removed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_nameless_files_a_named_one_is_removed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.delattr(os, "pidfd_open")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -462,7 +516,7 @@ def test_without_nameless_files_a_named_one_is_removed_at_once(monkeypatch: pyte
     assert in_threads(2, run) == [(2, []), (2, [])]
 
 
-# -- when it cannot be ----------------------------------------------------------------------------------------------
+# -- when it cannot be -----------------------------------------------------------------------------
 
 
 def forbid_files(rank: int) -> None:
@@ -496,13 +550,23 @@ def test_one_rank_that_cannot_map_leads_every_rank_to_gloo() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("host_id", lambda: str(threading.get_ident()), "runs on another host or in another container"),
-        ("create", lambda *_: (os.open("/dev/zero", os.O_RDWR), "/dev/zero"), "/dev/zero is not the segment of rank 0"),
+        (
+            "host_id",
+            lambda: str(threading.get_ident()),
+            "runs on another host or in another container",
+        ),
+        (
+            "create",
+            lambda *_: (os.open("/dev/zero", os.O_RDWR), "/dev/zero"),
+            "/dev/zero is not the segment of rank 0",
+        ),
         ("create", lambda *_: (os.open("/dev/zero", os.O_RDWR), "/proc/none"), "No such file"),
     ],
     ids=["another host", "another file", "no file"],
 )
-def test_every_rank_knows_why_not(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+def test_every_rank_knows_why_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str
+) -> None:
     monkeypatch.setattr(segment, name, value)
     monkeypatch.setattr(segment, "remove", lambda path: None)
     reasons = in_threads(3, lambda joined: joined)

@@ -1,4 +1,6 @@
-"""The sampler: what it draws, against slow references; and that shards, batches and neighbours change nothing."""
+"""The sampler: what it draws, against slow references; and that shards, batches and neighbours
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,23 @@ def make(**options: Any) -> Sampling:
     return Sampling(**({"seed": 1, "max_tokens": 100} | options))
 
 
-def make_sampler(vocab_size: int, num_slots: int = 8, group: Group = ALONE, shard: int | None = None) -> Sampler:
+def make_sampler(
+    vocab_size: int, num_slots: int = 8, group: Group = ALONE, shard: int | None = None
+) -> Sampler:
     """`shard`: columns of each rank, padding included."""
     shard = vocab_size if shard is None else shard
-    return Sampler(group, KERNELS, vocab_size, group.rank * shard, (group.rank + 1) * shard, num_slots, "cpu")
+    return Sampler(
+        group, KERNELS, vocab_size, group.rank * shard, (group.rank + 1) * shard, num_slots, "cpu"
+    )
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(logits: torch.Tensor, rows: list[Sampling], position: int = 1, vocab_size: int | None = None) -> list[int]:
+def sample(
+    logits: torch.Tensor, rows: list[Sampling], position: int = 1, vocab_size: int | None = None
+) -> list[int]:
     """One token for each row, each a fresh request with a prompt of token 0."""
     sampler = make_sampler(vocab_size or logits.shape[1], len(rows), shard=logits.shape[1])
     for slot, sampling in enumerate(rows):
@@ -68,7 +76,9 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) 
     counts = np.zeros(len(logits_V))
     for start in range(0, num_draws, rows):
         batch = sampler.batch([0] * rows, range(start + 1, start + rows + 1))
-        counts += np.bincount(sampler.sample(logits_V.expand(rows, -1), batch).token_ids_B, minlength=len(counts))
+        counts += np.bincount(
+            sampler.sample(logits_V.expand(rows, -1), batch).token_ids_B, minlength=len(counts)
+        )
     return counts
 
 
@@ -84,7 +94,9 @@ def random_sampling(rng: random.Random, vocab_size: int) -> Sampling:
         repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.8]),
         presence_penalty=rng.choice([0.0, 0.0, 0.7, -0.5]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
-        logit_bias=rng.choice([(), tuple(sorted((token, rng.uniform(-3, 3)) for token in some_ids))]),
+        logit_bias=rng.choice(
+            [(), tuple(sorted((token, rng.uniform(-3, 3)) for token in some_ids))]
+        ),
         stop_token_ids=frozenset(some_ids[:3]),
         min_tokens=rng.choice([0, 4]),
         logprobs=rng.choice([-1, 0, 3, 20]),
@@ -111,7 +123,9 @@ def test_greedy_batch_has_nothing_to_draw() -> None:
 
 
 def assert_drawn_from(counts: Floats, probabilities: Floats) -> None:
-    """Chi-square at 1e-4 over the tokens expected 5 times or more, with the others as one more class."""
+    """Chi-square at 1e-4 over the tokens expected 5 times or more, with the others as one more
+    class.
+    """
     assert counts[probabilities == 0].sum() == 0
     common = probabilities * counts.sum() >= 5
     classes, expected = counts[common], probabilities[common]
@@ -148,14 +162,22 @@ def test_seeds_draw_independently_at_one_position() -> None:
     sampler = make_sampler(40, num_slots=20_000)
     for slot in range(20_000):
         sampler.admit(slot, make(seed=slot), [0], 1)
-    tokens = sampler.sample(logits.expand(20_000, -1), sampler.batch(range(20_000), [1] * 20_000)).token_ids_B
-    assert_drawn_from(np.bincount(tokens, minlength=40).astype(float), logits.double().softmax(0).numpy())
+    tokens = sampler.sample(
+        logits.expand(20_000, -1), sampler.batch(range(20_000), [1] * 20_000)
+    ).token_ids_B
+    assert_drawn_from(
+        np.bincount(tokens, minlength=40).astype(float), logits.double().softmax(0).numpy()
+    )
 
 
 @pytest.mark.parametrize("backend", ["cpu"], indirect=True)
-@pytest.mark.parametrize(("options", "least"), [({"top_p": 0.95}, 10_000), ({"top_k": 12_000}, 12_000), ({}, 151_000)])
+@pytest.mark.parametrize(
+    ("options", "least"), [({"top_p": 0.95}, 10_000), ({"top_k": 12_000}, 12_000), ({}, 151_000)]
+)
 def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int) -> None:
-    """A vocabulary of 151,936 of which thousands are likely. Tokens are counted in 40 classes of equal probability."""
+    """A vocabulary of 151,936 of which thousands are likely. Tokens are counted in 40 classes of
+    equal probability.
+    """
     logits = normal(151_936) * 0.5
     logits[20_000:] -= 14.0 if options else 1.0
     logits = logits[torch.randperm(151_936, generator=torch.Generator().manual_seed(2))]
@@ -163,21 +185,27 @@ def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int
     counts = draw(logits, sampling, 1_200, rows=8)
     probabilities, _ = reference.distribution(logits.double().numpy(), sampling)
     assert (probabilities > 0).sum() >= least
-    # One token more or less at the limit is float32's to decide: its probability is 2**-15 of the whole.
+    # One token more or less at the limit is float32's to decide: its probability is 2**-15 of the
+    # whole.
     assert len(kept_tokens(logits, sampling) ^ set(probabilities.nonzero()[0].tolist())) <= 1
     assert counts[probabilities == 0].sum() == 0
     classes = (probabilities.cumsum() * 40).astype(int).clip(0, 39)
-    seen, expected = (np.bincount(classes, weights=w, minlength=40).astype(float) for w in (counts, probabilities))
+    seen, expected = (
+        np.bincount(classes, weights=w, minlength=40).astype(float) for w in (counts, probabilities)
+    )
     assert reference.chi_square(seen, expected) < reference.chi_square_limit(39)
 
 
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 @pytest.mark.parametrize("vocab_size", [30, 3000])
 def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None:
-    """Which tokens have any weight, row by row; rounded logits make ties, which are kept at every limit."""
+    """Which tokens have any weight, row by row; rounded logits make ties, which are kept at every
+    limit.
+    """
     rng = random.Random(5)
     rows = [
-        dataclasses.replace(random_sampling(rng, vocab_size), temperature=rng.choice([0.5, 1, 2])) for _ in range(60)
+        dataclasses.replace(random_sampling(rng, vocab_size), temperature=rng.choice([0.5, 1, 2]))
+        for _ in range(60)
     ]
     logits = normal(60, vocab_size) * spread
     logits[::2] = logits[::2].mul(4).round().div(4)
@@ -191,14 +219,18 @@ def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None
 
 
 def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
-    """All tokens the sampler gives any weight; without filters it has no such set, and none is wanted."""
+    """All tokens the sampler gives any weight; without filters it has no such set, and none is
+    wanted.
+    """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
     (rows,) = sampler.batch([0], [1]).draws
     if rows.filters is None:
         return set(range(len(logits_V)))
     best_1, _, block_max_1X = KERNELS.row_best(logits_V[None])
-    limit_1, _ = sampler._limits(_gap_rows(logits_V[None], block_max_1X, best_1, rows), rows.filters)
+    limit_1, _ = sampler._limits(
+        _gap_rows(logits_V[None], block_max_1X, best_1, rows), rows.filters
+    )
     gaps_1V = kernels.token_gaps(logits_V[None], best_1, rows.temperature_R)
     return set((kernels.token_weights(gaps_1V, limit_1)[0] > 0).nonzero()[:, 0].tolist())
 
@@ -214,7 +246,9 @@ def test_temperature_so_small_that_logits_overflow_is_greedy() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> None:
-    """Four steps of eight rows; penalties follow the tokens sampled before. Each row alone gives the same tokens."""
+    """Four steps of eight rows; penalties follow the tokens sampled before. Each row alone gives
+    the same tokens.
+    """
     rng = random.Random(seed)
     vocab_size = rng.choice([20, 200, 1500])
     rows = [random_sampling(rng, vocab_size) for _ in range(8)]
@@ -230,11 +264,17 @@ def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> No
         positions = [len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)]
         order = rng.sample(range(8), 8)
         batch = together.batch(order, [positions[slot] for slot in order])
-        tokens = dict(zip(order, together.sample(logits[order], batch).token_ids_B.tolist(), strict=True))
+        tokens = dict(
+            zip(order, together.sample(logits[order], batch).token_ids_B.tolist(), strict=True)
+        )
         for slot, sampling in enumerate(rows):
-            single = alone.sample(logits[slot : slot + 1], alone.batch([slot], [positions[slot]])).token_ids_B
+            single = alone.sample(
+                logits[slot : slot + 1], alone.batch([slot], [positions[slot]])
+            ).token_ids_B
             assert tokens[slot] == int(single)
-            adjusted = reference.adjust(logits[slot].double().numpy(), sampling, prompts[slot], outputs[slot])
+            adjusted = reference.adjust(
+                logits[slot].double().numpy(), sampling, prompts[slot], outputs[slot]
+            )
             want, margin = reference.sample(adjusted, sampling, positions[slot])
             if margin > CLEAR:
                 num_clear += 1
@@ -246,10 +286,16 @@ def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> No
 
 def test_repetition_covers_the_prompt_and_the_other_penalties_only_the_output() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, 1.5]])
-    for option, want in (("repetition_penalty", 3), ("presence_penalty", 0), ("frequency_penalty", 0)):
+    for option, want in (
+        ("repetition_penalty", 3),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0),
+    ):
         sampler = make_sampler(4)
         sampler.admit(0, make(temperature=0, **{option: 1.5}), [0, 1, 1], 2)
-        assert sampler.sample(logits, sampler.batch([0], [3])).token_ids_B.tolist() == [want], option
+        assert sampler.sample(logits, sampler.batch([0], [3])).token_ids_B.tolist() == [want], (
+            option
+        )
 
 
 def test_sampled_tokens_count_for_the_next_step_without_the_host() -> None:
@@ -262,23 +308,41 @@ def test_sampled_tokens_count_for_the_next_step_without_the_host() -> None:
 
 def test_min_tokens_masks_stop_ids_until_enough_were_generated() -> None:
     sampler = make_sampler(4)
-    sampler.admit(0, make(temperature=0, min_tokens=2, stop_token_ids=frozenset({3})), [0, 1, 2, 0], 3)
+    sampler.admit(
+        0, make(temperature=0, min_tokens=2, stop_token_ids=frozenset({3})), [0, 1, 2, 0], 3
+    )
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
-    tokens = [int(sampler.sample(logits, sampler.batch([0], [position])).token_ids_B) for position in (4, 5, 6)]
+    tokens = [
+        int(sampler.sample(logits, sampler.batch([0], [position])).token_ids_B)
+        for position in (4, 5, 6)
+    ]
     assert tokens == [2, 3, 3]  # one token was there on admission, so one more is needed
 
 
 def test_mask_of_min_tokens_wins_over_bias() -> None:
-    row = make(temperature=0, min_tokens=1, stop_token_ids=frozenset({1}), logit_bias=((1, 100.0), (2, 1.0)))
+    row = make(
+        temperature=0,
+        min_tokens=1,
+        stop_token_ids=frozenset({1}),
+        logit_bias=((1, 100.0), (2, 1.0)),
+    )
     assert sample(torch.zeros(1, 4), [row]) == [2]
 
 
 @pytest.mark.parametrize("released", [False, True])
-@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 1.5}, {"repetition_penalty": 2.0}], ids=str)
-def test_slot_given_to_a_new_row_forgets_the_old_one(penalties: dict[str, Any], released: bool) -> None:
+@pytest.mark.parametrize(
+    "penalties", [{}, {"presence_penalty": 1.5}, {"repetition_penalty": 2.0}], ids=str
+)
+def test_slot_given_to_a_new_row_forgets_the_old_one(
+    penalties: dict[str, Any], released: bool
+) -> None:
     sampler = make_sampler(4)
     old = make(
-        temperature=0, presence_penalty=1.0, logit_bias=((3, 50.0),), min_tokens=9, stop_token_ids=frozenset({0})
+        temperature=0,
+        presence_penalty=1.0,
+        logit_bias=((3, 50.0),),
+        min_tokens=9,
+        stop_token_ids=frozenset({0}),
     )
     sampler.admit(0, old, [0, 1, 1], 1)
     logits = torch.tensor([[2.0, 1.9, 1.0, 0.0]])
@@ -311,7 +375,10 @@ def test_logits_stay_unchanged() -> None:
     rng = random.Random(9)
     logits = normal(8, 300)
     before = logits.clone()
-    sample(logits, [dataclasses.replace(random_sampling(rng, 300), logit_bias=((0, 5.0),)) for _ in range(8)])
+    sample(
+        logits,
+        [dataclasses.replace(random_sampling(rng, 300), logit_bias=((0, 5.0),)) for _ in range(8)],
+    )
     assert torch.equal(logits, before)
 
 
@@ -324,7 +391,10 @@ def test_bfloat16_logits_sample_as_their_float32_values() -> None:
 
 def test_row_whose_logits_are_not_numbers_gets_some_token_and_disturbs_no_other() -> None:
     logits = normal(6, 300)
-    rows = [make(temperature=t, top_k=k, logprobs=2) for t, k in ((0, 0), (0, 0), (1, 0), (1, 0), (1, 5), (1, 5))]
+    rows = [
+        make(temperature=t, top_k=k, logprobs=2)
+        for t, k in ((0, 0), (0, 0), (1, 0), (1, 0), (1, 5), (1, 5))
+    ]
     clean = sample(logits, rows)
     for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
         broken = logits.clone()
@@ -337,7 +407,9 @@ def test_row_whose_logits_are_not_numbers_gets_some_token_and_disturbs_no_other(
 # Padding and shards
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str
+)
 def test_padding_is_never_sampled_however_large_its_logits(options: dict[str, Any]) -> None:
     logits = normal(50, 64)
     logits[:, 50:] = 100.0
@@ -349,13 +421,20 @@ def test_padding_is_never_sampled_however_large_its_logits(options: dict[str, An
 def test_ids_beyond_the_vocabulary_bias_and_mask_nothing() -> None:
     logits = normal(2, 64)
     row = make(
-        temperature=0, logit_bias=((55, 100.0), (9999, 100.0)), min_tokens=5, stop_token_ids=frozenset({60, 7777})
+        temperature=0,
+        logit_bias=((55, 100.0), (9999, 100.0)),
+        min_tokens=5,
+        stop_token_ids=frozenset({60, 7777}),
     )
     assert sample(logits, [row] * 2, vocab_size=50) == logits[:, :50].argmax(dim=1).tolist()
 
 
-def run_case(seed: int, group: Group) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...] | None]]:
-    """Two steps of sixteen random rows on this rank's shard. Case 0 leaves ranks without a token."""
+def run_case(
+    seed: int, group: Group
+) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...] | None]]:
+    """Two steps of sixteen random rows on this rank's shard. Case 0 leaves ranks without a
+    token.
+    """
     rng = random.Random(1000 + seed)
     vocab_size = (9, 50, 3001)[seed % 3]
     shard = (vocab_size + 15) // 16 * 16 // group.size
@@ -397,7 +476,8 @@ def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(ba
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     ranks = [
-        context.Process(target=run_rank, args=(rank, backend, addresses, answers), daemon=True) for rank in range(4)
+        context.Process(target=run_rank, args=(rank, backend, addresses, answers), daemon=True)
+        for rank in range(4)
     ]
     for process in ranks:
         process.start()
@@ -405,7 +485,14 @@ def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(ba
     got = [answers.get(timeout=60) for _ in range(6)]
     for process in ranks:
         process.join(20)
-    assert sorted((rank, size) for rank, size, _ in got) == [(0, 2), (0, 4), (1, 2), (1, 4), (2, 4), (3, 4)]
+    assert sorted((rank, size) for rank, size, _ in got) == [
+        (0, 2),
+        (0, 4),
+        (1, 2),
+        (1, 4),
+        (2, 4),
+        (3, 4),
+    ]
     for rank, size, tokens in got:
         for seed in range(NUM_CASES):
             assert tokens[seed] == want[seed], f"case {seed}, rank {rank} of {size}"
