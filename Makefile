@@ -26,7 +26,7 @@ simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
 
 bench: $(VENV)/.ready
-	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency plot; do \
+	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \
 	    $(BIN)/python -m benchmarks.$$name || exit 1; \
 	done
 
@@ -35,7 +35,6 @@ bench: $(VENV)/.ready
 bench-throughput: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.throughput --model "$(MODEL)" --workload "$(WORKLOAD)" \
 	    $(if $(PEER),--peer-command "$(PEER)")
-	$(BIN)/python -m benchmarks.plot
 
 # On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed.
 # OUT=DIR puts the JSON elsewhere.

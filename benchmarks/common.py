@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, models of random weights, alternating runs, and where
+"""What the benchmarks share: the machine, models with random weights, alternating runs, and where
 results go.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tests.checkpoints import write_fast_checkpoint
+from benchmarks.checkpoints import write_fast_checkpoint
 
 T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout, with a + if files have changed since; None outside of one."""
+    """Commit of the checkout, with a + if files have changed since; None outside of a checkout."""
     command = [
         "git",
         "-C",
@@ -99,8 +99,8 @@ def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M
 
 
 def alternate(runs: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Call each of `runs` in turn, `repeats` times over, so that a slow minute of the machine falls
-    on all alike.
+    """Call each of `runs` in turn, `repeats` times over, so that a slow minute of the machine
+    affects all of them alike.
     """
     values: dict[str, list[T]] = {name: [] for name in runs}
     for i in range(repeats):
@@ -118,10 +118,10 @@ def median(values: list[float]) -> float:
 def write_result(
     name: str, limit: str, measured: Mapping[str, Any], module: str | None = None
 ) -> None:
-    """Write benchmarks/results/NAME.json and print it. `limit` says what the numbers are to be
-    judged against.
+    """Write benchmarks/results/NAME.json and print it. `limit` says what to judge the numbers
+    against.
 
-    `module`: of the benchmark, where it is not called as its result is.
+    `module` is the benchmark's module, if its name differs from the result's.
     """
     record = {
         "benchmark": name,
@@ -137,6 +137,6 @@ def write_result(
 
 
 def _command(name: str) -> str:
-    """As it was typed, with absolute paths shortened to their last part."""
+    """The command as it was typed, with absolute paths shortened to their last part."""
     words = [re.sub(r"(?<!\S)/\S*/", "", word) for word in sys.argv[1:]]
     return shlex.join(["python", "-m", f"benchmarks.{name}", *words])

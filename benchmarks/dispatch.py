@@ -1,21 +1,19 @@
 """What Ray and the driver add to a decode step: `python -m benchmarks.dispatch [--model DIR]
 [--batch-sizes 1 16]`.
 
-For each size of the group and of the batch, the median time between two decode steps, three ways in
-turn:
+For each size of the group and of the batch, the median time between two decode steps, measured in
+three ways in turn:
 
     ahead1, ahead0   between results in the driver actor, with a step submitted beyond the unread
-    one, and without
-    no_ray           the same ranks as plain processes, 1 rank: scheduler and model in one process,
-    step by step;
-                     more: between steps a rank has finished, with every later plan in its pipe
-                     already
+                     one, and without
+    no_ray           the same ranks as plain processes; with one rank, scheduler and model in one
+                     process, step by step; with more, between steps that a rank has finished, with
+                     every later plan already in its pipe
 
-At tp 1 once with all cores for the rank, as engines run, and once with one core, which leaves some
-to driver and Ray;
-and `sleeping`: the real driver and rank actors with ranks that only wait for a made-up device of 3
-ms a step; what a
-step takes beyond 3 ms is what a GPU would wait. The limit: `no_ray`, and 0 beyond the 3 ms.
+At tp 1, once with all cores for the rank, as engines run, and once with one core, which leaves the
+others to the driver and Ray; and `sleeping`: the real driver and rank actors with ranks that only
+wait for a simulated device with 3 ms per step; a GPU would wait for whatever a step takes beyond 3
+ms. The limit: `no_ray`, and 0 beyond the 3 ms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Actors that the dispatch benchmark runs in place of the engine's own: a driver that notes when
-results come, and ranks that wait for a made-up device instead of computing.
+results come, and ranks that wait for a simulated device instead of computing.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class OneCoreDriver(TimedDriver):
 class SleepingWorker(Worker):
     """Loads as a rank does, then waits instead of computing, as a host does for a GPU.
 
-    On the made-up device step k is done `DEVICE_STEP_S` after the later of its launch and the end
-    of step k - 1.
+    On the simulated device, step k is done `DEVICE_STEP_S` after the later of its launch and the
+    end of step k - 1.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
@@ -74,7 +74,7 @@ class SleepingWorker(Worker):
         self._launched = threading.Condition()
         self._done_s: dict[
             int, tuple[float, int]
-        ] = {}  # by step: when, and how many tokens it samples
+        ] = {}  # per step: when it is done, and how many tokens it samples
         self._last_s = 0.0
 
     def launch(self, plan: StepPlan) -> None:

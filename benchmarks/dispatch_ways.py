@@ -20,6 +20,7 @@ from unittest import mock
 
 import ray
 
+from benchmarks.rank_pool import WorkerPool
 from cluster import LLM, SamplingParams
 from cluster.client.model_files import find_model
 from cluster.engine.driver import Driver
@@ -30,12 +31,11 @@ from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
-from tests.workers.pool import WorkerPool
 from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
 
 PROMPT_LEN = 32
-NUM_SKIPPED = 10  # intervals at either end: prefill, and the first steps of a batch
+NUM_SKIPPED = 10  # intervals at both ends: prefill, and the first steps of a batch
 Measure = Callable[[int], float]
 
 
@@ -131,8 +131,8 @@ def _run_in_process(size: int, steps: int) -> list[float]:
 
 
 class _PlainRanks:
-    """Processes of a pool, one a rank, which get every plan of a batch at once: they never wait for
-    the scheduler.
+    """Processes of a pool, one per rank, which get every plan of a batch at once, so they never
+    wait for the scheduler.
     """
 
     def __init__(self, config: ResolvedConfig, num_threads: int) -> None:
@@ -140,7 +140,7 @@ class _PlainRanks:
         self.pool = WorkerPool(self.size)
         cores = sorted(os.sched_getaffinity(0))
         for rank, process in enumerate(self.pool._processes):
-            if len(cores) >= self.size:  # each on cores of its own, as the ranks of a node are
+            if len(cores) >= self.size:  # each on its own cores, like the ranks of a node
                 os.sched_setaffinity(
                     process.pid or 0, cores[rank * num_threads : (rank + 1) * num_threads]
                 )

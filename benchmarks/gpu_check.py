@@ -1,18 +1,18 @@
 """What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check
 [--out FILE]`.
 
-    machine      the GPU, versions, what its memory and its matrix units sustain
+    machine      the GPU, versions, what its memory and its matrix units can sustain
     numerics     every kernel against its reference
-    speed        every kernel against the least time it can take
+    speed        every kernel against its lower bound
     decode       steps of the 0.6B and 8B shapes, eager and through graphs
-    throughput   output tokens a second of the engine, with each attention backend
+    throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
 
 Needs torch and triton; nothing is downloaded or built, and Ray is not used. Under nine minutes:
-each section has a process of its own and a limit, and what it has found when it crashes, hangs or
-runs out of time is kept. Results are written after every section, and one table is printed at the
-end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any device, a CPU with
-TRITON_INTERPRET=1 included, whose times say nothing.
+each section has its own process and time limit, and its results so far are kept if it crashes,
+hangs or runs out of time. Results are written after every section, and one table is printed at the
+end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any device, including a CPU
+with TRITON_INTERPRET=1; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from workers.roofline import Machine
 
 
 def machine(check: Check) -> None:
-    """What is here, and the ceilings that the floors of the other sections are computed from."""
+    """What this machine has, and the ceilings from which the floors of the other sections are
+    computed.
+    """
     check.add("device", lambda: _describe(check))
     check.add("ceilings", lambda: _ceilings(check))
     check.add("process group", lambda: _process_group(check))
@@ -74,8 +76,8 @@ def _describe(check: Check) -> Row:
 
 
 def _ceilings(check: Check) -> Row:
-    """The faster of a copy, counting bytes read and written, and a sum, which reads; a square
-    product in bfloat16.
+    """The faster of a copy (bytes read and written) and a sum (bytes read); a square product in
+    bfloat16.
     """
     num_bytes, size = (2**20, 64) if check.small else (4 * 2**30, 8192)
     source = torch.empty(num_bytes, dtype=torch.uint8, device=check.device).random_()
@@ -94,15 +96,14 @@ def _ceilings(check: Check) -> Row:
 
 
 def _process_group(check: Check) -> Row:
-    """What ranks ask of each other, asked by one alone: sums, a maximum and a gather, on a GPU in a
-    graph.
+    """The collective operations of ranks, called by a single rank: sums, a maximum and a gather; on
+    a GPU within a graph.
     """
     rendezvous = open_rendezvous("127.0.0.1", _GROUP_TIMEOUT_S)
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     backend = _connect(0, 1, rendezvous.address, check.device, timeout)
-    group = TensorParallelGroup(
-        0, 2, check.device, backend
-    )  # of two, as it is told: one alone asks nothing
+    # Claims to be one of two: a group of one does nothing.
+    group = TensorParallelGroup(0, 2, check.device, backend)
     summed, largest = (
         check.normal(64, 1024),
         torch.arange(64, dtype=torch.int64, device=check.device),
@@ -136,8 +137,8 @@ def _process_group(check: Check) -> Row:
         group.close()
 
 
-# By name, in order of importance: what runs, and its seconds with those of its process, 530 in all.
-# What one does not use is for those after it.
+# By name, in order of importance: the section, and its limit in seconds including its process, 530
+# altogether. Time that one does not use is left to the later ones.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "machine": (machine, 40.0),
     "numerics": (numerics, 150.0),
@@ -146,17 +147,19 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "throughput": (throughput, 65.0),
     "tokens": (tokens, 65.0),
 }
-# A section that stops in time has so long until its process is killed.
+# Time that a section has to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0
-# What runs a section: its name, where its part goes, and the moment at which it stops.
+# Runs a section, given its name, the file for its part, and the time at which it must stop.
 Command = Callable[[str, Path, float], list[str]]
 
 
 def run_sections(
     record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command
 ) -> None:
-    """One after the other, each in a process. `record` is written to `out` after every one."""
+    """Run one after the other, each in its own process. `record` is written to `out` after every
+    section.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.stem}_part.json")
     due_s = time.monotonic()
@@ -191,8 +194,8 @@ def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) ->
 
 
 def table(sections: dict[str, Section], brief: bool = False) -> str:
-    """A line a row, under the names of its section's columns. `brief` leaves out what is within its
-    limit.
+    """One line per row, under the names of its section's columns. `brief` leaves out rows that are
+    within their limits.
     """
     lines = []
     for name, section in sections.items():

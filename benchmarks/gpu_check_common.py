@@ -23,11 +23,11 @@ from workers.roofline import Machine
 
 Row = dict[str, Any]
 
-# Inputs that are used in turn take this much together, several times the second-level cache, if
-# that many sets do.
+# Inputs that are used in turn take up this much together, several times the second-level cache, if
+# there can be that many sets.
 _ROTATED_BYTES = 256 * 2**20
 _MOST_SETS = 64
-# A clock that has gone down while the host prepared goes up again within the first.
+# If the clock has slowed down while the host prepared, it recovers within the first repetitions.
 _WARMED_US = 30_000.0
 _TIMED_US = 50_000.0
 _FEWEST_REPLAYS = 3
@@ -36,10 +36,10 @@ _FEWEST_REPLAYS = 3
 @dataclass(slots=True, kw_only=True)
 class Check:
     """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this
-    machine sustains, an H200's data sheet until that is measured.
+    machine can sustain; an H200's data sheet until it is measured.
 
     `small`: tiny shapes, for any device. `rows` are the results of the section that runs; `on_row`
-    follows each.
+    is called after each.
     """
 
     device: torch.device
@@ -61,7 +61,7 @@ class Check:
         return torch.bfloat16 if self.on_gpu else torch.float16
 
     def add(self, name: str, measure: Callable[[], Row]) -> None:
-        """Append the row that `measure` gives. What it raises is a row that has not passed."""
+        """Append the row that `measure` gives. If it raises, the row has not passed."""
         try:
             row = measure()
         except Exception as error:
@@ -74,7 +74,7 @@ class Check:
         self.on_row()
 
     def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
-        """Least microseconds on this machine."""
+        """Lower bound in microseconds on this machine."""
         seconds = max(
             num_bytes / self.ceilings.memory_bytes_per_s, flops / self.ceilings.flops_per_s
         )
@@ -86,7 +86,7 @@ class Check:
 
 
 def rounded(value: float, digits: int = 4) -> float | str:
-    """To so many significant digits; a word for what JSON has no number for."""
+    """Rounded to this many significant digits; a word for values that JSON cannot represent."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
 
 
@@ -98,10 +98,10 @@ def attention_of(
     device: torch.device,
     max_seq_len: int | None = None,
 ) -> AttentionMetadata:
-    """Rows whose blocks are `block_ids` one after the other. Entries of a table past its row name
-    the first of them.
+    """Rows whose blocks are consecutive `block_ids`. Table entries past the end of a row name the
+    first block.
 
-    `max_seq_len`: a bound that is wider than the longest row, and so is the table then. Every
+    `max_seq_len`: a bound wider than the longest row, in which case the table is wider too. Every
     token's slot is its place in these blocks.
     """
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -136,15 +136,15 @@ def running_sum(lengths: Iterable[int]) -> torch.Tensor:
 
 
 def num_sets(check: Check, num_bytes: int) -> int:
-    """How many sets of inputs to use in turn, so that none is still in the cache when it comes
-    again; see `share`.
+    """How many sets of inputs to use in turn, so that none is still in the cache when its turn
+    comes again; see `share`.
     """
     return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // num_bytes))) if check.on_gpu else 1
 
 
 def share(check: Check, num_bytes: int, floor_us: float, us: float) -> Row:
-    """The floor as a part of the time. All sets of a small input stay in the cache, faster than the
-    memory that floors count with: then there is none.
+    """The floor as a fraction of the time; None for inputs so small that all sets stay in the
+    cache, which is faster than the memory that the floor assumes.
     """
     if check.on_gpu:
         cache_bytes = torch.cuda.get_device_properties(check.device).L2_cache_size
@@ -155,12 +155,12 @@ def share(check: Check, num_bytes: int, floor_us: float, us: float) -> Row:
 
 def median_us(check: Check, calls: Sequence[Callable[[], object]]) -> float:
     """Microseconds of one of `calls`, which do the same to different inputs: the median over
-    replays of a graph of them all, in device time. Without a GPU, host time of one round, which
-    says nothing.
+    replays of a graph of all of them, in device time. Without a GPU, the host time of one round,
+    which means nothing.
     """
 
     def run() -> None:
-        kept = [call() for call in calls]  # so that each writes memory of its own
+        kept = [call() for call in calls]  # so that each writes its own memory
         del kept
 
     if not check.on_gpu:

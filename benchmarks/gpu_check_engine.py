@@ -62,9 +62,9 @@ _TINY = QWEN3_0_6B | {
     "num_key_value_heads": 1,
     "head_dim": 64,
 }
-# Of the tokens, 0.33 to 0.38 came before the first difference between two right backends (bfloat16,
-# on a CPU), 0.002 with attention that gives zeros, 0.02 with one that scales by 0.8 of what it
-# should.
+# Between two correct backends, 0.33 to 0.38 of the tokens came before the first difference
+# (bfloat16, on a CPU); 0.002 with attention that returns zeros, and 0.02 with attention that scales
+# by 0.8 of what it should.
 _EQUAL_IN_16_BITS = 0.15
 _NO_GRAPHS = {"note": "graphs are not available"}
 
@@ -78,7 +78,7 @@ Parts = tuple[Engine, "RecordingExecutor", ResolvedConfig]
 class RecordingExecutor:
     """An in-process executor that notes how long the host took to launch each step.
 
-    With `forbid_waits`, torch refuses whatever makes `launch` wait for the GPU.
+    With `forbid_waits`, torch refuses any operation that makes `launch` wait for the GPU.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -108,7 +108,7 @@ def open_engine(
     """An engine that runs a step ahead, over a model of this shape. `options` are those of
     `EngineConfig`.
     """
-    _free_memory(check)  # of an engine whose error was still held when it closed
+    _free_memory(check)  # of an engine whose error was still referenced when it closed
     torch.manual_seed(0)
     engine = EngineConfig(
         model="random weights", device=check.device.type, attention_backend=backend, **options
@@ -151,7 +151,7 @@ def near_zero(piece: WeightSlice) -> None:
 
 
 def wide(piece: WeightSlice) -> None:
-    """For comparing tokens: greedy outputs vary, and every parameter shows in them."""
+    """For comparing tokens: greedy outputs vary, and every parameter affects them."""
     noise = torch.randn_like(piece.target)
     if piece.target.dim() == 1:
         piece.target.copy_(1 + 0.3 * noise)
@@ -209,7 +209,7 @@ def decode_steps(check: Check) -> None:
 
 
 def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> Row:
-    """Adds a row for each batch; the row returned is that of the start."""
+    """Adds a row per batch; returns the row of the start."""
     batches, context, steps = ((2,), 8, 2) if check.small else ((1, 8, 64, 256), 512, 40)
     num_prompts, prompt_len = ((1, 2), 12) if check.small else ((1, 4), 2048)
     began = time.perf_counter()
@@ -249,7 +249,7 @@ def _decode_step(
     for number, tokens in enumerate(
         prompts_of({"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch)
     ):
-        add(engine, number, tokens, steps + 40, temperature=0.6)  # some begin before others
+        add(engine, number, tokens, steps + 40, temperature=0.6)  # some start earlier than others
     while any(
         seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
     ):
@@ -283,7 +283,7 @@ def _prefill_step(
     num_prompts: int,
     prompt_len: int,
 ) -> Row:
-    """Of equal steps, the first of which compiles, the median of the others."""
+    """The median over equal steps, without the first, which compiles."""
     repeats = 2 if check.small else 6
     prompts = prompts_of(
         {"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts
@@ -311,8 +311,8 @@ def _prefill_step(
 
 
 def throughput(check: Check) -> None:
-    """Output tokens a second: inputs and outputs uniform in 100 to 1024 tokens, all there at the
-    start.
+    """Output tokens per second: inputs and outputs uniform in 100 to 1024 tokens, all submitted at
+    the start.
     """
     for backend in check.backends:
         check.add(
@@ -340,7 +340,7 @@ def _throughput(check: Check, backend: str) -> Row:
         for lengths_before in (
             [high] * min(64, num_seqs),
             [3],
-        ):  # what is compiled at its first use, is now
+        ):  # compiles whatever is compiled at its first use
             for number, tokens in enumerate(prompts_of(raw, lengths_before, seed=1)):
                 add(engine, -1 - number, tokens, 8, temperature=0.6)
             run_all(engine)
@@ -373,8 +373,8 @@ def tokens(check: Check) -> None:
     """Outputs of every backend, through graphs and without, against the reference backend's; and
     launches under torch's watch for waits. The requests use every parameter of sampling.
 
-    In float32 outputs must be equal. In 16 bits other sums round otherwise and a near tie goes the
-    other way: what is compared is the part of the tokens before the first that differs.
+    In float32 outputs must be equal. In 16 bits, different orders of summation round differently,
+    which decides near ties: what counts is the fraction of tokens before the first difference.
     """
     for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
         outputs: dict[str, list[list[int]]] = {}
@@ -420,7 +420,9 @@ def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
 
 
 def _add_ragged(check: Check, engine: Engine) -> int:
-    """Prompts and outputs of different lengths, sampled in every way in turn; how many."""
+    """Submit prompts and outputs of different lengths, sampled in every way in turn; returns how
+    many.
+    """
     raw, count, longest, steps = (_TINY, 10, 9, 6) if check.small else (_COMPARED, 20, 700, 48)
     rng, ways = random.Random(3), _ways_of_sampling(raw["vocab_size"])
     for number, prompt in enumerate(
@@ -431,7 +433,7 @@ def _add_ragged(check: Check, engine: Engine) -> int:
 
 
 def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
-    """Temperatures at which filters cut off what would be drawn often."""
+    """Temperatures at which filters cut off tokens that would be drawn often."""
     greedy, drawn = {"temperature": 0.0}, {"temperature": 2.0}
     return [
         greedy,
@@ -439,7 +441,7 @@ def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
         drawn | {"top_k": 20, "top_p": 0.9},
         drawn | {"top_p": 0.7},
         drawn | {"min_p": 0.05},
-        drawn | {"top_k": MAX_LISTED + 1},  # more than are listed
+        drawn | {"top_k": MAX_LISTED + 1},  # more than the list holds
         greedy | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         greedy | {"logit_bias": ((3, 5.0), (vocab_size - 1, -100.0))},
         greedy | {"min_tokens": 4, "stop_token_ids": frozenset(range(0, vocab_size, 2))},
@@ -474,9 +476,8 @@ def _compare(
         "first": sorted(places)[:5],
         "equal": rounded(equal),
     }
-    varied = (
-        len({token for output in want for token in output}) > count
-    )  # or every model would look the same
+    # Otherwise every model would look the same.
+    varied = len({token for output in want for token in output}) > count
     return row | {
         "passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)
     }
@@ -489,7 +490,7 @@ def _begun_alike(output: list[int], wanted: list[int]) -> int:
 
 
 def _never_waits(check: Check, backend: str, eager: bool) -> Row:
-    """Everything is compiled first. What waits raises, in the step that does."""
+    """Everything is compiled first. A step that waits raises an error."""
     with _tokens_engine(check, "bfloat16", backend, eager) as (engine, executor, _):
         _add_ragged(check, engine)
         run_all(engine)

@@ -2,14 +2,14 @@
 16-bit inputs.
 
 A kernel rounds what it computes in float32 to 16 bits as often as its reference does, and rounding
-moves a number by at
-most half a unit in its last place: `2**-8` of it in bfloat16. A row (a token, or a head where heads
-are normed) passes if no number of it is off by more than so many such parts of the row's largest.
-Rows of long contexts are small, so the largest number of the whole tensor would let anything pass.
-What only copies, counts or compares is equal bit by bit. Outputs are filled with NaN before a
-kernel writes them, and what it must not read of a cache is NaN.
+moves a number by at most half a unit in its last place: `2**-8` of it in bfloat16. A row (a token,
+or a head where heads are normalized) passes if no number in it is off by more than this many such
+units of the row's largest number. Rows of long contexts are small, so with the largest number of
+the whole tensor anything would pass. Kernels that only copy, count or compare must be equal bit by
+bit. Outputs are filled with NaN before a kernel writes them, and the parts of a cache that it must
+not read are NaN.
 Legend: T tokens, E features, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block
-size, B rows, R rows of a group, V tokens of the vocabulary, C columns.
+size, B rows, R rows of one draw, V tokens of the vocabulary, C columns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from kernels.reference.rope import qk_norm_rope_reference
 from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
 
 EPS = 1e-6
-# float32's own roundings, in parts of one to 16 bits.
+# float32's own roundings, in units of one rounding to 16 bits.
 _SLACK = 0.05
-# Of a weight: the rounding of two exponentials. One more for each token whose floor that moves.
+# For a weight: the rounding of two exponentials, and one more for each token whose floor that
+# moves.
 _WEIGHT_TOLERANCE = 1e-6
 
 # Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks
@@ -99,7 +100,7 @@ def _add_rms_norm(
 ) -> Row:
     with poisoned():
         out_TE, total_TE = kernels.add_rms_norm(x_TE, residual_TE, weight_E, EPS)
-    # The norm is that of the sum as it was rounded.
+    # The norm is computed from the rounded sum.
     normed = judge(out_TE, rms_norm_reference(total_TE.float(), weight_E.float(), EPS), 2)
     return worst_of(normed, judge(total_TE, x_TE.float() + residual_TE.float(), 1))
 
@@ -151,8 +152,8 @@ def _store_case(
     others[slots_T[written_T]] = False
     same = torch.equal(values[slots_T[written_T]], v_TKD[written_T])
     untouched = bool(keys[others].isnan().all() and values[others].isnan().all())
-    # Two roundings before the turn, which adds two of them: up to sqrt(2) times as much of the
-    # larger; one after it.
+    # Two roundings before the rotation, which adds two values, up to sqrt(2) times the larger; one
+    # after it.
     row = worst_of(
         judge(q_THD.flatten(0, 1), exact_q.flatten(0, 1), 4),
         judge(keys[slots_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
@@ -198,7 +199,7 @@ def _attention_case(
     num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 1
     block_ids = torch.randperm(num_blocks)
     attn = attention_of(seq_lens, query_lens, block_ids[1:], block_size, check.device, bound)
-    # FlashAttention multiplies what lies past a row by 0: only what is a number may stand there.
+    # FlashAttention multiplies what lies past the end of a row by 0, so it must be finite.
     poison = torch.nan if kernels.capabilities.name == "triton" else 1e4
     k_cache, v_cache = (check.normal(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     for cache in (k_cache, v_cache):
@@ -214,12 +215,12 @@ def _attention_case(
     exact = paged_attention_reference(
         q_THD.float(), k_cache.float(), v_cache.float(), attn, dim**-0.5
     )
-    # Each weight of the softmax is rounded before it is multiplied with a value, and the output.
+    # Each softmax weight is rounded before it is multiplied with a value, and so is the output.
     return judge(out_THD, exact, 2)
 
 
 def sampling(check: Check, kernels: SamplingKernels) -> None:
-    """The draw, and the kernels over the logits, on rows with ties and with what is no number."""
+    """The draw, and the kernels over the logits, on rows with ties and with NaN."""
     check.add("draw_index", partial(_same_draws, check, kernels))
     parts: dict[str, Callable[[SamplingKernels, GapRows], Row]] = {
         "row_best": _same_best,
@@ -284,7 +285,7 @@ def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:
     with poisoned():
         got = kernels.row_best(gaps.logits_BV)
     want = SAMPLING_REFERENCE.row_best(gaps.logits_BV)
-    has_best_B = want[0] > -torch.inf  # of a row without a number any column will do
+    has_best_B = want[0] > -torch.inf  # for a row that is all NaN any column will do
     return _equal((got[0], want[0]), (got[1][has_best_B], want[1][has_best_B]), (got[2], want[2]))
 
 
@@ -397,7 +398,7 @@ def _weights_alone(
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill what is allocated here and not initialised with NaN, or with the largest integer."""
+    """Fill what is allocated here and not initialized with NaN, or with the largest integer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations without a deterministic form
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -442,7 +443,9 @@ def _near(got: torch.Tensor, want: torch.Tensor, num_tokens: int) -> Row:
 
 
 def worst_of(*rows: Row) -> Row:
-    """The first that has not passed, or else the one that used most of its limit, or the last."""
+    """The first row that has not passed; otherwise the one that used most of its limit, or the
+    last.
+    """
     failed = [row for row in rows if not row["passed"]]
     return (
         failed[0]

@@ -1,8 +1,8 @@
-"""A section of the GPU check in a process of its own, which may crash or hang without harm to the
+"""A section of the GPU check in its own process, which may crash or hang without affecting the
 others.
 
 The process writes its part, a JSON file, after every row (`run_section`). Whoever started it reads
-what is there when it has ended or was killed (`run_process`). Imports nothing of torch.
+what is there when it has ended or was killed (`run_process`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 Section = dict[
     str, Any
 ]  # "seconds", "ended_early" (why, None if it did not), "failed" (names of rows), "rows"
-# A signal that arrives where Python drops exceptions, in a destructor, comes again after so long.
+# If a signal arrives where Python drops exceptions (in a destructor), it is sent again after this
+# time.
 _REPEAT_S = 1.0
-# A killed process that waits for its device ends when the driver lets it.
+# A killed process that waits for its device ends only when the driver lets it.
 _KILLED_S = 10.0
 
 
 class TimeUp(BaseException):
-    """The time of a section is over. Nothing that handles errors may take it for one."""
+    """The time of a section is over. Not an `Exception`, so that no error handler catches it."""
 
 
 def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s: float) -> None:
@@ -106,7 +107,9 @@ def _ending(code: int | None) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """All of it or, for whoever reads meanwhile or if this process dies, what was there before."""
+    """Write all or nothing: a concurrent reader, or one after this process dies, sees the previous
+    content.
+    """
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(value, indent=1) + "\n")
     unfinished.replace(path)

@@ -1,11 +1,11 @@
-"""Time of each kernel against the least it can take on this machine, and against flash-attn where
-there is one.
+"""Time of each kernel against its lower bound on this machine, and against flash-attn where there
+is one.
 
     floor = max(bytes / memory bandwidth, floating-point operations / peak)
 
 Each input is read once and each output written once. Device time; inputs are used in turn, so none
-is in the cache,
-except where they are so small that it holds them all: such a row is "cached" and has no share.
+is in the cache, except where they are so small that it holds them all: such a row is marked
+"cached" and has no share.
 Legend: T tokens, B rows, S tokens of a row, H query heads, K KV heads, X = H + 2K, D head dim, N
 blocks, P block size, V tokens of the vocabulary.
 """
@@ -63,7 +63,7 @@ class _Pool:
 
     @classmethod
     def allocate(cls, check: Check) -> _Pool:
-        """40 GB, which the largest decode fills nearly, or half of what is free."""
+        """40 GB, which the largest decode nearly fills, or half of the free memory."""
         size = 2**14
         if check.on_gpu and not check.small:
             size = min(40 * 10**9, torch.cuda.mem_get_info(check.device)[0] // 2) // (
@@ -154,7 +154,7 @@ def _attention(
                 times[label] = _attention_us(
                     check, pool, kernels, block_size, heads, seq_lens, query_lens, bound, num_bytes
                 )
-            except Exception as error:  # the times of the others are wanted all the same
+            except Exception as error:  # the other times are still measured
                 traceback.print_exc()
                 failed |= {label: type(error).__name__, "passed": False}
         row = {f"{label}_us": rounded(us) for label, us in times.items()} | failed
@@ -286,7 +286,7 @@ def _row_best(check: Check, num_rows: int, num_columns: int) -> Call:
 
 
 def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
-    """Of every token: no block lies beyond the limit."""
+    """Over every token: no block lies beyond the limit."""
     kernels = check.backends["triton"].sampling
     logits_BV = check.normal(num_rows, num_columns, dtype=torch.bfloat16)
     max_R, _, block_max_BX = kernels.row_best(logits_BV)
@@ -301,7 +301,7 @@ def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
 
 
 def _timed(check: Check, name: str, make: Callable[[], Call], num_bytes: int) -> None:
-    """`make` gives a call on inputs of its own."""
+    """`make` returns a call on its own inputs."""
 
     def measure() -> Row:
         us = median_us(check, [make() for _ in range(num_sets(check, num_bytes))])

@@ -2,7 +2,7 @@
 
 After a generation and some seconds of rest, the share of one core that the driver and each rank
 use, and, side by side, that of an empty Ray actor in the same cluster. The limit: half a percentage
-point beyond the empty actor.
+point above the empty actor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def find(title: str) -> list[int]:
-    """Processes whose title, which Ray sets, begins so."""
+    """Processes whose title, which Ray sets, starts with this."""
     found = []
     for folder in Path("/proc").iterdir():
         try:

@@ -3,9 +3,9 @@
 
 `rates`: time to the first token and between tokens of made-up requests that arrive at fixed rates
 (Poisson).
-`chunks`: for each limit of tokens a step, the gaps between tokens of some running decodes alone and
-while 1,000-token prompts arrive steadily, in turn; `ratio_p99` is the second's 99th percentile over
-the first's. A larger limit brings prompts in sooner (`prompt_ttft_p50_s`) and holds up decodes
+`chunks`: for each limit of tokens per step, the gaps between tokens of some running decodes alone
+and while 1,000-token prompts arrive steadily, in turn; `ratio_p99` is the second's 99th percentile
+over the first's. A larger limit processes prompts sooner (`prompt_ttft_p50_s`) and delays decodes
 longer. The limit: a ratio of 1.
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--num-decodes", type=int, default=8)
     parser.add_argument("--decode-tokens", type=int, default=300)
     parser.add_argument(
-        "--prompt-rate", type=float, default=2.0, help="prompts a second beside the decodes"
+        "--prompt-rate", type=float, default=2.0, help="prompts per second besides the decodes"
     )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a rate, on one engine; each has its own prompts."""
+    """One row per rate, on one engine; each rate has its own prompts."""
     rows = []
     with LLM(model, tensor_parallel_size=args.tp, device="cpu", max_model_len=MAX_MODEL_LEN) as llm:
         vocab_size = llm.report.limits.vocab_size
@@ -93,7 +93,7 @@ def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def beside_prompts(model: str, args: argparse.Namespace, chunk_size: int) -> dict[str, Any]:
-    """The row of one limit of tokens a step."""
+    """The row of one limit of tokens per step."""
     numbers = random.Random(chunk_size)
     with LLM(
         model,
@@ -140,7 +140,7 @@ def decode(
 
 
 def request(numbers: random.Random, num_prompt: int, num_output: int) -> BatchRequest:
-    """A made-up request that nothing cached serves."""
+    """A made-up request that shares nothing with the cache."""
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0)
     token_ids = [numbers.randrange(500) for _ in range(num_prompt)]
     return BatchRequest(where="", prompt={"prompt_token_ids": token_ids}, params=params)

@@ -3,8 +3,8 @@ checkout.
 
 Writes a random bfloat16 checkpoint to a temporary directory and loads it at tp 1, 2 and 4 in fresh
 processes. Per size: the anonymous memory (RssAnon) that start added to each rank, its peak on the
-way, the weights the rank owns, and the seconds of loading. The limit to judge by: a rank cannot
-hold less than its weights.
+way, the weights the rank owns, and the seconds of loading. The limit: a rank cannot hold less than
+its weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.common import QWEN3_0_6B, write_result
+from benchmarks.rank_pool import WorkerPool
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
-from tests.checkpoints import write_fast_checkpoint
-from tests.workers.pool import WorkerPool
 from workers.configuration import resolve_config
 
 SIZES = (1, 2, 4)

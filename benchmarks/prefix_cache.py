@@ -1,10 +1,9 @@
-"""What the prefix cache gains: `python -m benchmarks.prefix_cache [--model DIR]`.
+"""What the prefix cache saves: `python -m benchmarks.prefix_cache [--model DIR]`.
 
 Requests that share a prefix, sent all at once, to two engines in turn, one with and one without
 prefix caching: time to the first token, total time, and the share of prompt tokens found in the
-cache. Each run has a prefix of its own, so
-nothing is left of the run before. The limit: with everything shared computed once, `cached_share`
-would be `shareable_share`.
+cache. Each run has its own prefix, so nothing of the run before is reused. The limit: with
+everything shared computed once, `cached_share` would be `shareable_share`.
 """
 
 from __future__ import annotations

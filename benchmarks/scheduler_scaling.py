@@ -1,4 +1,4 @@
-"""What the scheduler takes of a decode step: `python -m benchmarks.scheduler_scaling [--sizes 1 16
+"""What the scheduler adds to a decode step: `python -m benchmarks.scheduler_scaling [--sizes 1 16
 256 1024]`.
 
 For each number of running sequences the median time of `schedule` and `apply` for one step and the
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(sizes: list[int], context: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Rows by number of running sequences; milliseconds and bytes a step."""
+    """Rows by number of running sequences; milliseconds and bytes per step."""
     total = context + steps * repeats + 2
     schedulers = {size: decoding(size, context, total) for size in sizes}
     gc.collect()

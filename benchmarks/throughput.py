@@ -1,11 +1,11 @@
-"""Output tokens a second against a peer's and against static batching, on one workload file.
+"""Output tokens per second compared with a peer's and with static batching, on one workload file.
 
     python -m benchmarks.throughput --model DIR --workload FILE.jsonl --tp 1 2 \\
         --peer-command "CMD {model} {workload} {tp}"
 
-Each run is a process of its own, engines in turn, and the ratio is that of medians. A peer's
+Each run is its own process, the engines take turns, and the ratio is that of the medians. A peer's
 command prints a line of JSON with `output_tokens_per_s`, start-up not counted. The limit:
-`roofline`, the tokens a second of an engine that takes no longer than the machine must (see
+`roofline`, the tokens per second of an engine that takes no longer than the machine needs (see
 workers/roofline.py).
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument(
-        "--peer-command", help="with {model}, {workload} and {tp} where they belong"
+        "--peer-command", help="a command with {model}, {workload} and {tp} as placeholders"
     )
     parser.add_argument("--engine-options", default="", help="more flags for launch.py bench")
     parser.add_argument(
@@ -107,8 +107,9 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 def summary(values: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of tokens a second, ours as a multiple of each other engine's, and the roofline
-    by the best probe of our runs."""
+    """Medians of tokens per second, ours as a multiple of each other engine's, and the roofline
+    from the best probe of our runs.
+    """
     speed = {
         name: median([line["output_tokens_per_s"] for line in lines])
         for name, lines in values.items()

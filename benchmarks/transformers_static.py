@@ -2,7 +2,7 @@
 benchmarks.transformers_static MODEL FILE`.
 
 All prompts are one left-padded batch, which runs until its longest output is done, as static
-batching must; only the tokens asked for are counted. Prints one JSON line: output_tokens_per_s,
+batching must; only the requested tokens are counted. Prints one JSON line: output_tokens_per_s,
 total_s, tokens in and out.
 """
 

@@ -98,7 +98,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for an event loop; cancelling it aborts the requests."""
+        """`generate` for an event loop; canceling it aborts the requests."""
         return await self.client.wait_async(
             await self.client.submit_async(prompts, sampling_params)
         )

@@ -136,8 +136,8 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` and
-        names the known.
+        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` naming
+        the known keys.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
@@ -182,8 +182,8 @@ def resolve(
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
     `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    best, `dtypes` are those it computes in and `fast_dtypes` those that a checkpoint's own dtype
-    must be one of to be taken; float32 takes its place.
+    default, `dtypes` what it computes in. A checkpoint's own dtype is used if it is among
+    `fast_dtypes`; otherwise float32 takes its place.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)

@@ -59,7 +59,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the dictionary of a `config.json`. Raises `ConfigError` naming what is missing or
+        """Read a decoded `config.json`. Raises `ConfigError` naming what is missing or
         not supported.
         """
         _check_supported(raw, where)
@@ -93,8 +93,8 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `config.json`, with the end-of-sequence ids of `generation_config.json` where it has
-        them.
+        """Read `config.json`, with the end-of-sequence ids from `generation_config.json` if it has
+        any.
         """
         raw = read_json(model_dir / "config.json")
         generation = read_generation_config(model_dir)
@@ -139,8 +139,8 @@ class ModelConfig:
                 raise ConfigError(f"{where}: {name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"{where}: {self.num_attention_heads} query heads do not divide over "
-                f"{self.num_key_value_heads} KV heads"
+                f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
+                f" num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
             raise ConfigError(
@@ -242,8 +242,9 @@ def _as_ids(value: object) -> tuple[int, ...]:
 
 
 def rope_max_length(model: ModelConfig) -> int:
-    """Longest position count the rotary embedding serves. `dynamic` scaling changes with the
-    longest row of a batch beyond the original length, so it is only served up to that.
+    """The largest number of positions the rotary embedding supports. Beyond the original length,
+    `dynamic` scaling depends on the longest row of a batch, so it is supported only up to that
+    length.
     """
     if model.rope.rope_type == "dynamic":
         return model.rope.original_max_position_embeddings

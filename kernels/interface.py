@@ -7,9 +7,9 @@ kernel computes. This module imports neither torch nor a backend, so a client ca
 without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E
-features in, Y features
-out, F features of the MLP, L positions of the rotary table. In sampling: R the rows of one draw, V
-columns of this rank's vocabulary shard, X blocks of columns, K the largest top-k, N ranks.
+features in, Y features out, F features of the MLP, L positions of the rotary table. In sampling: R
+the rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
+top-k, N ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GapRows:
     block_max_BX : float32, the largest logit of every block of columns, from `row_best`.
     rows_R       : int64, which rows of the two tensors above.
     max_R        : float32, the largest logit over all ranks; its zero is positive (`pack` makes it
-    so).
+        so).
     temperature_R: float32, above 0.
     """
 

@@ -1,12 +1,12 @@
-"""Paged KV-cache accounting: which block holds what, who uses it, what may be reused.
+"""Paged KV-cache accounting: what each block holds, who uses it, and what may be reused.
 
 Owns block ids, reference counts and the prefix index. Never touches tensors, time or Ray. Laws
-(`BlockManager.check`): a block is free or used, never both; `ref_count` equals the tables that name
-it; the index finds only full, published blocks, by the hash, tokens and parent they were published
-with. Called by the scheduler, from one thread.
+(`BlockManager.check`): a block is free or used, never both; `ref_count` equals the number of tables
+that name it; the index finds only full, published blocks, by the hash, tokens and parent they were
+published with. Called by the scheduler, from one thread.
 
 A block is *published* when its content is known and every step that fills it has been submitted:
-steps run in order and a layer stores KV before it attends, so whoever is planned later may read it.
+steps run in order and a layer stores KV before it attends, so every step planned later may read it.
 Publishing gives a *serial*; a second copy of the same content takes the serial of the first, so
 (salt, tokens, parent serial) names a whole prefix exactly and the hash only has to be fast. A free
 block keeps its content and stays findable until it is taken for something new.
@@ -57,7 +57,7 @@ class Block:
 
 
 class BlockUser(Protocol):
-    """What the block manager reads and writes of a sequence."""
+    """What the block manager reads and writes in a sequence."""
 
     token_ids: list[int]
     cache_salt: str
@@ -96,7 +96,7 @@ class BlockManager:
     # -- sequences ---------------------------------------------------------------------------------
 
     def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether blocks for all tokens of a sequence can be had; cached blocks that are free count
+        """Whether there are blocks for all tokens of a sequence; cached blocks that are free count
         as taken.
         """
         cached = self._find_cached(seq)
@@ -105,10 +105,10 @@ class BlockManager:
         return num_new + num_revived <= self.num_free_blocks
 
     def allocate(self, seq: BlockUser) -> int:
-        """Give a sequence blocks for all its tokens, shared ones first; returns the number of
-        tokens cached.
+        """Give a sequence blocks for all its tokens, shared blocks first; returns the number of
+        cached tokens.
 
-        Call only where `can_allocate`.
+        Call only if `can_allocate` is true.
         """
         assert not seq.block_table, "a sequence is allocated once"
         cached = self._find_cached(seq)
@@ -128,8 +128,8 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - len(seq.block_table) <= self.num_free_blocks
 
     def append(self, seq: BlockUser, num_tokens: int) -> list[int]:
-        """Grow a table to hold `num_tokens` and return the new block ids. Call only where
-        `can_append`.
+        """Grow a table to hold `num_tokens` and return the new block ids. Call only if `can_append`
+        is true.
         """
         num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
         new = [self._take_free() for _ in range(num_new)]
@@ -142,7 +142,9 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             block = blocks[block_id]
             block.ref_count -= 1
-            assert block.ref_count >= 0, f"block {block_id} released more often than taken"
+            assert block.ref_count >= 0, (
+                f"block {block_id} was released more often than it was taken"
+            )
             if block.ref_count == 0:
                 self._push_free(block)
         seq.block_table.clear()
@@ -151,7 +153,7 @@ class BlockManager:
     def publish(self, seq: BlockUser, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
-        Their tokens are known, and every step that fills them is submitted.
+        Call when their tokens are known and every step that fills them has been submitted.
         """
         if not self._caching:
             return
@@ -172,9 +174,7 @@ class BlockManager:
     # -- prefix index ------------------------------------------------------------------------------
 
     def _find_cached(self, seq: BlockUser) -> list[Block]:
-        """The published blocks that hold the beginning of a sequence; nothing counts after the
-        first miss.
-        """
+        """The published blocks that hold the beginning of a sequence, up to the first miss."""
         found: list[Block] = []
         if not self._caching:
             return found
@@ -192,7 +192,7 @@ class BlockManager:
     def _publish_block(self, seq: BlockUser, index: int) -> None:
         block = self.blocks[seq.block_table[index]]
         assert block.ref_count == 1 and block.hash == NO_HASH, (
-            "only a block of one's own is published, once"
+            "a block is published once, by its only owner"
         )
         block.hash = self._block_hash(seq, index)
         block.token_ids = self._block_tokens(seq, index)
@@ -214,8 +214,8 @@ class BlockManager:
             self._index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
-        """Chained hash of block `index`: it covers the parent's hash, or the salt for the first,
-        and the tokens.
+        """Chained hash of block `index`: it covers the tokens and the parent's hash (for the first
+        block, the salt).
         """
         hashes = seq.block_hashes
         while len(hashes) <= index:

@@ -1,8 +1,8 @@
 """The step loop: a scheduler on one side, an executor that runs its plans on the other.
 
-`Engine.step` keeps `num_steps_ahead` steps submitted beyond the one whose result it reads, so that
-the executor always has the next step while the host looks at the last. The executor may be a group
-of Ray actors, a model in this process or a simulation.
+`Engine.step` keeps `num_steps_ahead` steps submitted beyond the one whose result it reads, so the
+executor always has the next step while the host reads the last. The executor may be a group of Ray
+actors, a model in this process or a simulation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. One that its own tokens end already is returned finished. Raises
+        """Queue a request. If its tokens already end it, the sequence is returned finished. Raises
         `RequestError`.
         """
         if request.request_id in self._sequences:
@@ -67,7 +67,7 @@ class Engine:
         """Submit what can be submitted, then wait for the oldest unread step; None when there was
         none.
 
-        An error of the executor passes through: the epoch is over.
+        Errors of the executor pass through; they end the epoch.
         """
         submitted = self.scheduler.submitted
         while len(submitted) <= self.num_steps_ahead:

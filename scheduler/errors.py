@@ -1,17 +1,17 @@
 """Every error Eagleray raises on purpose.
 
     EaglerayError
-    ├── ClientError              the caller asked for something that cannot be          400
+    ├── ClientError              the caller asked for something impossible
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
     │   └── RequestError         one request is not acceptable; names the parameter
-    ├── OverloadedError          no room now, try again later                            503
-    └── EngineError              a fault of ours                                         500
+    ├── OverloadedError          no room now, try again later
+    └── EngineError              a fault of ours
         ├── WorkerError          a rank failed, or its result is wrong
         ├── StepTimeoutError     a step outlived its limit
-        └── EngineDeadError      the engine has stopped and will not come back           503
+        └── EngineDeadError      the engine has stopped and will not come back
 
 A message says what was asked, what is possible and what to do. All of them pickle: the message is
-their only state, but for `RequestError.parameter`. `http_status` maps the classes to HTTP.
+their only state, except `RequestError.parameter`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from __future__ import annotations
 class EaglerayError(Exception):
     """Base of every error raised on purpose."""
 
-    http_status = 500
-
 
 class ClientError(EaglerayError):
     """The caller asked for something that cannot be done; asking again changes nothing."""
-
-    http_status = 400
 
 
 class ConfigError(ClientError):
@@ -47,8 +43,6 @@ class RequestError(ClientError):
 class OverloadedError(EaglerayError):
     """No room at the moment; the same call may succeed later."""
 
-    http_status = 503
-
 
 class EngineError(EaglerayError):
     """A fault of ours."""
@@ -64,5 +58,3 @@ class StepTimeoutError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine has stopped; a new one must be started."""
-
-    http_status = 503

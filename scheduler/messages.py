@@ -4,8 +4,8 @@
     frontend <--Deltas--- driver <-StepResult- rank 0
 
 Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
-schedule. A receiver of a plan or a result checks `epoch` and `step_id`. Slots are rows of the
-workers' `BatchState`; a sequence keeps its slot while it runs.
+schedule. A receiver of a plan or a result checks `epoch` and `step_id`. A batch slot is a row of
+the workers' `BatchState`; a sequence keeps its slot while it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Request:
     """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
     again.
 
-    With `final_only` the frontend hears of it when it has ended, and of all its tokens then.
+    With `final_only`, nothing is sent until the request ends; then all tokens at once. `arrival_s`
+    is when the client built it, in seconds since the epoch: resubmitted requests keep their place
+    in line.
     """
 
     request_id: str
@@ -42,11 +44,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRows:
-    """Rows that enter the batch in a step; arrays of one entry a row, but for the two flat ones.
+    """Rows that enter the batch in a step; every array but the two flat ones has one entry per row.
 
-    `num_cached_tokens[i]` leading tokens already stand in shared blocks, which must not be written.
-    The row starts at position `min(num_cached_tokens, num_tokens - 1)`: a row cached to its last
-    token runs that one as a query only.
+    The first `num_cached_tokens[i]` tokens are already in shared blocks, which must not be written.
+    The row starts at position `min(num_cached_tokens, num_tokens - 1)`: if even the last token is
+    cached, it runs as a query only.
     """
 
     slots: array[int]
@@ -61,7 +63,7 @@ class AdmittedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What changed since the last plan, and what runs now. Applied in the order of the fields.
+    """What changed since the last plan, and what runs now. The fields are applied in order.
 
     `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
@@ -92,11 +94,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Tokens of the sampling rows in batch order; `logprobs` has an entry a sampling row when any
-    row asked.
+    """Tokens of the sampling rows in batch order; if any row asked for logprobs, `logprobs` has one
+    entry per sampling row.
 
-    `digest` is a CRC-32 of the token ids: every rank computes it, and the ranks must agree.
-    `seconds` holds the time of each part of the step by name.
+    `digest` is a CRC-32 of the token ids: every rank computes one, and all must agree. `seconds`
+    holds the time of each part of the step by name.
     """
 
     step_id: int
@@ -110,10 +112,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Sequences and blocks at the moment; steps, preemptions and tokens since the start.
+    """Current numbers of sequences and blocks; steps, preemptions and tokens since the start.
 
-    num_prompt_tokens, num_cached_tokens: of first admissions, and how many of them were found in
-    the prefix cache.
+    num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
+    that were found in the prefix cache.
     """
 
     num_running: int
@@ -130,8 +132,8 @@ class EngineStats:
 class Deltas:
     """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
 
-    One entry a request; `token_ids` is flat with `num_tokens` each. `finish_reasons`, `errors` and
-    `logprobs` hold only the requests that have any.
+    One entry per request; `token_ids` is flat, with `num_tokens` per request. `finish_reasons`,
+    `errors` and `logprobs` hold only the requests that have any.
     """
 
     up_to: int

@@ -1,9 +1,9 @@
-"""What a caller may ask of sampling, and what the engine gets of it.
+"""What a caller may ask of sampling, and what the engine receives.
 
 `SamplingParams` is the caller's: every field may be left unset. `resolve` fills what is unset from
-layers of defaults (flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and gives
-`Sampling`, the complete engine-side message. Stop strings, `n` and `ignore_eos` end at the
-frontend: text and end-of-sequence ids are its business.
+layers of defaults (flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and returns
+`Sampling`, the complete message to the engine. Stop strings, `n` and `ignore_eos` stay in the
+frontend, which is the only part that knows text and end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _parameter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token of one sequence is chosen and when the sequence ends; complete.
+    """How the next token of one sequence is chosen and when the sequence ends, with every field
+    set.
 
     `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report,
     -1 for no logprobs. `stop_token_ids` holds every id that ends the sequence, those of the
@@ -71,7 +72,7 @@ class SamplingParams:
     logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
     stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides
     the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs,
-    each with a seed of its own.
+    each with its own seed.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -124,9 +125,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from decoded JSON. An unknown key raises `RequestError` and names the known
-        ones.
-        """
+        """Build from decoded JSON. An unknown key raises `RequestError` naming the known keys."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -151,8 +150,8 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()) -> Sampling:
-        """The engine's message for output number `index`; `seed` is the request's, drawn if it had
-        none.
+        """The engine's message for output number `index`; `seed` is the request's, or drawn if it
+        had none.
 
         What is unset gets the value in `DEFAULTS`.
         """
@@ -174,8 +173,8 @@ class SamplingParams:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of output number `index` of a request: the request's own for 0, hashed from (seed,
-    index) for the others.
+    """Seed of output number `index` of a request: the request's own seed for output 0, a hash of
+    (seed, index) for the others.
     """
     if index == 0:
         return seed
@@ -189,7 +188,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, whole: b
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise RequestError(f"{name} must be {kind}, got {value!r}", name)
     assert isinstance(value, int | float)
-    if not low <= value <= high:  # NaN is not in any range
+    if not low <= value <= high:  # NaN is in no range
         raise RequestError(f"{name} must be {kind} between {low} and {high}, got {value!r}", name)
 
 
@@ -219,7 +218,7 @@ def _check_logit_bias(bias: object) -> None:
         raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
     for token_id, value in bias.items():
         if not is_token_id(token_id):
-            raise RequestError(f"logit_bias has {token_id!r} for a token id", "logit_bias")
+            raise RequestError(f"logit_bias has {token_id!r} as a token id", "logit_bias")
         _check_number("logit_bias", value, -100.0, 100.0, whole=False)
 
 
@@ -228,7 +227,7 @@ def is_token_id(value: object) -> bool:
 
 
 def _token_id_key(key: object) -> object:
-    """JSON has only strings for keys; what is no token id is left for the check to refuse."""
+    """JSON keys are strings; whatever is not a token id is left for the check to refuse."""
     if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal():
         return int(key)
     return key

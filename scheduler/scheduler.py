@@ -1,19 +1,19 @@
 """Who runs next, and with how many tokens. One loop for prefill chunks and decodes.
 
-    schedule(): running sequences first, then waiting ones, both in order of arrival, each by as
-    many tokens as are not computed yet, until `max_num_batched_tokens` are planned. When a running
-    sequence finds no block, the latest arrival yields: it gives back its blocks and slot and goes
-    to the head of the waiting queue.
+    schedule(): running sequences first, then waiting ones, both in order of arrival, each gets as
+    many tokens as it has not computed yet, until `max_num_batched_tokens` are planned. When a
+    running sequence needs a block and none is free, the latest arrival is preempted: it gives back
+    its blocks and slot and goes to the head of the waiting queue.
 
 A step is accounted for when it is submitted, not when its result is read, so the next one can be
 planned right away (running ahead). `apply` gives the tokens of a result to the *sequences* of the
-submitted plan: one that has finished since drops its token, one that was preempted keeps it.
-Because every rank runs the steps in order, blocks and slots are free for others as soon as they are
-given back here. An end by length is known beforehand and never run beyond.
+submitted plan: a sequence that has finished meanwhile drops its token, a preempted one keeps it.
+Because every rank runs the steps in order, blocks and slots can be reused as soon as they are given
+back here. An end by length is known in advance, so no step runs past it.
 
-At most one running sequence is in the middle of its prompt, and it is the last: so every other one
-makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors, time or
-Ray. One thread.
+At most one running sequence is in the middle of its prompt, and it is the last one, so every other
+sequence makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors,
+time or Ray. One thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, Seq
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a result brought: one token for each of `sequences`, and which sequences ended."""
+    """The content of a result: one token for each of `sequences`, and which sequences ended."""
 
     sequences: list[Sequence]
     token_ids: list[int]
@@ -70,9 +70,8 @@ class _Step:
     sampling_sequences: list[Sequence] = field(default_factory=list)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
-    admitted: list[tuple[Sequence, int]] = field(
-        default_factory=list
-    )  # with its number of cached tokens
+    # With its number of cached tokens.
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: bool = False
 
 
@@ -107,8 +106,8 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; one that was sent again with all its tokens comes back finished. Raises
-        `RequestError`.
+        """Queue a request; if it was sent again with all its tokens, the sequence comes back
+        finished. Raises `RequestError`.
         """
         check_request(request, self.limits)
         max_total = min(
@@ -125,9 +124,7 @@ class Scheduler:
         return seq
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now; tokens in flight for it are dropped. Does nothing to one that has
-        ended.
-        """
+        """End a sequence now; its tokens in flight are dropped. Does nothing if it has ended."""
         if seq.status is FINISHED:
             return
         if seq.status is RUNNING:
@@ -143,12 +140,12 @@ class Scheduler:
     # -- steps -------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and account for it as submitted; None when nothing can run before a
+        """Plan the next step and account for it as submitted; None if nothing can run until a
         result is read.
         """
         step = _Step(budget=self.limits.max_num_batched_tokens)
         self._schedule_running(step)
-        if not step.preempted:  # blocks are short: nobody else is admitted
+        if not step.preempted:  # blocks are scarce, so nothing else is admitted
             self._schedule_waiting(step)
         if not step.slots:
             return None
@@ -158,8 +155,8 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult) -> StepOutput:
-        """Take the result of the oldest unread step. Raises `EngineError` for a result of another
-        step.
+        """Take the result of the oldest unread step. Raises `EngineError` for the result of any
+        other step.
         """
         submitted = self.submitted[0] if self.submitted else None
         if submitted is None or (result.step_id, result.epoch) != (
@@ -194,7 +191,7 @@ class Scheduler:
         return output
 
     def start_epoch(self) -> None:
-        """All submitted steps are lost and the caches of the workers empty: every sequence starts
+        """All submitted steps are lost and the workers' caches are empty: every sequence starts
         again, in order.
 
         Tokens whose result was not read are forgotten; they will be sampled again.
@@ -229,8 +226,8 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------
 
     def _schedule_running(self, step: _Step) -> None:
-        """Plan every running sequence that has something to compute. Hot: once a sequence, a
-        step.
+        """Plan every running sequence that has something to compute. Hot: runs once per sequence
+        and step.
         """
         manager, running, block_size = self.block_manager, self.running, self.limits.block_size
         slots, num_new_tokens, samples, sampling = (
@@ -251,7 +248,7 @@ class Scheduler:
                 num_new = budget
             computed = seq.num_computed + num_new
             if computed > len(seq.block_table) * block_size and not self._grow(seq, computed, step):
-                break  # it was the latest arrival and has yielded
+                break  # it was the latest arrival and was itself preempted
             index += 1
             budget -= num_new
             slots.append(seq.slot)
@@ -269,7 +266,7 @@ class Scheduler:
         step.budget = budget
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Give a running sequence the blocks for `num_tokens`; False if it had to yield itself."""
+        """Give a running sequence the blocks for `num_tokens`; False if it was itself preempted."""
         manager = self.block_manager
         while not manager.can_append(seq, num_tokens):
             latest = self.running.pop()
@@ -304,9 +301,8 @@ class Scheduler:
         num_cached = self.block_manager.allocate(seq)
         seq.status = RUNNING
         seq.slot = self._free_slots.pop()
-        seq.num_computed = min(
-            num_cached, num_tokens - 1
-        )  # cached to the end: the last token runs as a query only
+        # Cached to the end: the last token runs as a query only.
+        seq.num_computed = min(num_cached, num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
             self.stats.num_cached_tokens += seq.num_computed
@@ -347,14 +343,14 @@ class Scheduler:
     def _take_tokens(
         self, sequences: list[Sequence], tokens: array[int], output: StepOutput
     ) -> None:
-        """Append each token to its sequence and end those that are done. Hot: once a sampled
+        """Append each token to its sequence and end those that are done. Hot: runs once per sampled
         token.
         """
         block_size = self.limits.block_size
         kept, kept_tokens = output.sequences, output.token_ids
         for seq, token in zip(sequences, tokens, strict=True):
             if seq.status is FINISHED:
-                continue  # it ran once too often
+                continue  # it ran one step too many
             token_ids = seq.token_ids
             token_ids.append(token)
             seq.num_pending -= 1
@@ -398,29 +394,33 @@ class Scheduler:
             f"{len(self.running)} running, {limits.max_num_seqs} allowed"
         )
         for seq in self.running:
-            assert seq.status is RUNNING and seq.slot != NO_SLOT, f"running without being so: {seq}"
+            assert seq.status is RUNNING and seq.slot != NO_SLOT, (
+                f"in the running queue but not running: {seq}"
+            )
             assert 0 < seq.num_computed <= seq.num_total <= seq.max_total, (
-                f"counts out of order: {seq}"
+                f"token counts are out of order: {seq}"
             )
             assert len(seq.block_table) * limits.block_size >= seq.num_computed, (
-                f"computed beyond its blocks: {seq}"
+                f"has computed beyond its blocks: {seq}"
             )
         for seq in self.waiting:
-            assert seq.status is WAITING and seq.slot == NO_SLOT, f"waiting without being so: {seq}"
+            assert seq.status is WAITING and seq.slot == NO_SLOT, (
+                f"in the waiting queue but not waiting: {seq}"
+            )
             assert not seq.block_table and seq.num_computed == 0, (
                 f"waiting, but holds blocks: {seq}"
             )
         for seq in (*self.running, *self.waiting):
             assert seq.num_total == len(seq.token_ids) + seq.num_pending, (
-                f"tokens in flight miscounted: {seq}"
+                f"tokens in flight were miscounted: {seq}"
             )
         arrivals = [seq.arrival for seq in (*self.running, *self.waiting)]
-        assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
+        assert arrivals == sorted(arrivals), f"not in order of arrival: {arrivals}"
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
-        assert slots == list(range(limits.max_num_seqs)), f"slots lost or doubled: {slots}"
+        assert slots == list(range(limits.max_num_seqs)), f"slots were lost or duplicated: {slots}"
         in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
         assert not in_prompt or in_prompt == self.running[-1:], (
-            f"in the middle of a prompt, but not last: {in_prompt}"
+            f"in the middle of its prompt, but not last: {in_prompt}"
         )
         self.block_manager.check(self.running)
 

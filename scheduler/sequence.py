@@ -72,7 +72,7 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_total = len(self.token_ids)
-        self.num_cached_tokens: int | None = None  # of the first admission
+        self.num_cached_tokens: int | None = None  # from the first admission
         self.num_preemptions = 0
 
     @property

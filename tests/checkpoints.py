@@ -1,31 +1,23 @@
-"""Random checkpoints of any Qwen3 shape: small ones written by transformers, large ones written
-fast.
+"""Small random checkpoints of any Qwen3 shape, written by transformers.
 
-In the small ones weights are drawn wide, norms and biases too, so that greedy outputs vary and
-every parameter shows in them. The large ones are for measuring memory and time; their values say
-nothing.
+Weights are drawn wide, norms and biases too, so that greedy outputs vary and every parameter
+affects them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-
-from configs.model import ModelConfig
-from workers.models.checkpoint import SINGLE_NAME, expected_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a test model. The weights go to at least `num_shards` files; `extra` goes to
-    Qwen3Config as it is.
+    """Sizes of a test model. The weights go to at least `num_shards` files; `extra` is passed to
+    Qwen3Config.
     """
 
     name: str
@@ -70,20 +62,6 @@ def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
         max_shard_size=math.ceil(size / shape.num_shards) if shape.num_shards > 1 else "5GB",
     )
     return model
-
-
-def write_fast_checkpoint(
-    model_dir: Path, raw_config: Mapping[str, Any], dtype: torch.dtype
-) -> int:
-    """Write one file of small random values for a `config.json`; returns its size in bytes."""
-    (model_dir / "config.json").write_text(json.dumps(dict(raw_config)))
-    shapes = expected_tensors(ModelConfig.from_dir(model_dir))
-    tensors = {
-        name: torch.empty(shape, dtype=dtype).uniform_(-0.05, 0.05)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, model_dir / SINGLE_NAME)
-    return (model_dir / SINGLE_NAME).stat().st_size
 
 
 def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

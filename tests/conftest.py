@@ -11,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 # One thread per test process: two of them share two cores, and the first float32 cosine of a
-# process may come back in low accuracy on several threads, also in a test's own reference.
+# process may be of low accuracy on several threads, also in a test's own reference.
 torch.set_num_threads(1)
 
 # A shell in the background starts its programs with SIGINT ignored, and ours would inherit that.

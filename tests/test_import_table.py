@@ -1,4 +1,6 @@
-"""Who may import whom: the table of the architecture page, held by what really gets loaded."""
+"""Which package may import which: the table of the architecture page, checked against what is
+really loaded.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def loaded_by(package: str) -> set[str]:
-    """Every module that importing all modules of a package loads, in a process of its own."""
+    """Every module that importing all modules of a package loads, in a separate process."""
     command = [sys.executable, "-W", "ignore", "-c", LOAD_ALL, package]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
@@ -134,9 +136,8 @@ def test_no_module_imports_itself_through_others_not_even_inside_functions() -> 
             if target in known:
                 graph[names[file]].add(target)
     assert len(graph) > 60 and "kernels.select" in graph["workers.configuration"]
-    list(
-        graphlib.TopologicalSorter(graph).static_order()
-    )  # raises CycleError, which shows the cycle
+    # Raises CycleError, which shows the cycle.
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 @pytest.mark.parametrize(

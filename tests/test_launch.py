@@ -24,13 +24,13 @@ import cluster.commands.bench
 import cluster.commands.doctor
 import cluster.commands.generate
 import launch
+from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.commands.bench import BenchJob
 from cluster.commands.generate import GenerateJob
 from cluster.resources.session import SESSION
 from configs.engine import EngineConfig
 from scheduler.errors import EngineError
 from scheduler.params import SamplingParams
-from tests.checkpoints import write_fast_checkpoint
 
 CHECKOUT = Path(launch.__file__).resolve().parent
 RAW: dict[str, Any] = {
@@ -57,7 +57,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A command that has ended."""
+    """The result of a command."""
 
     def __init__(self, exit_code: int, stdout: str, stderr: str) -> None:
         self.exit_code, self.stdout, self.stderr = exit_code, stdout, stderr
@@ -78,8 +78,8 @@ class Run:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever would start Ray fails the test, and the process's signal handler and loggers stay as
-    they were.
+    """Anything that would start Ray fails the test; signal handlers and loggers are restored
+    afterwards.
     """
 
     def refuse(*_: object) -> None:
@@ -223,14 +223,14 @@ def test_a_value_that_is_no_number_is_refused_by_flag() -> None:
 
 @pytest.mark.usefixtures("no_engine")
 def test_no_prompt_at_all_is_refused_with_what_is_possible() -> None:
-    invoke("generate").check_one_message("give PROMPTs or --input FILE.jsonl, one of the two")
+    invoke("generate").check_one_message("give either PROMPTs or --input FILE.jsonl")
 
 
 @pytest.mark.usefixtures("no_engine")
 def test_prompts_beside_an_input_file_are_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path, {"prompt": "Hi"})
     invoke("generate", "Hi", "--input", file).check_one_message(
-        "give PROMPTs or --input FILE.jsonl, one of the two"
+        "give either PROMPTs or --input FILE.jsonl"
     )
 
 
@@ -289,7 +289,7 @@ def test_a_refused_run_leaves_no_output_behind(
     assert not output.exists()
 
 
-# Exit codes of what is no mistake of the user
+# Exit codes of what is not the user's mistake
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -595,9 +595,8 @@ def test_the_options_of_an_engine_are_these() -> None:
 def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
     run = run_process("doctor")
     wrong = [line for line in run.stdout.splitlines() if line.startswith("WRONG")]
-    assert all("/dev/shm" in line for line in wrong), (
-        wrong
-    )  # a container's shared memory is not ours to judge
+    # The shared memory of a container may be small.
+    assert all("/dev/shm" in line for line in wrong), wrong
     assert run.exit_code == (2 if wrong else 0), run.stderr
     assert f"torch {torch.__version__}" in run.stdout
     assert "\nray 2." in run.stdout

@@ -1,9 +1,9 @@
-"""When the CPU's kernels are compiled: what the first step needs at the start, the rest beside it.
+"""When CPU kernels are compiled: those of the first step at the start, the rest in the background.
 
 The ranks share the work of the start and load what the others compiled from the cache. A process of
-low priority compiles what only other kinds of sampling need; whoever is faster compiles a kernel,
-and the other finds it cached. `python -m workers.compilation` fills the cache before anything is
-served (`make` runs it after installing).
+low priority compiles what only other kinds of sampling need; whichever process is first compiles a
+kernel, and the other finds it in the cache. `python -m workers.compilation` fills the cache before
+anything is served (`make` runs it after installing).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LOWEST_PRIORITY = 19
 
 
 def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str) -> None:
-    """Have the kernels of a greedy step ready, and those of the all-reduce. Every rank at the same
-    time.
+    """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
+    same time.
     """
     calls = kernels.first_step(torch_dtype(dtype))
     if group.size > 1 and calls:
@@ -40,10 +40,9 @@ def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str)
 
 
 def compile_all_reduce() -> None:
-    """Have the loop of the shared-memory all-reduce ready."""
-    from workers.parallel.advance import (
-        compile_advance,
-    )  # imports numba, which a rank on a GPU does not need
+    """Make the loop of the shared-memory all-reduce ready."""
+    # Imports numba, which a rank on a GPU does not need.
+    from workers.parallel.advance import compile_advance
 
     compile_advance()
 
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("steps", choices=(FIRST_STEP, OTHER_STEPS))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument(
-        "--while-stdin-is-open", action="store_true", help="give up when the starter ends"
+        "--while-stdin-is-open", action="store_true", help="stop when the parent process ends"
     )
     args = parser.parse_args()
     if args.while_stdin_is_open:

@@ -58,9 +58,8 @@ def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) ->
     for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
         known = engine
         if device == "cuda" and engine.attention_backend == "flash_attn" and not has_cuda():
-            known = dataclasses.replace(
-                engine, attention_backend="auto"
-            )  # the ranks may have what is missing here
+            # The ranks may have what is missing here.
+            known = dataclasses.replace(engine, attention_backend="auto")
         try:
             return resolve_config(known, model, model_dir, device)
         except ConfigError as error:

@@ -1,10 +1,9 @@
-"""What a rank asks of its device beside arithmetic: copies nobody waits for, events, graphs, the
-memory that is held.
+"""What a rank asks of its device besides arithmetic: asynchronous copies, events, graphs, memory
+use.
 
 `Device` is a CPU: copies are the arrays themselves and everything has happened when a call returns.
-`CudaDevice` is a
-GPU: no method waits for it but those that say so. Tests put a device of their own in its place,
-which holds without a GPU what only a GPU can do. One thread, but `wait` from another.
+`CudaDevice` is a GPU: only methods that say so wait for it. Tests use a device of their own, which
+records what only a GPU can do. One thread, except that `wait` may be called from another.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ import torch
 from scheduler.errors import ConfigError, StepTimeoutError
 
 Ints = npt.NDArray[np.int32]
-# Pieces of one upload start at multiples of 16 bytes, which GPU kernels are specialised on.
+# The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
+# alignment.
 _ALIGN = 4
-# How often completion is looked for: far below a step, and far above what a look costs.
+# How often to check for completion: far shorter than a step, far longer than a check takes.
 _LOOK_S = 5e-5
 
 
@@ -39,13 +39,13 @@ class Graph(Protocol):
     """Work that was recorded once."""
 
     def replay(self) -> None:
-        """Launch it again, on what now stands in the tensors it was recorded with."""
+        """Launch it again, on the current content of the tensors it was recorded with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes: of the device, free on it whoever holds the rest, and what this process's allocator
-    holds of it.
+    """Bytes of device memory: all of it, what is free (whoever holds the rest), and what this
+    process's allocator holds.
     """
 
     total: int
@@ -70,7 +70,9 @@ class Device:
         target.copy_(torch.from_numpy(array))
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
-        """(the tensors in host memory, the moment from which they hold; None if that is now)."""
+        """(the tensors in host memory; the event after which they are valid, None if they are valid
+        now).
+        """
         return list(tensors), None
 
     def wait(self, event: Event | None, limit_s: float, what: str) -> None:
@@ -87,24 +89,23 @@ class Device:
         """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the
         device.
 
-        The memory of intermediate tensors is shared with `beside`: the two never run at the same
-        time.
+        Intermediate tensors share memory with `beside`: the two graphs never run at the same time.
         """
         raise NotImplementedError(f"{self.torch} has no graphs")
 
     def memory(self) -> DeviceMemory:
-        """Once everything launched has run and what nobody uses was given back. On a GPU only."""
+        """Memory use once everything launched has run and unused memory was given back. GPU
+        only.
+        """
         raise NotImplementedError(f"the memory of {self.torch} is not measured")
 
     def peak_during(self, run: Callable[[], None]) -> int:
-        """Bytes of tensors that were alive at most while `run` ran, beyond those alive before. On a
-        GPU only.
-        """
+        """Peak bytes of tensors while `run` runs, beyond those alive before. GPU only."""
         raise NotImplementedError(f"the memory of {self.torch} is not measured")
 
 
 class CudaDevice(Device):
-    """One GPU, which becomes the current one of the thread that makes this."""
+    """One GPU, which becomes the current device of the thread that creates this object."""
 
     has_graphs = True
 
@@ -142,12 +143,12 @@ class CudaDevice(Device):
     def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
         self._capturing.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(self._capturing):
-            # compiles kernels, makes handles and connects ranks: nothing of it may happen in a
-            # capture
+            # compiles kernels, creates handles and connects ranks, none of which may happen during
+            # a capture
             run()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
-        # Only this thread may not wait: NCCL's watchdog looks at its events all the while.
+        # Only this thread must not synchronize: NCCL's watchdog queries its events all the time.
         pool = beside.pool() if beside is not None else None
         with torch.cuda.graph(
             graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"
@@ -184,9 +185,9 @@ def open_device(kind: str) -> Device:
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that the device copies from and to by itself.
+    """Pinned host memory, which the device can copy asynchronously.
 
-    From torch's cache, which hands memory out again only when the copies that used it have run:
-    there are as many buffers as steps under way.
+    torch's cache hands memory out again only when the copies that used it have run, so there are as
+    many buffers as steps under way.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=True)

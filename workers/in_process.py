@@ -1,7 +1,7 @@
 """The executor of one rank in this process, without Ray: what `Engine` drives in tests, tools and
 on a single GPU.
 
-Owns its `Worker`. On CPU `launch` runs the step to its end; on a GPU it returns once the step is
+Owns its `Worker`. On a CPU `launch` runs the whole step; on a GPU it returns once the step is
 launched.
 """
 
@@ -15,9 +15,7 @@ from workers.worker import Worker
 
 
 class InProcessExecutor:
-    """An `Executor` over one rank. `num_threads`: threads of torch, None leaves them as they
-    are.
-    """
+    """An `Executor` over one rank. `num_threads` sets torch's threads; None leaves them alone."""
 
     def __init__(self, config: ResolvedConfig, num_threads: int | None = None) -> None:
         if config.engine.tensor_parallel_size != 1:
@@ -34,7 +32,7 @@ class InProcessExecutor:
         return self.report.num_kv_blocks
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step; what goes wrong is raised by `result`."""
+        """Start a step; `result` raises what goes wrong."""
         self.worker.launch(plan)
 
     def result(self, step_id: int) -> StepResult:

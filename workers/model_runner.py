@@ -1,12 +1,10 @@
 """One step on one rank: batch state, model, sampler, in this order.
 
-Owns the KV cache, the batch state and the sampler of an epoch-spanning engine; the model is handed
-in. `run` only
-launches work: on a GPU nothing in it waits for the device, and `PendingStep.finish` does. Logits
-are computed for the last token of sampling rows alone. A decode step is one graph where there are
-graphs. Never talks to the driver.
-Legend: T tokens of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the
-vocabulary.
+Owns the KV cache, the batch state and the sampler, which outlive an epoch; the model is passed in.
+`run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
+are computed only for the last token of sampling rows. Where the device has graphs, a decode step is
+one graph. Never talks to the driver. Legend: T tokens of the step, B rows, R sampling rows, E
+hidden size, V this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A launched step. Its tensors are on the host from `copied` on."""
+    """A launched step. Its tensors are on the host once `copied` has passed."""
 
     device: Device
     num_rows: int = 0
@@ -47,8 +45,8 @@ class PendingStep:
     def finish(
         self, limit_s: float, what: str
     ) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
-        """(token ids, logprobs where asked). Waits for the device. Raises `StepTimeoutError` after
-        `limit_s`.
+        """(token ids, logprobs where requested). Waits for the device. Raises `StepTimeoutError`
+        after `limit_s`.
         """
         if self.token_ids_R is None:
             return ints(), None
@@ -69,16 +67,14 @@ class ModelRunner:
         device: Device,
         num_blocks: int,
     ) -> None:
-        """Captures graphs where the device has them, `enforce_eager` allows it: all ranks at the
-        same time. Raises `ConfigError` when the memory of cache and batch cannot be had.
+        """Captures graphs where the device has them and `enforce_eager` is off, on all ranks at the
+        same time. Raises `ConfigError` if there is not enough memory for cache and batch.
         """
         self.model = model
         self.device = device
         self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
-        rows, columns = (
-            config.engine.max_num_seqs,
-            config.max_model_len + 1 + config.blocks_per_sequence,
-        )
+        rows = config.engine.max_num_seqs
+        columns = config.max_model_len + config.blocks_per_sequence
         with room_for(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
         ):
@@ -195,8 +191,8 @@ def make_sampler(
 def run_largest_step(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> None:
-    """Run the step that needs most memory: as many tokens and sampling rows as there can be, every
-    stage of sampling in use. Every rank runs it at the same time.
+    """Run the step that needs the most memory: the largest number of tokens and sampling rows, with
+    every stage of sampling in use. Every rank runs it at the same time.
     """
     num_rows = min(config.engine.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
@@ -209,10 +205,9 @@ def run_largest_step(
 def warm_up(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> None:
-    """Run what a backend compiles at its first use, so that no request waits for it: attention of
-    long prompts, short ones and single tokens, within a bound that is theirs and within the widest;
-    every kind of row to sample, from the raw logits and from adjusted ones. Every rank runs it at
-    the same time.
+    """Run what a backend compiles at its first use, so that no request waits for it: attention over
+    long prompts, short prompts and single tokens, with tight and with the widest bounds; every kind
+    of sampling row, from raw and from adjusted logits. Every rank runs it at the same time.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     kinds = [
@@ -244,8 +239,8 @@ def _run_step(
     max_seq_len: int,
     samplings: list[Sampling],
 ) -> None:
-    """A step of equal rows, the first of which are sampled so. Its cache is one block, which
-    nothing is written to.
+    """A step of equal rows; the first ones are sampled with `samplings`. Its cache is one block,
+    which is never written.
     """
     device, num_tokens = group.device, num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)

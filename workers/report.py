@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from workers.batch.kv_plan import KVCacheLedger
 
-# Beyond the limit of a step, for an error that says more: that of a collective, which began later.
+# Added to the limit of a step, so that a more specific error can come first: that of a collective,
+# whose clock started later.
 GRACE_S = 1.0
 
 

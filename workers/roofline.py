@@ -7,15 +7,14 @@ judged against.
     * (sum of contexts) total_bytes = weight_bytes * D + 2 * kv_heads * head_dim * itemsize * layers
     * (sum of contexts of decoded tokens)
 
-T counts the tokens that must run: of each request the prompt (what it shares with the prompt of
-another from its start only once) and all output tokens but the last. S counts the tokens sampled, D
+T counts the tokens that must run: per request, the prompt (a prefix that it shares with another
+prompt counts once) and all output tokens but the last. S counts the tokens sampled, D
 the steps that cannot be avoided: the longest output. A token at position p has context p + 1.
-`weight_bytes` holds each parameter once, the embedding
-not: looking up a row is neither a product nor a read that counts, and a tied one is counted as the
-head.
+`weight_bytes` counts each parameter once and leaves out the embedding: looking up a row is neither
+a product nor a significant read. A tied embedding is counted as the head.
 
-Weights that fit the processor's caches are not read from memory each step: for such models the
-floor is none.
+Weights that fit into the processor's caches are not read from memory in each step: for such models
+this is not a lower bound.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One output: tokens of its prompt, how many of them another output has computed too, and
+    """One output: tokens in its prompt, how many of those another output computes as well, and
     tokens sampled.
     """
 
@@ -72,7 +71,7 @@ def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[W
     """What each request is as `Work`, from its prompt's token ids and its number of output tokens,
     in sorted order.
 
-    A sorted prompt shares no longer a start with any before it than with the one just before it.
+    In sorted order, a prompt shares its longest prefix with the prompt just before it.
     """
     works, before = [], list[int]()
     for prompt, num_output in sorted(zip(prompts, num_outputs, strict=True)):
@@ -90,8 +89,8 @@ def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[W
 
 
 def floor_s(model: ModelConfig, itemsize: int, works: Sequence[Work], machine: Machine) -> float:
-    """Seconds that `works` take at least, with weights and cache of `itemsize` bytes a number; see
-    the top.
+    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in weights
+    and cache; see the top.
     """
     num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)
     num_sampled = sum(w.num_output for w in works)
@@ -138,13 +137,13 @@ def report(
 
 
 def _sum_of_contexts(start: int, end: int) -> int:
-    """Of the tokens at positions `start` to `end - 1`."""
+    """Sum over the tokens at positions `start` to `end - 1`."""
     return max(0, (end * (end + 1) - start * (start + 1)) // 2)
 
 
 def _best(action: Callable[[], object]) -> float:
-    """Seconds of the fastest of the runs that fit `PROBE_SECONDS`, after one to warm up; three at
-    least.
+    """Seconds of the fastest of at least three runs that fit into `PROBE_SECONDS`, after a warm-up
+    run.
     """
     action()
     times: list[float] = []

@@ -1,8 +1,8 @@
 """One tensor-parallel rank, as a plain class that runs in any process.
 
-Owns the rank's group, model, cache and the outcomes of steps not yet read. Never imports Ray or
-transformers, never decides what runs: plans come from the driver. `launch` and `result` may be
-called from different threads (one each): `launch` starts steps in order, `result` waits for one.
+Owns the rank's group, model, cache, and the outcomes of steps that were not read yet. Never imports
+Ray or transformers, never decides what runs: plans come from the driver. `launch` and `result` may
+be called from different threads (one each): `launch` starts steps in order, `result` waits for one.
 Whatever a step raises is kept under its id and raised by `result`; the steps after it in its epoch
 are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then steps, and `reset`
 for each new epoch.
@@ -47,7 +47,7 @@ class Worker:
         self.config = config
         self.rank = rank
         self.epoch = 0
-        self.phase = "start"  # what the start is at; read from any thread
+        self.phase = "start"  # what the start is doing; read from any thread
         self._device: Device | None = None  # opened on the thread that will launch
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
@@ -65,8 +65,8 @@ class Worker:
     # -- start -------------------------------------------------------------------------------------
 
     def open_rendezvous(self, host: str = "127.0.0.1") -> Address:
-        """Rank 0: listen on `host`, an address of this machine the other ranks reach, on a port the
-        system picks.
+        """Rank 0: listen on `host`, an address of this machine that the other ranks can reach, on a
+        port the system picks.
         """
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
@@ -117,7 +117,7 @@ class Worker:
         if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         self.phase = "allocate_cache"
-        self._runner = None  # the memory of an earlier one goes first
+        self._runner = None  # frees the memory of an earlier one first
         self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
 
     def compile_other_steps_beside(self) -> None:
@@ -130,7 +130,7 @@ class Worker:
     # -- steps -------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
-        """Run a step as far as the host has to; on CPU to its end. Never raises: see `result`."""
+        """Run the host's part of a step; on a CPU that is all of it. Never raises: see `result`."""
         try:
             self._check_turn(plan)
             assert self._runner is not None
@@ -164,7 +164,8 @@ class Worker:
             current = self.epoch
         if outcome is None and epoch < current:
             raise WorkerError(
-                f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, now is epoch {current}"
+                f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, the current epoch"
+                f" is {current}"
             )
         if outcome is None:
             raise StepTimeoutError(
@@ -177,9 +178,8 @@ class Worker:
                 f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
             ) from outcome
         started = time.perf_counter()
-        with (
-            self._finishing
-        ):  # one after another, as the device runs them: a step's clock starts with its turn
+        # One after another, as the device runs them: a step's clock starts when its turn comes.
+        with self._finishing:
             token_ids, logprobs = outcome.finish(
                 limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
             )
@@ -194,8 +194,8 @@ class Worker:
         )
 
     def reset(self, epoch: int) -> None:
-        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Called where
-        `launch` is.
+        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Call it on
+        the thread that launches.
         """
         if epoch <= self.epoch:
             raise WorkerError(f"rank {self.rank}: epoch {epoch} does not follow epoch {self.epoch}")
@@ -213,7 +213,7 @@ class Worker:
             self._runner.check()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes by purpose."""
         report = {"weights": self._model.weight_bytes if self._model is not None else 0}
         if self._runner is not None:
             report["kv_cache"] = self._runner.cache.tensor.nbytes
@@ -223,7 +223,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
-        self._runner = None  # first: NCCL would wait for the end of graphs that hold its operations
+        self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
         self._group = self._model = self._kernels = self._rendezvous = None

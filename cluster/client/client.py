@@ -67,7 +67,7 @@ class Client:
         sinks: Seq[Sink | None] | None = None,
         request_id: str | None = None,
     ) -> list[Generation]:
-        """`submit` on another thread. If it is cancelled, what it submitted is aborted."""
+        """`submit` on another thread. If it is canceled, what it submitted is aborted."""
         task = asyncio.to_thread(self.submit, prompts, params, sinks, request_id)
         submitting = asyncio.ensure_future(task)
         try:
@@ -77,7 +77,7 @@ class Client:
             raise
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:
-        """`wait` for an event loop; cancelling it aborts the requests."""
+        """`wait` for an event loop; canceling it aborts the requests."""
         try:
             await asyncio.gather(*(asyncio.wrap_future(g.done) for g in generations))
         finally:

@@ -165,9 +165,8 @@ def _is_plain_template(template: object, config: dict[str, Any]) -> bool:
         return False  # several templates, or transformers' own block
     if config["tokenizer_class"] in _GENERIC_CLASSES:
         return True
-    return not re.search(
-        rf"\b({'|'.join(_SPECIAL_NAMES)})\b", template
-    )  # Qwen2 has defaults for these
+    # Qwen2 has defaults for these.
+    return not re.search(rf"\b({'|'.join(_SPECIAL_NAMES)})\b", template)
 
 
 def _content(token: Any) -> str:

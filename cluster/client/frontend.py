@@ -1,6 +1,7 @@
-"""The client's end of the driver: sends requests, polls for news, ends what nobody needs any more.
+"""The client's end of the driver: sends requests, polls for news, and ends what nobody needs any
+more.
 
-One background thread polls while anything is outstanding. News go to the outputs of their
+One background thread polls while anything is outstanding. News goes to the outputs of its
 generation, whose sinks run on that thread. `Generation.done` completes once, with or without an
 error.
 """
@@ -97,7 +98,7 @@ class Frontend:
         self._thread.join(limit_s)
 
     def _check_reachable(self) -> None:
-        """A call to an actor would start a new Ray where ours has been shut down."""
+        """Guards calls to an actor: they would start a new Ray if ours has been shut down."""
         if self._closed or not self._is_reachable():
             raise EngineDeadError("the engine was shut down; start a new one")
 
@@ -119,7 +120,7 @@ class Frontend:
     def _poll_loop(self) -> None:
         try:
             self._poll_while_open()
-        finally:  # however it ended, nobody may wait for what will not come
+        finally:  # whatever ended the loop, nobody may keep waiting
             self.close()
 
     def _poll_while_open(self) -> None:
@@ -139,7 +140,7 @@ class Frontend:
                     self._fail_all(error)
             except EaglerayError as error:
                 self._fail_all(error)
-            except Exception as error:  # a fault of ours must not leave callers waiting
+            except Exception as error:  # a bug here must not leave callers waiting
                 logger.exception("the polling thread failed")
                 self._fail_all(_frontend_failed(error))
 
@@ -161,7 +162,7 @@ class Frontend:
                 try:
                     if generation.take(output, news):
                         stopped.append(request_id)
-                except Exception as error:  # of a sink or a tokenizer; other requests go on
+                except Exception as error:  # from a sink or a tokenizer; other requests go on
                     logger.exception("request %s failed in the frontend", request_id)
                     generation.fail(_frontend_failed(error))
                     failed += generation.request_ids

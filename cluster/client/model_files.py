@@ -1,4 +1,4 @@
-"""Finding a checkpoint: a directory, or a hub id to download. Reads nothing of the weights."""
+"""Finding a checkpoint: a directory, or a hub id to download. Does not read the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-TOKENIZER_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
-MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
+MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
 
 def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
@@ -24,7 +25,7 @@ def find_model(model: str, revision: str | None = None, *, what: str = "model") 
         path = Path(model).expanduser()
         is_dir, exists = bool(model) and path.is_dir(), bool(model) and path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL
-        raise ConfigError(f"{what} {model!r} is no usable path: {error}") from None
+        raise ConfigError(f"{what} {model!r} is not a usable path: {error}") from None
     if is_dir:
         return path.resolve()
     if exists:
@@ -45,14 +46,14 @@ def _download(model: str, revision: str | None, what: str) -> Path:
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=MODEL_FILES if what == "model" else TOKENIZER_FILES,
+                allow_patterns=MODEL_PATTERNS if what == "model" else TOKENIZER_PATTERNS,
             )
         )
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{what} {model!r} is no directory here, and as a hub id it cannot be downloaded:"
-            f" {first_line} Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
+            f"{what} {model!r} is not a directory here, and it cannot be downloaded as a hub id:"
+            f" {first_line.rstrip('.')}. Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""What a caller gets: chunks while a request runs, a `RequestOutput` at its end; and how news
-become both.
+"""What a caller gets: chunks while a request runs, a `RequestOutput` at the end, both made from the
+engine's news.
 """
 
 from __future__ import annotations

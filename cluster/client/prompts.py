@@ -1,5 +1,5 @@
-"""The forms in which a program gives prompts and parameters, each checked once and turned into one
-form.
+"""The forms in which a program may give prompts and parameters, each checked once and turned into
+one.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import time
 import uuid
 from array import array
 from collections.abc import Collection
@@ -55,6 +56,7 @@ class RequestBuilder:
         params = self.parameters(wanted)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         final_only = sink is None and not params.stop_strings() and params.logprobs is None
+        arrival_s = time.time()
         outputs = []
         for index in range(params.n or 1):
             request = Request(
@@ -66,6 +68,7 @@ class RequestBuilder:
                 ),
                 cache_salt=parsed.cache_salt,
                 final_only=final_only,
+                arrival_s=arrival_s,
             )
             check_request(request, self.limits)
             outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
@@ -94,9 +97,8 @@ class RequestBuilder:
 
     def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:
-            check_vocabulary(
-                prompt.token_ids, self._model.vocab_size
-            )  # before they become 32-bit numbers
+            # Before they become 32-bit numbers.
+            check_vocabulary(prompt.token_ids, self._model.vocab_size)
             return prompt.token_ids
         if self._tokenizer is None:
             form = "messages" if prompt.messages is not None else "a text prompt"

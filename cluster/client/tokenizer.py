@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.client import fast_tokenizer
+from cluster.client.model_files import TOKENIZER_FILES
 from cluster.client.prompts import Message, check_messages
 from scheduler.errors import ConfigError, RequestError
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 class Tokenizer:
@@ -80,7 +79,7 @@ class Tokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer in a directory, None when it has no tokenizer files."""
-    return Tokenizer(path) if any((path / name).exists() for name in _TOKENIZER_FILES) else None
+    return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
 
 
 def _is_plain(message: Message) -> bool:

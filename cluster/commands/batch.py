@@ -1,10 +1,10 @@
-"""Running a batch for the command line: read and check every input line, generate, write every
-output line.
+"""Run a batch for the command line: read and check every input line, generate, write every output
+line.
 
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
-`num_prompt_tokens` and `num_cached_tokens`, `logprobs` where asked; with `n` above 1 a list
-`outputs` of what belongs to each.
+`num_prompt_tokens` and `num_cached_tokens`, and `logprobs` if requested; with `n` above 1, a list
+`outputs` with one entry per output.
 """
 
 from __future__ import annotations

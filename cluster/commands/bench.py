@@ -1,13 +1,15 @@
 """`launch.py bench`: a workload through the engine as a client sees it, in one JSON line.
 
     engine, model, dtype, tp, device requests, input_tokens, output_tokens, cached_tokens total_s,
-    output_tokens_per_s        from the first request being due to the last one's end ttft_s,
-    inter_token_s               p50 and p99, see `cluster.commands.timing` preemptions, num_steps
-    of the driver, without the warm-up start_s                             seconds of each phase of
-    the start, "all" of them together roofline                            the least the workload can
-    take on this machine, see `workers.roofline`
+    output_tokens_per_s     from when the first request is due to when the last one ends
+    ttft_s, inter_token_s   p50 and p99, see `cluster.commands.timing`
+    preemptions, num_steps  of the driver, without the warm-up
+    start_s                 seconds of each phase of the start, and of "all" together
+    roofline                lower bound on the time of the workload on this machine, see
+                            `workers.roofline`
 
-The machine is the one this runs on: with ranks elsewhere the roofline says nothing of them.
+The machine is the one this command runs on: if ranks run elsewhere, the roofline does not apply to
+them.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ logger = logging.getLogger("eagleray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What to time: the requests of a file, or made-up ones, for which None means the default.
-    `config` has a seed.
+    """What to time: the requests of a file, or made-up ones, where None means the default. `config`
+    must have a seed.
 
-    `request_rate` is in requests a second, None sends all at once.
+    `request_rate` is in requests per second; None sends all at once.
     """
 
     config: EngineConfig
@@ -58,7 +60,8 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, but for prompts of a file that do not fit it.
+    `ClientError` before the engine starts, except for prompts whose limits only the started engine
+    knows.
     """
     _check(job)
     setup = prepare(job.config)
@@ -86,7 +89,7 @@ def synthetic_requests(
     temperature: float,
     vocab_size: int,
 ) -> list[BatchRequest]:
-    """Made-up requests, the same for the same arguments.
+    """Made-up requests; the same arguments give the same requests.
 
     Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token
     ids between 0 and 10,000 (or the last of the vocabulary); no end-of-sequence id ends an output.
@@ -136,7 +139,7 @@ def _check(job: BenchJob) -> None:
         raise RequestError(f"--num-warmup must be at least 0, got {job.num_warmup}")
     if job.request_rate is not None and not 0 < job.request_rate < math.inf:
         raise RequestError(
-            f"--request-rate must be above 0 requests a second, got {job.request_rate}"
+            f"--request-rate must be above 0 requests per second, got {job.request_rate}"
         )
 
 
@@ -168,7 +171,7 @@ def _warmup(llm: LLM) -> BatchRequest:
 
 
 def _probe(config: ResolvedConfig) -> Machine | None:
-    """This machine, unless the ranks will run on GPUs."""
+    """Measure this machine, unless the ranks will run on GPUs."""
     asked = config.engine.device
     return (
         probe_cpu(config.dtype)

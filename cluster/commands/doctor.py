@@ -1,4 +1,4 @@
-"""What is installed here, which devices there are, which backend would run, and what clashes."""
+"""What is installed here, which devices there are, which backend would run, and what is wrong."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _clashes() -> list[str]:
     wrong = []
     if _version("kernels"):
         wrong.append(
-            f"the package `kernels` {_version('kernels')} is installed: our folder of that name"
-            " stands before it, and transformers may fail to import. `pip uninstall kernels`"
+            f"the package `kernels` {_version('kernels')} is installed: Eagleray's folder of that"
+            " name shadows it, and transformers may fail to import. `pip uninstall kernels`"
         )
     spec = importlib.util.find_spec("kernels")
     if (

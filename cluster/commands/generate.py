@@ -1,4 +1,4 @@
-"""`launch.py generate`: from flags to answers."""
+"""`launch.py generate`: from the flags to the answers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def run_generate(job: GenerateJob) -> None:
     """
     check_arguments(sys.argv)
     if bool(job.prompts) == (job.input is not None):
-        raise RequestError("give PROMPTs or --input FILE.jsonl, one of the two")
+        raise RequestError("give either PROMPTs or --input FILE.jsonl")
     if job.raw and job.input is not None:
         raise RequestError(
-            "--raw is for PROMPTs; the lines of --input say `prompt` or `messages` themselves"
+            "--raw applies to PROMPTs; each line of --input has `prompt` or `messages` itself"
         )
     requests = read_requests(job.input) if job.input is not None else None
     if job.output is not None:
@@ -70,9 +70,7 @@ def run_generate(job: GenerateJob) -> None:
 
 
 def _check_output(output: Path, input: Path | None) -> None:
-    """Raise `ConfigError` unless answers can be written there. Leaves no file behind that was not
-    there.
-    """
+    """Raise `ConfigError` unless answers can be written there. Leaves no new file behind."""
     name = f"--output {str(output)!r}"
     try:
         if output.is_dir():
@@ -81,7 +79,7 @@ def _check_output(output: Path, input: Path | None) -> None:
             raise ConfigError(f"the folder of {name} does not exist")
         if input is not None and output.exists() and output.samefile(input):
             raise ConfigError(
-                f"{name} is the file of --input, and answers would take the place of requests; name"
+                f"{name} is the file of --input, so the answers would overwrite the requests; name"
                 " another"
             )
         is_new = not os.path.lexists(output)

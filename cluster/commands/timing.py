@@ -1,9 +1,10 @@
-"""Running requests at the times they are due, and when their tokens reach the client.
+"""Send requests when they are due, and note when their tokens reach the client.
 
 Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a
-client sees, with the way through the driver. A token belongs to the moment its chunk arrives: a
-chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
-token counts from the moment a request was due, so a client that falls behind its schedule shows.
+client sees, including the way through the driver. A token belongs to the moment its chunk arrives:
+a chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
+token counts from the moment a request was due, so the figures show when the client falls behind its
+schedule.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from cluster.llm import LLM
 
 
 class Timeline:
-    """The sink of one request: when how many tokens of each of its outputs came. Seconds of
-    `clock`.
+    """The sink of one request: notes when tokens of each of its outputs came, and how many. Times
+    are seconds of `clock`.
     """
 
     def __init__(self, due_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,7 +33,7 @@ class Timeline:
         self._clock = clock
         self._arrivals: dict[
             int, list[tuple[float, int]]
-        ] = {}  # by output: moment, number of tokens
+        ] = {}  # per output: (time, number of tokens)
 
     def __call__(self, chunk: Chunk) -> None:
         if chunk.token_ids:
@@ -40,13 +41,13 @@ class Timeline:
 
     @property
     def first_s(self) -> float | None:
-        """From being due to the first token; None if none has come."""
+        """Time from when the request was due to its first token; None if there is none."""
         moments = [moments[0][0] for moments in self._arrivals.values()]
         return min(moments) - self.due_s if moments else None
 
     def gaps_s(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
-        """Between consecutive tokens of each output: the gaps that end after `since_s` and not
-        after `until_s`.
+        """Gaps between consecutive tokens of each output that end after `since_s` and not after
+        `until_s`.
         """
         gaps: list[float] = []
         for moments in self._arrivals.values():
@@ -84,7 +85,8 @@ class TimedRun:
 
 
 def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
-    """Send each request at its second of `due_s` (ascending) from now, and wait for all.
+    """Send each request when it is due, `due_s` seconds (ascending) from now, and wait for all of
+    them.
 
     Raises what a request failed with; the others go on until the engine is shut down.
     """
@@ -106,8 +108,8 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
 
 def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds at which requests are due: all at once, or a Poisson process of `rate` a second from
-    0 on.
+    """Seconds at which requests are due: all at once, or as a Poisson process of `rate` per second
+    from 0 on.
     """
     if rate is None:
         return [0.0] * num_requests
@@ -116,9 +118,7 @@ def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """The median and the 99th percentile, linear between neighbours; nulls if there are no
-    values.
-    """
+    """Median and 99th percentile, with linear interpolation; nulls if there are no values."""
     if not values:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(values, (50, 99)).tolist()

@@ -31,7 +31,7 @@ from scheduler.scheduler import Scheduler
 
 SILENCE_CHECK_S = 1.0
 STOP_TIMEOUT_S = 2.0
-SWITCH_INTERVAL_S = 0.0005  # the two threads hand over often, and neither computes for long
+SWITCH_INTERVAL_S = 0.0005  # the two threads alternate often, and neither computes for long
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -66,7 +66,7 @@ class Driver:
         engine = Engine(Scheduler(self._limits), self._group, num_steps_ahead=ahead)
         self._engine_loop = EngineLoop(engine, self._deliver_soon, self._die)
         gc.collect()
-        gc.freeze()  # no later collection walks over the blocks
+        gc.freeze()  # so that no later collection walks over the blocks
         self._engine_loop.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
         return EngineReport(

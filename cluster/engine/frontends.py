@@ -1,4 +1,4 @@
-"""The driver's record of its frontends: who has which requests, what is new for them, who has gone
+"""The driver's record of its frontends: their requests, what is new for each, and which have gone
 silent.
 
 Event loop thread only.
@@ -34,7 +34,7 @@ class _Frontend:
 
 
 class Frontends:
-    """Every frontend that has called within the time limit on silence."""
+    """Every frontend that has called recently."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
@@ -106,7 +106,7 @@ class Frontends:
                     " aborted"
                 )
                 frontend.fail(dropped[frontend_id], EngineError(message))
-            elif silent_s > 2 * self._timeout_s:  # it had time to come back for the news
+            elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
         return dropped
 

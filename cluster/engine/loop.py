@@ -1,7 +1,7 @@
 """The engine thread: takes commands, runs steps, and hands out their news. The only thread to touch
 the scheduler.
 
-Commands come in through an inbox from the driver's event loop; news go out through a callback,
+Commands come in through an inbox from the driver's event loop; news goes out through a callback,
 which must not block.
 """
 
@@ -19,8 +19,8 @@ from scheduler.messages import EngineStats, Request
 from scheduler.scheduler import StepOutput
 from scheduler.sequence import Sequence
 
-# Idle time before the laws are checked: with many blocks that takes tens of milliseconds, which a
-# request would wait.
+# Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
+# a request would have to wait.
 CHECK_AFTER_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -48,7 +48,7 @@ Command = Submit | Finish
 
 
 class EngineLoop:
-    """Runs one engine on a thread of its own."""
+    """Runs one engine on its own thread."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class EngineLoop:
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`deliver` gets the news of each step; `on_failure` what ended the loop. Both are called
-        on the thread.
+        """`deliver` receives the news of each step, `on_failure` the error that ended the loop.
+        Both are called on the loop's thread.
         """
         self.engine = engine
         self._deliver = deliver

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from scheduler.messages import StepPlan
 
 SWITCH_INTERVAL_S = (
-    0.0002  # the computing thread gets the interpreter back from Ray's threads within this
+    0.0002  # Ray's threads must hand the interpreter back to the computing thread within this time
 )
 
 
 class RankActor:
-    """One rank in a process of its own.
+    """One rank in its own process.
 
     A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the
-    next step starts the moment the last one ends, whatever Ray still has to do for that one's
-    answer. Concurrency groups: the default one for control, and `steps`, with one thread per step
+    next step starts the moment the last one ends, whatever Ray still has to do to return that one's
+    result. Concurrency groups: the default one for control, and `steps`, with one thread per step
     that may be under way.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
-        # Imported here, because the driver imports this module and has no use for torch.
+        # Imported here, because the driver imports this module and does not need torch.
         from workers.worker import Worker
 
         logging.basicConfig(level=config.engine.log_level.upper())
@@ -65,20 +65,20 @@ class RankActor:
         return self._computing.submit(start).result()
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """See `Worker.allocate_cache`. The first rank then has the remaining kernels compiled
-        beside it.
+        """See `Worker.allocate_cache`. The first rank then starts compiling the remaining kernels
+        in the background.
         """
         self._computing.submit(self._worker.allocate_cache, num_blocks).result()
         self._worker.compile_other_steps_beside()
 
     @ray.method(concurrency_group="steps")
     def phase(self) -> str:
-        """What the start is doing now."""
+        """What the start is doing at the moment."""
         return self._worker.phase
 
     @ray.method(concurrency_group="steps")
     def step(self, data: bytes) -> bytes:
-        """Run a step in its turn, which the threads of a concurrency group may not keep. Raises
+        """Run a step in its turn: the threads of a concurrency group may start out of order. Raises
         what the step raised.
 
         Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on as they
@@ -88,9 +88,8 @@ class RankActor:
         with self._turn:
             limit_s = self._config.engine.step_timeout_s
             self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
-            self._computing.submit(
-                self._worker.launch, plan
-            )  # out of turn, it fails with an error that says so
+            # Out of turn, it fails with an error that says so.
+            self._computing.submit(self._worker.launch, plan)
             self._next_step = plan.step_id + 1
             self._turn.notify_all()
         return pickle.dumps(self._worker.result(plan.step_id, plan.epoch), protocol=5)

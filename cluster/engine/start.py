@@ -62,9 +62,8 @@ def _start(setup: EngineSetup, stack: contextlib.ExitStack) -> tuple[Any, Fronte
     stack.callback(_while_held, lease, remove_placement_group, placement)
     driver = start_driver(_resolve(setup, device, placement), placement)
     frontend = Frontend(driver, lambda: SESSION.holds(lease))
-    stack.callback(
-        frontend.join, SHUTDOWN_TIMEOUT_S
-    )  # no thread of ours may be inside Ray when Ray stops
+    # No thread of ours may be inside Ray when Ray stops.
+    stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
     stack.callback(_while_held, lease, _stop_driver, driver)
     stack.callback(frontend.close)
     limit_s = setup.config.start_timeout_s + CALL_TIMEOUT_S
@@ -96,7 +95,9 @@ def start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
 
 
 def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> ResolvedConfig:
-    """`resolve_config`, which depends on what is installed: here, or where the only GPUs are."""
+    """`resolve_config`, run where it matters what is installed: here, or on the node that has the
+    GPUs.
+    """
     arguments = (setup.config, setup.model, setup.model_dir, device)
     if device == "cpu" or has_cuda():
         return resolve_config(*arguments)
@@ -115,8 +116,8 @@ def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> Reso
 
 
 def _while_held(lease: str, stop: Callable[[Any], None], what: Any) -> None:
-    """Stop something of ours, unless Ray was shut down before and took it along: a call would start
-    Ray anew.
+    """Stop something of ours, unless Ray was shut down and took it along: a call would start a new
+    Ray.
     """
     if SESSION.holds(lease):
         stop(what)
@@ -131,6 +132,6 @@ def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
 def _stop_driver(driver: Any) -> None:
     with contextlib.suppress(
         EaglerayError
-    ):  # it may be dead already; what is left of it is killed next
+    ):  # it may already be dead; whatever is left is killed next
         call(driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
     ray.kill(driver)

@@ -95,8 +95,8 @@ class WorkerGroup:
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before was read already.
 
-        Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a rank
-        that knows it is late the time to say so itself.
+        Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a late
+        rank enough time to report that itself.
         """
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
         refs = self._pending.pop(step_id)
@@ -117,7 +117,7 @@ class WorkerGroup:
         self._pending.clear()
 
     def _create(self, rank: int) -> Any:
-        remote: Any = ray.remote  # its types do not know concurrency_groups
+        remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         steps = self._config.engine.num_steps_ahead + 1
         actor = remote(concurrency_groups={"steps": steps})(self._rank_actor).options(
             num_cpus=1,

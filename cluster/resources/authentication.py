@@ -1,9 +1,9 @@
 """Ray's token authentication, chosen before Ray is imported, which is when it reads the choice.
 
-A cluster that `ray.init` starts uses a token; one that `ray start` starts uses it if there is one.
-A process that joins does not look for it by itself, and would be turned away: here it does.
-RAY_AUTH_MODE, where set, stays as it is, and so does everything in a program that has imported Ray
-before us.
+A cluster started by `ray.init` uses a token; one started by `ray start` uses a token if there is
+one. A process that joins does not look for the token by itself and would be turned away, so this
+module looks for it. A RAY_AUTH_MODE that is set is left alone, and so is a program that imported
+Ray before us.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ model on sums it was never shown, and writes a checkpoint in the Hugging Face fo
 
 The text is chat in Qwen's form, and there are five kinds of question: a sum of two
 numbers under 100, a difference, counting on, a word spelled backwards, and the day after
-(or before) a day.  Many questions are packed into one conversation, so that an answer
+(or before) a day. Many questions are packed into one conversation, so that an answer
 after a long preamble is as good as one asked alone.
 
 About one unordered pair of numbers in twenty is held out, chosen by a hash of the pair.
@@ -35,7 +35,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-LIMIT = 100  # the numbers asked about are 0 .. LIMIT - 1
+LIMIT = 100  # questions are about the numbers 0 to LIMIT - 1
 HELD_OUT_ONE_IN = 20
 VOCAB_SIZE = 512
 CONTEXT = 1024
@@ -156,7 +156,7 @@ def is_right(answer: str, a: int, b: int) -> bool:
 
 
 def training_pair(rng: random.Random) -> tuple[int, int]:
-    """Two numbers that are not held out, with rather more small ones than chance gives."""
+    """Two numbers that are not held out; small ones are somewhat more likely than by chance."""
     while True:
         a, b = (rng.randrange(10 if rng.random() < 0.05 else LIMIT) for _ in range(2))
         if not is_held_out(a, b):
@@ -213,7 +213,7 @@ KINDS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 
 def random_turn(rng: random.Random) -> Turn:
-    """One question of any kind, sums first among them; never a held-out pair."""
+    """One question of any kind, most often a sum; never a held-out pair."""
     weights = [weight for weight, _ in KINDS]
     _, maker = rng.choices(KINDS, weights)[0]
     return maker(rng)
@@ -247,7 +247,7 @@ def preamble(num_tokens: int, tokenizer: Encoder, seed: int = 0) -> list[Message
 
 
 def chat_text(messages: Sequence[Message]) -> str:
-    """What the chat template gives for messages that await an answer."""
+    """What the chat template renders for messages that still need an answer."""
     parts = [f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages]
     return "".join(parts) + f"{TURN_START}assistant\n"
 
@@ -342,7 +342,7 @@ class Batches:
         return self.cache[text]
 
     def turn(self) -> list[tuple[int, int]]:
-        """A random turn as (token, label) pairs."""
+        """One random turn as (token, label) pairs."""
         turn = random_turn(self.rng)
         prompt = [(i, IGNORED) for i in self.ids(question_text(turn.question))]
         answer = [(i, i) for i in self.ids(f"{turn.answer}{TURN_END}")]
@@ -359,7 +359,7 @@ class Batches:
         return row + [(self.pad, IGNORED)] * (length - len(row))
 
     def batch(self, progress: float) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, in rows of one length; short rows more often at the start."""
+        """Tokens and labels, in rows of equal length; short rows are more frequent at the start."""
         weights = [first + (last - first) * progress for _, first, last in self.LENGTHS]
         length = self.rng.choices([n for n, _, _ in self.LENGTHS], weights)[0]
         rows = torch.tensor([self.conversation(length) for _ in range(self.TOKENS // length)])
@@ -391,7 +391,7 @@ class Trainer:
     """Muon for the matrices, AdamW for the embedding and the norms, one shared schedule."""
 
     WARMUP = 0.02  # share of the run
-    DECAY = 0.45  # share of the run over which the rate falls to nothing
+    DECAY = 0.45  # share of the run over which the learning rate falls to zero
 
     def __init__(self, model: Qwen3ForCausalLM, muon_rate: float, adam_rate: float) -> None:
         self.model = model
@@ -435,7 +435,7 @@ def train(
     args: argparse.Namespace,
     save: Callable[[], None],
 ) -> None:
-    """Run the steps asked for, or as many as fit into the minutes."""
+    """Run the requested number of steps, or as many as fit into the minutes."""
     batches, trainer = Batches(tokenizer, args.seed), Trainer(model, args.muon_rate, args.adam_rate)
     start, total = time.monotonic(), 0.0
     for step in range(1, args.steps + 1):
@@ -506,7 +506,9 @@ def share_right(
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[int, list[float]]]:
-    """For each kind of question: how many were asked, and the share right alone and later."""
+    """For each kind of question: how many were asked, and the share answered correctly, alone and
+    after other text.
+    """
     held_out = held_out_sums()
     tests = {
         "held-out sums, `What is a + b?`": [
@@ -548,7 +550,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write everything beside the folder, in bfloat16, then move it into place."""
+    """Write everything to a folder next to the target, in bfloat16, then move it into place."""
     out.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(dir=out.parent))
     rounded: Any = Qwen3ForCausalLM(model.config)

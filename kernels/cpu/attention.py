@@ -1,11 +1,11 @@
 """Paged attention on a CPU, one kernel for decode and prefill.
 
-Head-major caches: keys [N, K, D, P], values [N, K, P, D]. Scores then vectorise over the tokens of
-a block and the weighted sum over the head dimension, neither with a sum across a vector. Softmax is
-the online one of Milakov and Gimelshein 2018 (arXiv:1805.02867), a block at a time, float32
-throughout. Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim,
-N blocks, P block size, W blocks of a row, M queries of a tile times G. A task is one tile of
-queries of one row and one KV head.
+Head-major caches: keys [N, K, D, P], values [N, K, P, D]. Scores then vectorize over the tokens of
+a block, and the weighted sum over the head dimension; neither needs a sum across a vector. Softmax
+is the online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), one block at a time, in
+float32 throughout. Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D
+head dim, N blocks, P block size, W blocks of a row, M queries of a tile times G. A task is one tile
+of queries of one row and one KV head.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _add_product(a_MK: Array, b_KN: Array, c_MN: Array, depth: int) -> None:
 def _softmax_block(
     s_MP: Array, acc_MD: Array, max_M: Array, sum_M: Array, ends_M: Array, first: int
 ) -> None:
-    """Scores to weights against the running maximum; what is accumulated so far is rescaled to a
-    new maximum.
+    """Turn scores into weights relative to the running maximum; what was accumulated so far is
+    rescaled when the maximum grows.
 
     Row m sees tokens before `ends_M[m]`; the block starts at token `first`.
     """
@@ -217,12 +217,11 @@ def _paged_attention(
 ) -> None:
     tiles = _tiles(starts_B1, _TILE)
     num_tiles = len(tiles)
-    # Heads outside, tiles inside: threads take equal parts of every row, whatever the lengths of
-    # the rows.
+    # Heads are the outer loop and tiles the inner one, so threads take equal parts of every row,
+    # whatever the row lengths.
     for index in numba.prange(k_NKDP.shape[1] * num_tiles):
-        task = np.int64(
-            index
-        )  # an index of `prange` is unsigned, which would compile its helpers a second time
+        # An index of `prange` is unsigned, which would compile its helpers a second time.
+        task = np.int64(index)
         row, first_query, num_queries = tiles[task % num_tiles]
         start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
         _attend_tile(

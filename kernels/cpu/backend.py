@@ -1,4 +1,4 @@
-"""The CPU backend: which function serves for which kernel, and what is compiled when."""
+"""The CPU backend: which function implements which kernel, and what is compiled when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.interface import Kernels, SamplingKernels, Shape
 from kernels.metadata import AttentionMetadata
 
-_DIM = 16  # of the one head and the one token that kernels are compiled with
+_DIM = 16  # head dim of the one head and one token with which kernels are compiled
 
 
 def head_major_shapes(

@@ -3,7 +3,7 @@ version shares them.
 
 numba keys its cache by the path of the source file and does not notice changes in functions inlined
 from other files. Here each entry is stamped with a hash of all sources that compiled code may come
-from, in a directory of the user's. Set `EAGLERAY_CACHE_DIR` to move that directory, or
+from, and stored in the user's cache directory. Set `EAGLERAY_CACHE_DIR` to move that directory, or
 `NUMBA_CACHE_DIR` to use numba's own scheme instead.
 """
 
@@ -64,12 +64,12 @@ class ContentCacheLocator:
         return self._stamp
 
     def get_disambiguator(self) -> str:
-        """Tells functions of one name in one file apart."""
+        """Distinguishes functions of the same name in one file."""
         return str(self._first_line)
 
 
 def version_dir() -> Path:
-    """A directory for facts about the cache of this version of the kernels on this kind of
+    """A directory for notes about the cache of this version of the kernels on this kind of
     processor.
     """
     path = cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
@@ -87,7 +87,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def source_hash(path: Path) -> str:
-    """Of a file with compiled functions and of everything that may be inlined into them."""
+    """Hash of a file with compiled functions and of everything that may be inlined into them."""
     sources = sorted({*_SHARED_SOURCES, path})
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 

@@ -1,8 +1,9 @@
-"""Norms, rotary embedding with KV store, and the MLP's gate on a CPU: one pass over each token,
-float32 inside.
+"""Norms, rotary embedding with KV store, and the MLP's gate on a CPU: one pass over each token, in
+float32.
 
-Same results as the references up to one rounding: what they round to the dtype of the input between
-two operations stays float32 here. Threads take tokens.
+Results equal those of the references up to one rounding: between operations, where they round to
+the dtype of the input, values stay float32 here. Square roots and divisions are exact, so the bits
+do not depend on the processor's vendor. Threads take tokens.
 Legend: T tokens of the step, E features, H query heads of this rank, K its KV heads, X = H + 2K, D
 head dim, N blocks, P block size, L positions of the rotary table, F features of the MLP.
 """
@@ -130,7 +131,7 @@ def _add_rms_norm(
 def _norm_rope_head(
     x_D: Array, weight_D: Array, eps: np.float32, cos_sin_D: Array, out_D: Array
 ) -> None:
-    """One head of one token to float32: norm over the head, then the rotation that pairs feature d
+    """One head of one token, in float32: norm over the head, then the rotation that pairs feature d
     with d + D/2.
     """
     dim = len(x_D)

@@ -1,10 +1,10 @@
-"""What every CPU kernel is written with: numba compilers, bfloat16 as bits, an exponential that
-vectorises.
+"""What every CPU kernel is written with: numba decorators, bfloat16 as bits, an exponential that
+vectorizes.
 
 Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to
-float32 on load and rounded once on store. Compiled code is cached beside the source (numba's
-`cache=True`), so it is compiled once a machine. Threads: the `prange` loops run on the OpenMP
-threads torch has already; with a second pool, each would spin while the other works.
+float32 on load and rounded once on store. Compiled code is cached (`cache.py`), so it is compiled
+once per machine and version. The `prange` loops run on torch's OpenMP threads; with a second pool
+of threads, each pool would spin while the other works.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Array = npt.NDArray[Any]
 
 use_content_cache()
 
-# Reassociation lets sums vectorise and contraction uses fused multiply-add; infinities and NaN keep
-# their meaning. Reciprocals stay exact ("arcp" is left out): the processor's estimate of 1 /
-# sqrt(x) has other bits on each vendor's chips, and 1 / sqrt(1) must be 1 on all of them.
+# Reassociation lets sums vectorize and contraction uses fused multiply-add; infinities and NaN keep
+# their meaning. Reciprocals stay exact ("arcp" is left out): a processor's estimate of 1 / sqrt(x)
+# has different bits on chips of different vendors, and 1 / sqrt(1) must be 1 on all of them.
 FAST = {"contract", "reassoc", "nsz"}
 _jit = functools.partial(
     numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True
@@ -47,11 +47,11 @@ fast_parallel_jit = functools.partial(_jit, parallel=True, fastmath=FAST)
 
 
 def share_torch_threads() -> None:
-    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use one
-    pool of threads.
+    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use the
+    same pool of threads.
 
-    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba keeps threads of
-    its own.
+    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba uses its own
+    threads.
     """
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -60,7 +60,7 @@ def share_torch_threads() -> None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads of the kernels that the calling thread runs from now on."""
+    """Set the number of threads for kernels that the calling thread runs from now on."""
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
@@ -73,7 +73,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 @intrinsic
 def float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """uint32 bits as the float32 they are."""
+    """Reinterpret uint32 bits as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -83,7 +83,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(typing_context: Any, value: Any) -> Any:
-    """float32 as the uint32 of its bits."""
+    """Reinterpret float32 as its uint32 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
@@ -106,7 +106,7 @@ def widen(value: Any) -> Any:
     raise NotImplementedError("for compiled code")
 
 
-@overload(widen, inline="always")  # its signatures must look alike, so none has types
+@overload(widen, inline="always")  # the signatures must match exactly, so none is annotated
 def _widen(value):  # type: ignore[no-untyped-def]
     if value == types.uint16:
         return lambda value: float_of_bits(np.uint32(value) << np.uint32(16))
@@ -146,8 +146,8 @@ def exp_nonpositive(x: np.float32) -> np.float32:
     """exp(x) for x <= 0, float32, within 2 units in the last place; 0 below -87 (and for -inf).
 
     Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes library's `expf`
-    (Moshier 1989). No branch and no call, so that loops over it vectorise; each fused operation is
-    named, so that every loop rounds alike.
+    (Moshier 1989). No branch and no call, so that loops over it vectorize; fused operations are
+    explicit, so every loop rounds in the same way.
     """
     clamped = max(x, _LOWEST)
     n = np.floor(multiply_add(clamped, _LOG2_E, np.float32(0.5)))

@@ -1,8 +1,8 @@
-"""Products with a weight on a CPU: bfloat16 weights in the blocked layout of oneDNN, float32 ones
-as they are.
+"""Products with a weight on a CPU: bfloat16 weights in oneDNN's blocked layout, float32 weights
+unchanged.
 
-Packing once saves oneDNN from reordering at every call: about half the time for a decode batch.
-Where the processor has no bfloat16 instructions nothing is packed.
+Packing once saves oneDNN from reordering the weight at every call, about half the time for a decode
+batch. Where the processor has no bfloat16 instructions nothing is packed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch.nn import functional
 
-# Rows of the product that the layout is chosen for; measured alike from 1 to 64.
+# The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
 _ROWS_HINT = 16
 
 

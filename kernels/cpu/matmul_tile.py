@@ -1,9 +1,10 @@
 """The inner loop of attention as vector instructions: a small tile of a matrix product, held in
 registers.
 
-LLVM vectorises the plain loops, but keeps the sums in memory and decides again at every short row
-whether vectors pay: a tenth of the speed. Here the vectors are spelled in LLVM IR, 16 floats wide;
-LLVM cuts them to what the processor has (AVX-512, AVX2, NEON), so the code is the same everywhere.
+LLVM vectorizes the plain loops, but keeps the sums in memory and decides anew at every short row
+whether vectors pay off, which costs nine tenths of the speed. Here the vectors are written in LLVM
+IR, 16 floats wide; LLVM splits them to the width the processor has (AVX-512, AVX2, NEON), so the
+code is the same everywhere.
 """
 
 from __future__ import annotations

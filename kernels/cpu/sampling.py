@@ -2,10 +2,9 @@
 it needs.
 
 bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read:
-after `row_best`, most kernels look at few blocks. Tasks are runs of blocks, so that one row uses
-every thread. Compiled without
-reassociation or contraction: a gap or a weight has the same bits in a vector loop, in its tail and
-alone; sums are of integers.
+after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
+thread. Compiled without reassociation or contraction: a gap or a weight has the same bits in a
+vector loop, in its tail and alone; sums are integer sums.
 Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK` columns, the last one
 shorter.
 """
@@ -100,7 +99,7 @@ def gap_histogram(
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gaps.rows_R)
-    # A histogram a task: few rows are cut into one for each thread.
+    # One histogram per task; with few rows, each row is split so that every thread has a part.
     num_parts = -(-numba.get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     _gap_histogram(
@@ -153,17 +152,15 @@ def _arrays(gaps: GapRows) -> tuple[Array, ...]:
 
 
 # The best token. Integers in the order of the floats, because a maximum of floats without rules for
-# NaN does not vectorise; for bfloat16 they are half as wide.
+# NaN does not vectorize; for bfloat16 the integers are half as wide.
 
 
 def _order_key(value: Any) -> Any:
-    """A logit as an integer that orders as logits do; one that is not a number comes below all
-    others.
-    """
+    """A logit as an integer with the same order; NaN comes below all others."""
     raise NotImplementedError("for compiled code")
 
 
-@overload(_order_key)  # its signatures must look alike, so none has types
+@overload(_order_key)  # the signatures must match exactly, so none is annotated
 def _order_key_of(value):  # type: ignore[no-untyped-def]
     if value == types.uint16:
 
@@ -183,7 +180,7 @@ def _order_key_of(value):  # type: ignore[no-untyped-def]
 
 
 def _key_value(key: Any) -> Any:
-    """The float32 of an order key; -infinity of what is not a number."""
+    """The float32 of an order key; -infinity for NaN."""
     raise NotImplementedError("for compiled code")
 
 
@@ -259,7 +256,7 @@ def _gap(logit: Any, largest: Any, temperature: Any) -> Any:
 
 @numba.njit(inline="always")
 def _weight(gap: Any, limit: Any) -> Any:
-    """The one function from gap to weight; a gap that is not a number lies within no limit."""
+    """The one function from gap to weight; a NaN gap lies within no limit."""
     weight = np.int64(exp_nonpositive(-gap) * _ONE)
     return weight if gap <= limit else np.int64(0)
 
@@ -403,7 +400,7 @@ def _gaps_of(logits: Array, largest: Any, temperature: Any, out: Array) -> None:
 def _gaps_within(
     logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any
 ) -> Array:
-    """Gaps of every token of the blocks that reach into the bound."""
+    """Gaps of every token of the blocks whose nearest token is within the bound."""
     num_blocks = 0
     for block in range(len(block_gaps)):
         num_blocks += block_gaps[block] <= bound
@@ -424,7 +421,7 @@ def _list_row(
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
     nearest = np.full(top_k, _INFINITY, np.float32)
-    _keep_nearest(nearest, block_gaps)  # k blocks have a token within nearest[0]
+    _keep_nearest(nearest, block_gaps)  # at least k blocks have a token within nearest[0]
     gaps = _gaps_within(logits_V, block_gaps, nearest[0], largest, temperature)
     nearest[:] = _INFINITY
     _keep_nearest(nearest, gaps)
@@ -513,7 +510,7 @@ def _listed_limits(
 
 @exact_jit
 def _compact(gaps: Array, within: Any, prefix: int, prefix_shift: int) -> int:
-    """Move the gaps that count to the front, without branches; how many they are."""
+    """Move the gaps that count to the front, without branches; returns how many there are."""
     size = 0
     for i in range(len(gaps)):
         gap = gaps[i]
@@ -542,7 +539,7 @@ def _count_part(
     part: int,
     histogram_SX: Array,
 ) -> None:
-    """Count one part of a row's blocks into a histogram of its own."""
+    """Count one part of a row's blocks into its own histogram."""
     num_parts, num_bins = histogram_SX.shape
     num_blocks = len(block_max_X)
     gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)

@@ -1,16 +1,15 @@
 """Paged attention on a GPU, in Triton: one kernel for prefill and mixed batches, two for decode.
 
-Token-major caches as in `paged_attention_reference`. Softmax is the online one with the tiling of
-Dao 2023 (arXiv:2307.08691), its exponentials powers of two, accumulated in float32. The G query
-heads of a KV head share every
-read of its keys and values: they lie side by side in the first dimension of a tile. Decode splits
-the tokens of a row between programs (Dao et al. 2023, "Flash-Decoding for long-context inference").
-Grids follow from shapes and bounds that the host knows, so a CUDA graph can hold them; what a
-program does follows from lengths on the device.
+Token-major caches as in `paged_attention_reference`. Softmax is the online softmax with the tiling
+of Dao 2023 (arXiv:2307.08691), with powers of two as exponentials, accumulated in float32. The G
+query heads of a KV head share every read of its keys and values: they are adjacent in the first
+dimension of a tile. Decode splits the tokens of a row between programs (Dao et al. 2023,
+"Flash-Decoding for long-context inference"). Grids depend on shapes and bounds that the host knows,
+so a CUDA graph can hold them; what a program does depends on lengths on the device.
 Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
 block size, W blocks of a row, M query rows of a tile (queries times G), C cached tokens of a tile,
-X splits of a row. In kernels D is padded to a power of two, and a name of a tensor in memory is the
-pointer to it.
+X splits of a row. In kernels D is padded to a power of two, and the name of a tensor in memory
+stands for the pointer to it.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ import triton.language as tl
 
 from kernels.metadata import AttentionMetadata
 
-# Decode programs to start for each multiprocessor: three run at once, more even out rows of unequal
-# length.
+# Decode programs to start per multiprocessor: three run at once, and more of them balance rows of
+# unequal length.
 _PROGRAMS_PER_SM = 4
-# Below this many tokens a split costs more to combine than it saves.
+# A split of fewer tokens costs more to combine than it saves.
 _MIN_SPLIT_TOKENS = tl.constexpr(128)
-# A program reads the tokens of its split one tile after the other: a step would wait for one of a
-# much longer split, however many rows there are.
+# A program reads the tokens of its split one tile after the other: a step would have to wait for
+# the one program with a much longer split, however many rows there are.
 _MAX_SPLIT_TOKENS = tl.constexpr(4096)
 _MAX_SPLITS = 128
-# Rows looked at together when a program searches for its own.
+# Rows examined together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a kernel is cut: M query rows and C cached tokens a tile, warps of a program, stages of
-    its loads.
+    """How a kernel is tiled: M query rows and C cached tokens per tile, warps per program, pipeline
+    stages of its loads.
     """
 
     tile_m: int
@@ -57,12 +56,11 @@ def paged_attention(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of one dtype,
-    `scale` above 0.
+    """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of the same
+    dtype, `scale` above 0.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
-    that sees nothing (`seq_len` 0) gets zeros and nothing is read for it. Never waits for the
-    device.
+    with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
     """
     assert q_THD.stride(2) == 1 and k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
     assert attn.block_table_BW.stride(1) == 1
@@ -130,11 +128,12 @@ def _attend_decode(
     num_splits, filling = count_splits(
         num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device)
     )
+    # Unused if a single split writes the output.
     acc_BHXD, max_BHX, sum_BHX = (
         out_THD,
         out_THD,
         out_THD,
-    )  # unused where one split writes the output
+    )
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
         acc_BHXD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
@@ -186,23 +185,23 @@ def _attend_decode(
         )
 
 
-# How kernels are cut
+# How kernels are tiled
 
 COMBINE_TILE = 32
 
 
 def padded_dim(head_dim: int) -> int:
-    """The head dim of a tile: a power of two that a matrix product takes."""
+    """The head dim of a tile: a power of two that a matrix product accepts."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
-    """Large tiles read keys and values least often; small ones where large ones would leave
-    processors idle.
+    """Large tiles read keys and values least often; small tiles are used where large ones would
+    leave processors idle.
 
-    Of the five stages one loads the table, so two tiles of keys and values are on their way while
-    one is used. With the queries that is up to 133 KB, which an A100 has too. float32 has no matrix
-    instructions and twice the bytes.
+    One of the five stages loads the block table, so two tiles of keys and values are being loaded
+    while one is used. With the queries that is up to 133 KB, which fits an A100 too. float32 has no
+    matrix instructions and needs twice the bytes.
     """
     if dtype == torch.float32:
         return Launch(tile_m=32, tile_c=16, num_warps=8, num_stages=5)
@@ -217,9 +216,9 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
 def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """The G query heads of one query, padded to the 16 rows of the smallest matrix product.
 
-    Keys of a tile take 16 KB whatever the head dim, stages are as in prefill: 72 KB in all, so
-    three programs on each multiprocessor of an H200 with about 200 KB on their way, several times
-    what its memory's latency asks for.
+    Keys of a tile take 16 KB whatever the head dim, and stages are as in prefill: 72 KB altogether,
+    so each multiprocessor of an H200 runs three programs with about 200 KB in flight, several times
+    what the latency of its memory requires.
     """
     tile_m = max(16, 1 << (group - 1).bit_length())
     tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * dtype.itemsize)))
@@ -227,8 +226,8 @@ def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
 
 
 def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
-    """(most splits of a row, splits a row that fill the device if all rows are `max_seq_len` long),
-    by bounds alone.
+    """(maximum number of splits per row, number of splits per row that fills the device if all rows
+    are `max_seq_len` long), from bounds alone.
 
     The first is larger where one such row could hold up a batch that fills the device without
     splits. `num_programs`: rows times KV heads.
@@ -251,7 +250,7 @@ def _num_sms(device: torch.device) -> int:
 
 # Kernels
 
-# What changes from step to step: no variant of a kernel for each of its alignments.
+# What changes from step to step: kernels are not specialized on its alignment.
 _VARYING_INTS = ["num_rows", "table_stride", "num_splits", "filling"]
 _VARYING_POINTERS = ["query_start_B1", "seq_lens_B", "block_table_BW"]
 
@@ -278,18 +277,19 @@ def prefill_kernel(
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """A program is M query rows of one row of the batch and one KV head. Grid: (T * G // M + B, K).
+    """One program handles M query rows of one row of the batch and one KV head. Grid: (T * G // M +
+    B, K).
 
     For a row of Q queries and S tokens, 4 * H * D operations for each query and token it sees;
     reads Q * H * D elements of queries and, once every M / G queries, up to 2 * S * K * D of the
-    cache, writes Q * H * D. With M = 128 that is 128 operations a byte of the cache in 16 bits, of
-    which the second-level cache serves all but the first read.
+    cache, writes Q * H * D. With M = 128 that is 128 operations per byte of a 16-bit cache; the
+    second-level cache serves all reads but the first.
     """
     place, kv_head = tl.program_id(0), tl.program_id(1)
     row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
-    # The tiles that see most tokens go first.
+    # Tiles that see the most tokens go first.
     tile = tl.cdiv(query_len * GROUP, TILE_M) - 1 - (place - first_place)
     if tile < 0:
         return
@@ -356,8 +356,8 @@ def prefill_kernel(
         True,
     )
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
-    # Divided anew, counted from the first query of the step: the quotients above would fill
-    # registers during the loops.
+    # Divided again, counting from the first query of the step: keeping the quotients above would
+    # fill registers during the loops.
     flat_M = query_start * GROUP + m_M
     head_M = kv_head * GROUP + flat_M % GROUP
     offset_M = ((flat_M // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head_M) * HEAD_DIM
@@ -391,13 +391,13 @@ def decode_kernel(
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """A program is one split of one row's tokens and one KV head, for the G query heads that share
-    it. Grid: (B, K, X).
+    """One program handles one split of one row's tokens and one KV head, for the G query heads that
+    share it. Grid: (B, K, X).
 
     For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each
-    once, which is G operations a byte in 16 bits: bound by memory. Writes the H * D elements of the
-    output, or with SPLIT the float32 accumulator, maximum and sum of each split, H * (D + 2) * 4
-    bytes; of splits that begin past the row, nothing.
+    once, which is G operations per byte of a 16-bit cache: bound by memory. Writes the H * D
+    elements of the output, or with SPLIT the float32 accumulator, maximum and sum of each split, H
+    * (D + 2) * 4 bytes; nothing for splits that begin past the end of the row.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start_B1 + row)
@@ -468,10 +468,10 @@ def combine_kernel(
     TILE_X: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """The output of one row and query head from its splits, those that its length has. Grid: (B,
+    """The output of one row and query head, combined from the splits that its length has. Grid: (B,
     H).
 
-    Reads (D + 2) * 4 bytes a split, writes D elements; 2 * D operations a split.
+    Reads (D + 2) * 4 bytes per split and writes D elements; 2 * D operations per split.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_B1 + row)
@@ -517,11 +517,11 @@ def _row_of(
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(the row that a place of the grid belongs to, the first place of that row).
+    """(the row that owns a place of the grid, the first place of that row).
 
-    Row b owns the places from `query_start[b] * G // M + b` on: at least as many as its queries
-    fill tiles, and the T * G // M + B places of the grid are all that are owned, however the tokens
-    are spread over the rows.
+    Row b owns the places from `query_start[b] * G // M + b` on: at least as many as the tiles its
+    queries fill. The T * G // M + B places of the grid cover all of these, however the tokens are
+    distributed over the rows.
     """
     row = -1
     for first in range(0, num_rows, _SEARCHED_ROWS):
@@ -536,9 +536,8 @@ def _row_of(
 def _split_len(
     seq_len: tl.tensor, num_splits: tl.tensor, filling: tl.tensor, TILE_C: tl.constexpr
 ) -> tl.tensor:
-    """Tokens of a split, whole tiles: the row's own tiles over as many splits as leave each
-    `_MIN_SPLIT_TOKENS`, up to `filling`, and over more where these would have more than
-    `_MAX_SPLIT_TOKENS`.
+    """Tokens per split, in whole tiles. A row is divided into up to `filling` splits of at least
+    `_MIN_SPLIT_TOKENS` each, and into more if they would have over `_MAX_SPLIT_TOKENS`.
     """
     tiles = tl.cdiv(seq_len, TILE_C)
     used = tl.maximum(
@@ -569,8 +568,8 @@ def _attend(
     TILE_D: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, also
-    one unless MASKED.
+    """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, which
+    is also a multiple of C unless MASKED.
 
     Query row m sees the tokens before `ends_M[m]`. Nothing from `end` on is read, neither table nor
     cache.
@@ -604,7 +603,7 @@ def _attend(
 
 @triton.jit
 def _load(pointers: tl.tensor, kept: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """What is pointed to, with zeros where MASKED and not kept."""
+    """The values pointed to, with zeros where MASKED and not kept."""
     if MASKED:
         values = tl.load(pointers, mask=kept, other=0)
     else:

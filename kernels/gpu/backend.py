@@ -29,7 +29,7 @@ class TritonKernels:
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
 
     def set_num_threads(self, num_threads: int, /) -> None:
-        """A GPU does not use threads of the host."""
+        """A GPU does not use host threads."""
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing: Triton compiles at the first use, see `model_runner.warm_up`."""

@@ -1,14 +1,13 @@
 """Norms, rotary embedding, KV store and the MLP's gate on a GPU, in Triton: one launch each, one
 pass over memory.
 
-Same results as the references up to float32 rounding: what they round to the dtype of the input is
-rounded here too. Weights have the dtype of what they scale. Rows (the features, or the heads, of
-one token) must be contiguous; they may lie any distance apart, as those of a slice do. Nothing
+Results equal those of the references up to float32 rounding: what they round to the dtype of the
+input is rounded here too. Weights have the dtype of what they scale. A row (the features, or the
+heads, of one token) must be contiguous; rows may be any distance apart, as in a slice. Nothing
 waits for the device and grids depend on shapes alone, so CUDA graphs can hold every launch.
 Legend: T tokens of the step, E features, F features of the MLP, H query heads of this rank, K its
-KV heads, X = H + 2K,
-D head dim, N blocks, P block size, L positions of the rotary table. Offsets of rows are int64: a
-chunk of many tokens and a cache may both hold more than 2**31 elements.
+KV heads, X = H + 2K, D head dim, N blocks, P block size, L positions of the rotary table. Offsets
+of rows are int64: a chunk of many tokens and a cache may both hold more than 2**31 elements.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-# So many that a thread loads 8 neighbours at once, 16 bytes of a 16-bit dtype.
-_HEADS = 8  # of one token and head dim 128, that a program of two warps turns
-_BLOCK = 1024  # features, that a program of four warps gates or stores
+# Enough that a thread loads 8 adjacent elements at once, 16 bytes of a 16-bit dtype.
+_HEADS = 8  # heads of one token, with head dim 128, that a program of two warps rotates
+_BLOCK = 1024  # features that a program of four warps gates or stores
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `rms_norm_reference`, over the last dimension. A program a row."""
+    """As `rms_norm_reference`, over the last dimension. One program per row."""
     rows_TE = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[-1])
@@ -43,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `add_rms_norm_reference`. A program a row."""
+    """As `add_rms_norm_reference`. One program per row."""
     x_TE, residual_TE = _rows(x), _rows(residual)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(x.shape[-1])
@@ -64,7 +63,7 @@ def add_rms_norm(
 
 
 def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """As `silu_and_mul_reference`. A program a block of features of a token."""
+    """As `silu_and_mul_reference`. One program per block of features of a token."""
     num_tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
     out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
@@ -90,8 +89,8 @@ def qk_norm_rope_store(
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """As `qk_norm_rope_store_reference`, with a contiguous table and caches. A program `_HEADS`
-    heads of a token.
+    """As `qk_norm_rope_store_reference`, with a contiguous table and caches. One program per
+    `_HEADS` heads of a token.
     """
     assert (
         k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
@@ -135,7 +134,7 @@ def _row_stride(x: torch.Tensor) -> int:
 
 
 def _num_warps(block: int) -> int:
-    """Eight elements a thread, up to 512 threads."""
+    """Eight elements per thread, up to 512 threads."""
     return min(16, max(1, block // 256))
 
 
@@ -195,7 +194,7 @@ def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Halves of heads, [heads, D/2], normalised and rotated in float32; the norm is rounded as the
+    """Halves of heads, [heads, D/2], normalized and rotated in float32; the norm is rounded as the
     reference's is.
     """
     dtype: tl.constexpr = low.dtype
@@ -229,14 +228,13 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Heads of a program may be of queries, keys and values at once: what is not theirs is
-    masked.
+    """The heads of one program may belong to queries, keys and values at once: masks keep them
+    apart.
     """
     token = (tl.program_id(0) // tl.cdiv(H + 2 * K, HEADS)).to(tl.int64)
     head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = (
-        tl.arange(0, HALF)[None, :] + head * 0
-    )  # of the tile's shape: loads in one layout need no shared memory
+    # Has the tile's shape: loads in one layout need no shared memory.
+    d = tl.arange(0, HALF)[None, :] + head * 0
     inside = d < D // 2
     is_q = inside & (head < H)
     is_k = inside & (head >= H) & (head < H + K)

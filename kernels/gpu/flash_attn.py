@@ -1,15 +1,15 @@
 """Paged attention by a flash-attn library, whichever is installed.
 
 FlashAttention-2 (Dao 2023, arXiv:2307.08691) is the module `flash_attn`, for compute capability 8.0
-and above; FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x alone, is
-`flash_attn_interface`, built from source, or `fa3_fwd_interface`, of the wheel fa3-fwd. None is
-imported before it is asked for.
+and above; FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x only, is
+`flash_attn_interface` if built from source, or `fa3_fwd_interface` from the wheel fa3-fwd. None is
+imported before it is needed.
 
-What they demand: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous
-last dimension; int32 tables. A block of FlashAttention-2 is a multiple of 256 tokens; one of
-FlashAttention-3 has any size, and multiples of 128 are read by TMA where many queries attend.
-FlashAttention-3 gives what lies beyond the end of a row in its last tile
-the weight 0 but does multiply: the cache must hold finite numbers everywhere.
+Requirements: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous last
+dimension; int32 tables. FlashAttention-2 needs blocks of a multiple of 256 tokens; FlashAttention-3
+takes any block size, and reads multiples of 128 by TMA where many queries attend. In the last tile
+of a row, FlashAttention-3 multiplies what lies beyond the end by the weight 0, so the cache must
+hold finite numbers everywhere.
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, N
 blocks, P block size. Caches are token-major, [N, P, K, D].
 """
@@ -34,7 +34,7 @@ PagedAttention = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
 ]
 
-# By module, best first: the distribution that brings it.
+# The distribution of each module, best first.
 _DISTRIBUTIONS = {
     "flash_attn_interface": "flash_attn_3",
     "fa3_fwd_interface": "fa3_fwd",
@@ -44,9 +44,9 @@ _DISTRIBUTIONS = {
 # tokens of both.
 _TILE_ROWS = 192
 _TILE_TOKENS = 128
-# Up to this many tokens FlashAttention-3 may split the keys of a row. Beyond, there are tiles
-# enough without, and the parts, float32 [splits, H, T, D], which are allocated for the most splits
-# there could be, would take gigabytes.
+# Up to this many tokens FlashAttention-3 may split the keys of a row. With more tokens there are
+# enough tiles without splits, and the parts, float32 [splits, H, T, D], which are allocated for the
+# largest possible number of splits, would take gigabytes.
 _MAX_SPLIT_TOKENS = 512
 
 
@@ -81,7 +81,7 @@ class FlashAttn:
 
     def check(self, head_dim: int, block_size: int) -> None:
         """Raise `ValueError` for a head dim that it cannot compute or a block size that it cannot
-        page by.
+        use.
         """
         if head_dim not in self.head_dims:
             dims = self.head_dims
@@ -92,7 +92,7 @@ class FlashAttn:
         self.check_block_size(block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Raise `ValueError` for a block size that it cannot page by."""
+        """Raise `ValueError` for a block size that it cannot use."""
         if block_size < 1 or block_size % self.block_multiple:
             raise ValueError(
                 f"block_size {block_size} is not possible with {self.version}; possible are"
@@ -116,7 +116,7 @@ def installed_flash_attn() -> FlashAttn:
 
 
 def find_flash_attn() -> FlashAttn | None:
-    """The best library that is installed for the current GPU, None if there is none.
+    """The best library installed for the current GPU, None if there is none.
 
     Logs a warning for each that is installed but cannot be loaded.
     """
@@ -161,7 +161,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
         attn: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        if attn.is_decode:  # the one of the two that splits the keys of a row
+        if attn.is_decode:  # of the two functions, the one that splits the keys of a row
             out_B1HD: torch.Tensor = with_kvcache(
                 q_THD.unsqueeze(1),
                 k_cache_NPKD,
@@ -197,11 +197,11 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
 
 
 def _flash_attn_3(module: ModuleType) -> FlashAttn:
-    """One function for every batch: its `flash_attn_varlen_func` takes no page table.
+    """One function serves every batch: its `flash_attn_varlen_func` takes no page table.
 
     A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles,
-    and only where it is told of more rows than a tile has. `max_seqlen_q` is a bound, so it can
-    always be told.
+    and only if it expects more rows than a tile has. `max_seqlen_q` is a bound, so a larger value
+    is always allowed.
     """
     with_kvcache = module.flash_attn_with_kvcache
     left_out = _left_out(module)
@@ -242,7 +242,9 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
 
 
 def _left_out(module: ModuleType) -> set[str]:
-    """Features that a build of FlashAttention-3 says it is without; one too old to say has all."""
+    """Features that a build of FlashAttention-3 reports as left out; a build too old to report any
+    has all.
+    """
     try:
         config = importlib.import_module(module.__name__.replace("_interface", "_config"))
     except ModuleNotFoundError:

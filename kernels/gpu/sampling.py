@@ -1,11 +1,11 @@
 """Sampling on a GPU: the kernels of `kernels/reference/sampling.py` in Triton.
 
-A program takes tiles of `_TILE` blocks of one row; few rows are spread over many programs. As on a
-CPU, a block whose largest logit lies beyond a limit is never read. Nothing waits for the device and
-grids depend on shapes alone. All arguments are contiguous.
-Bits: a subtraction, then a division rounded as IEEE 754 says; every product that is added to
-something is a named fused operation, and no other can become one. So a gap or a weight is the same
-in every kernel and on every chip.
+A program takes tiles of `_TILE` blocks of one row; if there are few rows, many programs share a
+row. As on a CPU, a block whose largest logit lies beyond a limit is never read. Nothing waits for
+the device and grids depend on shapes alone. All arguments are contiguous.
+Bits: a subtraction, then a division rounded as IEEE 754 says; a product that is added to something
+is an explicit fused operation, and no other operation is fused. So a gap or a weight is the same in
+every kernel and on every chip.
 Legend: as `kernels/reference/sampling.py`; a block is `BLOCK` columns of a row, the last one
 shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or the
 entries of a list.
@@ -26,11 +26,12 @@ _TILE = (
     8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
 )
 _PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
-# histograms that few rows are spread over, because additions to one place wait for each other
+# number of histograms over which few rows are spread, because additions to the same place wait for
+# each other
 _COPIES = 64
 # rows of blocks and lists are padded to this at least, so that most sizes share compiled code
 _MIN_WIDTH = 2048
-_ROWS = 32  # of a program that has one thread a row
+_ROWS = 32  # rows per program, in programs with one thread per row
 
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(float("inf"))
@@ -117,9 +118,9 @@ def pick_column(
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """See `kernels.reference.sampling.list_nearest`.
 
-    The k blocks of the largest best logits hold k tokens at least as near as any token elsewhere,
-    so the list is that of these blocks alone, left to `torch.topk`. Only ties with the last one may
-    lie elsewhere: they are counted apart.
+    The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere, so
+    these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
+    may lie elsewhere; they are counted separately.
     """
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
     near_RX = (
@@ -255,13 +256,13 @@ def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch
     return sums_RX
 
 
-# Device functions. Values of rows are views at any offset and some numbers change from step to
-# step: code is not compiled anew for their alignment (`do_not_specialize`).
+# Device functions. Per-row values are views at any offset, and some numbers change from step to
+# step: kernels are not specialized on them (`do_not_specialize`).
 
 
 @triton.jit
 def _numbers(logits):  # type: ignore[no-untyped-def]
-    """Logits as float32, -infinity for what is not a number."""
+    """Logits as float32, with -infinity for NaN."""
     logits = logits.to(tl.float32)
     return tl.where(logits == logits, logits, -_INFINITY)
 
@@ -273,7 +274,7 @@ def _gaps(logits, largest, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights(gaps, limit):  # type: ignore[no-untyped-def]
-    """The one function from gap to weight; a gap that is not a number lies within no limit.
+    """The one function from gap to weight; a NaN gap lies within no limit.
 
     The exponential by Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes
     library's `expf` (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is
@@ -295,9 +296,7 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # type: ignore[no-untyped-def]
-    """The smallest gap of each block; 0 where it is not a number though others of its block may
-    be.
-    """
+    """The smallest gap of each block; 0 if it is NaN, since its other gaps may be numbers."""
     gaps_X = _gaps(
         tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY),
         largest,
@@ -308,7 +307,7 @@ def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # typ
 
 @triton.jit
 def _tile_gaps(logits_V, blocks_X, near_X, num_columns, largest, temperature):  # type: ignore[no-untyped-def]
-    """Gaps of the blocks that are near, [X, C]; of other ones, and beyond the row, not numbers."""
+    """Gaps of the blocks that are near, [X, C]; NaN for other blocks and beyond the row."""
     columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     real_XC = near_X[:, None] & (columns_XC < num_columns)
     logits_XC = tl.load(logits_V + columns_XC, mask=real_XC, other=0.0)
@@ -419,9 +418,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(z):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._mix`; the masks are what a shift of an unsigned number
-    leaves.
-    """
+    """As `kernels.reference.sampling._mix`; the masks turn arithmetic shifts into logical ones."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -494,7 +491,7 @@ def _near_gaps(  # type: ignore[no-untyped-def]
     num_near,
     TILE: tl.constexpr,
 ):
-    """Gaps of the tokens of some blocks a row; infinite where there is no number."""
+    """Gaps of the tokens of some blocks per row; infinite for NaN."""
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     places_X = tl.program_id(1) * TILE + tl.arange(0, TILE)

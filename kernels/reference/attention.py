@@ -2,9 +2,9 @@
 table.
 
 One call for every batch: prefill with or without a cached prefix, decode, and mixtures. Row b has
-`query_len` queries and `seq_len` tokens; its query i stands at position `seq_len - query_len + i`
-and attends to
-positions 0 up to its own. Reads only the cache: the step's own keys and values were stored before.
+`query_len` queries and `seq_len` tokens; its query i is at position `seq_len - query_len + i`
+and attends to positions 0 up to its own. Reads only the cache: the step's own keys and values were
+stored before.
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, G = H / K, D head
 dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row. Caches are
 token-major, [N, P, K, D].
@@ -24,8 +24,8 @@ def paged_attention_reference(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Row by row, on any
-    device.
+    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Computed row by row,
+    on any device.
     """
     out_THD = torch.zeros_like(q_THD)
     starts = attn.query_start_B1.tolist()
@@ -48,7 +48,7 @@ def paged_attention_reference(
 
 
 def causal_mask(query_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
-    """Bool [Q, S], true where query i, which stands at `seq_len - query_len + i`, may look."""
+    """Bool [Q, S], true where query i, at position `seq_len - query_len + i`, may attend."""
     return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(
         seq_len - query_len
     )
@@ -57,8 +57,8 @@ def causal_mask(query_len: int, seq_len: int, device: torch.device) -> torch.Ten
 def _gather(
     cache_NPKD: torch.Tensor, block_table_BW: torch.Tensor, max_seq_len: int
 ) -> torch.Tensor:
-    """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; beyond a sequence's own
-    length, anything.
+    """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; arbitrary beyond a sequence's
+    own length.
     """
     num_blocks = -(-max_seq_len // cache_NPKD.shape[1])
     blocks = cache_NPKD.index_select(0, block_table_BW[:, :num_blocks].flatten())

@@ -1,4 +1,6 @@
-"""The reference backend: every kernel in plain PyTorch, on any device. Right rather than fast."""
+"""The reference backend: every kernel in plain PyTorch, on any device. Meant to be correct rather
+than fast.
+"""
 
 from __future__ import annotations
 

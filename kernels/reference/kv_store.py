@@ -1,9 +1,9 @@
 """KV store: writes the keys and values of a step into the paged cache.
 
-Owns nothing; the cache belongs to the worker. Called once a layer, before the layer attends.
+Owns nothing; the cache belongs to the worker. Called once per layer, before the layer attends.
 Legend: T tokens of the step, K KV heads of this rank, D head dim, N blocks, P block size. Caches
-here are token-major, [N, P, K, D]; a slot is `block_id * P + offset` and -1 writes nothing. Slots
-are int64: a cache may hold more than 2**31 elements.
+here are token-major, [N, P, K, D]; an entry of the slot mapping is `block_id * P + offset`, and -1
+writes nothing. Entries are int64: a cache may hold more than 2**31 elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """QK-norm and rotary embedding: what happens to queries and keys between projection and attention.
 
 Per-head RMSNorm, then the rotation of Su et al. 2021 (arXiv:2104.09864) in the half-split pairing
-of transformers: feature d turns with feature d + D/2. The rotation is computed in float32 and
+of transformers: feature d is rotated with feature d + D/2. The rotation is computed in float32 and
 rounded once.
 Legend: T tokens, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks, P
 block size, L positions of the table.
@@ -25,7 +25,7 @@ def qk_norm_rope_reference(
     cos_sin_LD: torch.Tensor,
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised and rotated (queries, keys), in the dtypes of the inputs, which stay unchanged. On
+    """Normalized and rotated (queries, keys), in the dtypes of the inputs, which stay unchanged. On
     any device.
     """
     cos_T1E, sin_T1E = cos_sin_LD[positions_T].unsqueeze(1).chunk(2, dim=-1)

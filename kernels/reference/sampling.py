@@ -1,23 +1,23 @@
 """Sampling over a vocabulary split between ranks: what one rank does with its own shard.
 
-Pure functions; the sampler puts the all-reduces between them. Everything that is summed or compared
-over ranks is an integer, so a token does not depend on how the vocabulary is split or which rows
-share the batch:
+Pure functions; the sampler calls the all-reduces between them. Everything that is summed or
+compared over ranks is an integer, so a token does not depend on how the vocabulary is split or
+which rows share the batch:
 
 - the *gap* of a token is (largest logit - its logit) / temperature, float32, 0 for the best token;
 - its *weight* is floor(exp(-gap) * 2**40), int64; 2**18 tokens of it stay below 2**58;
-- top-k, top-p and min-p are each a limit on the gap, inclusive: ties at the limit are kept;
-- the bits of a gap, read as an integer, order as gaps do, so a limit is found exactly by radix
-  descent over them;
-- a logit that is not a number counts as -infinity: nothing chooses it.
+- top-k, top-p and min-p are each an inclusive limit on the gap: ties at the limit are kept;
+- the bits of a gap, read as an integer, have the same order as gaps, so a limit is found exactly by
+  radix descent over them;
+- a NaN logit counts as -infinity and is never chosen.
 
 What reads the logits is a method of `SamplingKernels`, here in plain PyTorch. Gaps have the same
-bits in every backend; weights may differ by the rounding of its exponential, but are one function
-of the gap within it.
+bits in every backend; weights may differ by the rounding of the exponential, but within one backend
+they are one function of the gap.
 
-Legend: B rows, R rows of a group, V this rank's columns (tokens of its shard), X blocks of columns
-or bins of a histogram, K the largest top-k of a group, N ranks, C any columns. A column is a token
-id less the start of the shard.
+Legend: B rows, R rows of one draw, V this rank's columns (tokens of its shard), X blocks of columns
+or bins of a histogram, K the largest top-k of a draw, N ranks, C any columns. A column is a token
+id minus the start of the shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernels.interface import GapRows
 
 WEIGHT_ONE = 1 << 40
 UNIFORM_BITS = 62
-# The increment of SplitMix64 and the two factors of its finaliser, as signed numbers.
+# The increment of SplitMix64 and the two factors of its finalizer, as signed numbers.
 SPLITMIX64 = tuple(
     word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -50,8 +50,8 @@ _LOW_32 = (1 << 32) - 1
 
 
 def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """62 uniform bits a row, int64 in [0, 2**62), a function of (seed, position) only and the same
-    on every device.
+    """62 uniform bits per row, int64 in [0, 2**62), a function of (seed, position) only and the
+    same on every device.
 
     Counter-based: output number `position` of the SplitMix64 generator (Steele, Lea and Flood 2014,
     "Fast splittable pseudorandom number generators") whose state is the first output of the one
@@ -62,7 +62,7 @@ def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tens
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
-    """The SplitMix64 finaliser; int64 products wrap around as unsigned ones do."""
+    """The SplitMix64 finalizer; int64 products wrap around as unsigned ones do."""
     z = (z ^ _shift_right(z, 30)) * SPLITMIX64[1]
     z = (z ^ _shift_right(z, 27)) * SPLITMIX64[2]
     return z ^ _shift_right(z, 31)
@@ -91,7 +91,7 @@ def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """(float32 value, token id) as one int64: larger is a larger value, or the same value and a
     lower id.
     """
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 makes one zero of two
+    bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
     return (_ordered(bits) << 32) + (_ID_LIMIT - ids)
 
 
@@ -121,8 +121,8 @@ def penalize(
     output.
 
     Repetition (Keskar et al. 2019, arXiv:1909.05858) first, over both: a positive logit is divided
-    by the penalty, a negative one multiplied. Then, over the output, the frequency penalty a time
-    and the presence penalty once.
+    by the penalty, a negative one multiplied. Then, over the output, the frequency penalty per
+    occurrence and the presence penalty once.
     """
     used_RV = counts_RV > 0
     repetition_R1 = repetition_R[:, None]
@@ -162,9 +162,7 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _all_gaps(gaps: GapRows) -> torch.Tensor:
-    """Gaps of the whole rows [R, V]. Where a logit is not a number, neither is its gap: it lies
-    within no limit.
-    """
+    """Gaps of the whole rows [R, V]. The gap of a NaN logit is NaN and lies within no limit."""
     logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
     return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
 
@@ -173,9 +171,9 @@ def _all_gaps(gaps: GapRows) -> torch.Tensor:
 
 
 def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """The k tokens of smallest gap a row, int64 [R, K]: the bits of a gap in the high half,
-    ascending; in the low half how many tokens it stands for: 1, and in place k also those beyond
-    the k with the same gap. No token: (infinity, 0).
+    """The k smallest gaps per row, int64 [R, K], ascending: the high half holds the bits of the
+    gap, the low half the number of tokens it stands for, which is 1, except that entry k also
+    counts further tokens with the same gap. (infinity, 0) stands for no token.
 
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
@@ -206,8 +204,8 @@ def listed_limits(
     int64 [N, R]).
 
     `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
-    their ties, so the lists tell all. `top_p_R` int64 in units of 2**-30; `max_gap_R` float32,
-    infinite for none.
+    their ties, so the lists contain everything needed. `top_p_R` int64 in units of 2**-30;
+    `max_gap_R` float32, infinite for none.
     """
     gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
     top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
@@ -258,7 +256,7 @@ def gap_histogram(
 def next_digit(
     histogram_RX: torch.Tensor, wanted_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the first bin up to which `wanted_R` is reached, what is still wanted of that bin)."""
+    """(the first bin up to which `wanted_R` is reached, how much of that bin is still wanted)."""
     reached_RX = histogram_RX.cumsum(dim=1)
     digit_R1 = (
         (reached_RX < wanted_R[:, None])
@@ -277,7 +275,7 @@ def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int)
 
 
 def limit_of(prefix_R: torch.Tensor) -> torch.Tensor:
-    """The gap whose digits were found; infinite where fewer tokens were there than wanted."""
+    """The gap with these digits; infinite if there were fewer tokens than wanted."""
     return prefix_R.clamp(max=INFINITY_BITS).view(torch.float32)
 
 
@@ -335,8 +333,8 @@ def pick_column(
 def find_block(
     sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns of the block where the running sum first exceeds the index, what of the index is
-    left in it).
+    """(columns of the block where the running sum first exceeds the index, remainder of the index
+    within it).
     """
     reached_RX = sums_RX.cumsum(dim=1)
     block_R1 = (
@@ -367,6 +365,6 @@ def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor]) 
 
 
 def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """[R, X] the columns of one block a row; a short last block repeats its last column."""
+    """[R, X], the columns of one block per row; a short last block repeats its last column."""
     columns_RX = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=block_R.device)
     return columns_RX.clamp_(max=num_columns - 1)

@@ -1,4 +1,4 @@
-"""The GPU check in small: every section runs to its end, and what is wrong does not pass."""
+"""The GPU check with small sizes: every section runs to its end, and wrong kernels do not pass."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def unwritten(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def stores_everywhere(*args: Any) -> torch.Tensor:
-    """Zeros where no slot says so."""
+    """Also writes zeros where no slot points."""
     store: Callable[..., torch.Tensor] = TRITON.qk_norm_rope_store
     q_THD = store(*args)
     for cache in args[-3:-1]:
@@ -92,7 +92,7 @@ def stores_everywhere(*args: Any) -> torch.Tensor:
 def reads_too_far(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, attn: Any, scale: float
 ) -> Any:
-    """The last token of each row sees one more."""
+    """The last token of each row sees one token too many."""
     return TRITON.paged_attention(
         q, k_cache, v_cache, dataclasses.replace(attn, seq_lens_B=attn.seq_lens_B + 1), scale
     )
@@ -127,7 +127,7 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
 def test_batches_reach_every_way_of_launching_attention(
     case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the 132 multiprocessors that are assumed of a CPU."""
+    """On the 132 multiprocessors that are assumed for a CPU."""
     launched: set[tuple[int | None, bool | None]] = set()
 
     class Recorder:
@@ -286,7 +286,7 @@ def test_end_of_time_that_a_destructor_swallows_comes_again(
 
     def swallows(check: Check) -> None:
         slow = Slow()
-        del slow  # Python drops what is raised meanwhile
+        del slow  # Python drops exceptions raised meanwhile
         check.add("swallowed", lambda: {"passed": True})
         time.sleep(20)
 

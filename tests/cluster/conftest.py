@@ -47,8 +47,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def users_ray() -> Iterator[None]:
-    """Ray as a program starts it that uses it for other things, too. Its GPUs are numbers for it to
-    hand out.
+    """Ray as started by a program that also uses it for other things. Its GPUs are only numbers
+    that it hands out.
     """
     import ray
 
@@ -66,7 +66,7 @@ def users_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def llm(users_ray: None, small_model: SmallModel) -> Iterator[Any]:
-    """One engine at tp 2 for the tests that do not stop it."""
+    """One engine at tp 2 for all tests that do not stop it."""
     from cluster import LLM
 
     with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as engine:

@@ -23,8 +23,8 @@ def command_of(pid: int) -> str | None:
 
 
 def family(session: int) -> set[int]:
-    """Living processes of a session: all that Ray starts stays in the one of the program that
-    started it.
+    """Living processes of a session: everything that Ray starts stays in the session of the program
+    that started it.
     """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}

@@ -1,5 +1,5 @@
-"""The command line with an engine behind it, as a user runs it: real processes, real signals, what
-is left.
+"""The command line with an engine behind it, as a user runs it: real processes, real signals, and
+what is left behind.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
 def test_ctrl_c_during_start_leaves_nothing(
     small_model: SmallModel, requests: Path, delay_s: float
 ) -> None:
-    """A start of Ray that is under way is finished first, so this takes longer on a busy
-    machine.
-    """
+    """A start of Ray that is under way finishes first, so this takes longer on a busy machine."""
     run = start("--model", small_model.path, "--tp", "2", "--input", requests)
     time.sleep(delay_s)
     os.killpg(run.pid, signal.SIGINT)
@@ -196,13 +194,12 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
 
 @pytest.fixture(params=["token", "disabled"])
 def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A Ray cluster of `ray start` with one CPU, with and without token authentication; its
-    address.
+    """The address of a Ray cluster from `ray start` with one CPU, with and without token
+    authentication.
     """
     ray = Path(sys.executable).with_name("ray")
-    folder = tempfile.mkdtemp(
-        prefix="ray"
-    )  # a record of this cluster in Ray's own folder would draw others to it
+    # Otherwise Ray would record this cluster in its own folder, and other programs would join it.
+    folder = tempfile.mkdtemp(prefix="ray")
     command = [
         str(ray),
         "start",

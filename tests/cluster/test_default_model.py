@@ -1,5 +1,5 @@
-"""The model that ships with the project answers what it was never shown, through the whole engine
-at tp 2.
+"""The model that ships with the project answers questions that it was never trained on, through the
+whole engine at tp 2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREAMBLE_TOKENS = 300
 
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
-    """The training script, which says what was held out. Importing it trains nothing."""
+    """The training script, which knows what was held out. Importing it does not train."""
     spec = importlib.util.spec_from_file_location(
         "train_default_model", DEFAULT_MODEL_DIR / "train.py"
     )
@@ -31,7 +31,7 @@ def training() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     import sys
 
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

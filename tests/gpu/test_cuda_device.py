@@ -1,4 +1,4 @@
-"""What `CudaDevice` promises and `FakeGpu` stands in for elsewhere."""
+"""What `CudaDevice` promises, for which `FakeGpu` stands in elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
 
 
 def test_nothing_but_wait_waits(device: CudaDevice) -> None:
-    """Behind a second of work: copies both ways return at once, and what they bring is right when
-    waited for.
+    """With a second of work queued, copies in both directions return at once, and their content is
+    right once waited for.
     """
     target = torch.zeros(8, dtype=torch.int32, device=device.torch)
 
@@ -42,7 +42,7 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
             pending.append(device.to_host(target + 1))
         return pending
 
-    first = steps()  # loads the kernel and allocates host memory, and both may wait
+    first = steps()  # loads the kernel and allocates host memory, which may both wait
     torch.cuda.synchronize()
     del first
     torch.cuda.set_sync_debug_mode("error")

@@ -2,15 +2,16 @@
 
     python -m tests.kernels.compile_gpu [--table] [TEXT ...]
 
-One JSON line a case and chip, or a table; with TEXT, only cases with one of them in their names.
-Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, which all
-that torch allocates is; an integer that is a multiple of 16 where it matters is written "i32:16" in
-a signature, as in Triton's own tools. What was compiled before comes from Triton's cache.
+One JSON line per case and chip, or a table; with TEXT, only cases whose names contain one of the
+texts. Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes,
+which all that torch allocates is; an integer that is a multiple of 16 where it matters is written
+"i32:16" in a signature, as in Triton's own tools. What was compiled before comes from Triton's
+cache.
 
-Registers and stack are read from the cubin. Registers spill to the stack: without one none did.
-Both ptxas and cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared memory is
-what Triton asks for at the launch; the 1024 bytes in cubins of sm_90 and later are the system's,
-beside what a block may ask for.
+Registers and stack are read from the cubin. Registers spill to the stack: if there is no stack,
+none did. Both ptxas and cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared
+memory is what Triton asks for at the launch; the 1024 bytes in cubins of sm_90 and later are the
+system's, beside what a block may ask for.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _PROCESSES = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one case takes on one chip: registers a thread, bytes of stack a thread, bytes of shared
-    memory a block.
+    """What one case needs on one chip: registers per thread, bytes of stack per thread, bytes of
+    shared memory per block.
     """
 
     name: str
@@ -110,7 +111,7 @@ def compile_all(names: list[str]) -> Iterator[Compiled]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the GPU kernels without a GPU.")
-    parser.add_argument("text", nargs="*", help="only cases with one of these in their names")
+    parser.add_argument("text", nargs="*", help="only cases whose names contain one of these")
     parser.add_argument(
         "--table", action="store_true", help="a readable table instead of JSON lines"
     )

@@ -1,11 +1,11 @@
-"""Stands in for the flash-attn libraries where there is none: their calls, held to their contract,
-in plain PyTorch.
+"""Stands in for the flash-attn libraries where there is none: their functions in plain PyTorch,
+with their contracts enforced.
 
 Names and defaults of arguments are those of flash_attn 2.8, of flash_attn_interface 3.0 and of
-fa3_fwd 0.0.3. What they check raises `RuntimeError` as theirs does; so does what they take on trust
-(that starts ascend to the last token, that bounds bound, that the blocks of a row lie in the
-cache), and what this project never asks for (dropout, windows and the like). Paged calls only. The
-answer is computed in float32. Legend: T tokens, B rows, H query heads, K KV heads, G = H / K, D
+fa3_fwd 0.0.3. What they check raises `RuntimeError` as theirs does; so do preconditions that they
+do not check (starts ascend to the last token, bounds are bounds, the blocks of a row lie in the
+cache), and options that this project never uses (dropout, windows and the like). Paged calls only.
+The result is computed in float32. Legend: T tokens, B rows, H query heads, K KV heads, G = H / K, D
 head dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row.
 """
 
@@ -250,7 +250,7 @@ def _require(condition: bool, complaint: str) -> None:
 def _require_unused(**options: Any) -> None:
     for name, value in options.items():
         unused = not isinstance(value, torch.Tensor) and value in (None, 0, (-1, -1))
-        _require(unused, f"{name} is not for this project to use")
+        _require(unused, f"{name} is not used by this project")
 
 
 def _check_queries_and_caches(

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Replaced:
-    """`base` with `functions` in place of its own of those names."""
+    """`base` with some of its functions replaced by `functions`."""
 
     def __init__(self, base: Any, **functions: Any) -> None:
         self.__dict__.update(functions)

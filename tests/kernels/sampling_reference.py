@@ -1,8 +1,8 @@
-"""Sampling written the slow way, one row at a time in float64 and with sorting, to compare the
-engine's with.
+"""Sampling written the slow way, one row at a time in float64 and with sorting, as a reference for
+the engine's.
 
-`margin` says how clear a decision was: how far, in probability or in logits, the nearest other
-outcome lay. Float32 rounding may decide differently where it is tiny.
+`margin` says how clear a decision was: how far away, in probability or in logits, the nearest other
+outcome was. Where it is tiny, float32 rounding may decide differently.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def distribution(logits: Floats, sampling: Sampling) -> tuple[Floats, float]:
     if sampling.top_p < 1:
         masses = np.where(kept, weights, 0)[order].cumsum()
         limits = scaled[order]
-        whole = np.append(limits[:-1] != limits[1:], True)  # places where a run of equals ends
+        # places where a run of equal values ends
+        whole = np.append(limits[:-1] != limits[1:], True)
         target = sampling.top_p * masses[-1]
         last = int(np.searchsorted(masses, target))
         margin = min(margin, float(np.abs(masses[whole] / masses[-1] - sampling.top_p).min()))
@@ -103,7 +104,9 @@ def chi_square(counts: Floats, probabilities: Floats) -> float:
 
 
 def chi_square_limit(freedom: int, z: float = 3.72) -> float:
-    """Value exceeded with probability 1e-4, by the approximation of Wilson and Hilferty (1931)."""
+    """The value exceeded with probability 1e-4, by the approximation of Wilson and Hilferty
+    (1931).
+    """
     return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
 
 

@@ -16,7 +16,7 @@ from kernels.select import select_backend
 CPU = select_backend("cpu", "cpu")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-# Both sum in float32 in another order.
+# Both sum in float32, in different orders.
 FLOAT32_TOLERANCE = 1e-5
 # The output is rounded to 8 bits once in each, and the CPU version also rounds its softmax weights
 # to bfloat16.
@@ -36,8 +36,8 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Sequences in shuffled blocks; table entries past a sequence point at a block of large,
-    foreign values.
+    """Sequences in shuffled blocks; table entries past the end of a sequence point at a block of
+    large, unrelated values.
     """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -81,7 +81,7 @@ def paged_attention_cpu(
 
 
 def dense_attention(case: Case, scale: float) -> torch.Tensor:
-    """Each query on its own, token by token through the table, in float64."""
+    """Each query separately, token by token through the table, in float64."""
     q, k_cache, v_cache, attn = case
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     out = torch.empty_like(q, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_cpu_does_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_cpu_reads_nothing_beyond_the_end_of_a_row(garbage: float) -> None:
-    """What an earlier owner left in a block may be anything."""
+    """An earlier owner may have left anything in a block."""
     q, k_cache, v_cache, attn = make_case([70, 5, 130], [1, 5, 9], block_size=64, head_dim=64)
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
     for row, length in enumerate(attn.seq_lens_B.tolist()):

@@ -49,7 +49,7 @@ def have(monkeypatch: pytest.MonkeyPatch, describe: Callable[[], Capabilities]) 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that has flash-attn."""
+    """Pretend that flash-attn is installed."""
     have(monkeypatch, lambda: FLASH_ATTN)
 
 

@@ -98,7 +98,7 @@ def make_cos_sin(length: int, head_dim: int, theta: float = 10000.0) -> torch.Te
 
 
 def exact_rope(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
-    """Features d and d + D/2 as one complex number, turned by the position."""
+    """Features d and d + D/2 as one complex number, rotated by the position."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
     angles = positions[:, None].double() / theta ** (torch.arange(half).double() / half)
@@ -115,7 +115,7 @@ def norm_rope(
     table: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(queries, keys as they stand in the cache)."""
+    """(queries, keys as stored in the cache)."""
     num_tokens, kv_heads, head_dim = k.shape
     k_shape, v_shape = kernels.kv_cache_shapes(1, num_tokens, kv_heads, head_dim)
     k_cache, v_cache = torch.zeros(k_shape, dtype=k.dtype), torch.zeros(v_shape, dtype=k.dtype)

@@ -28,7 +28,8 @@ from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what a library warns of while it is imported is not ours
+    # warnings that a library emits while it is imported are not ours
+    warnings.simplefilter("ignore")
     INSTALLED = find_flash_attn()
 needs_library = pytest.mark.skipif(INSTALLED is None, reason="needs a GPU and a flash-attn library")
 
@@ -36,12 +37,12 @@ FA2, FA3, WHEEL = "flash_attn", "flash_attn_interface", "fa3_fwd_interface"
 STAND_INS: dict[str, Callable[[], dict[str, ModuleType]]] = {
     FA2: stand_in.flash_attn_2,
     FA3: lambda: stand_in.flash_attn_3(FA3),
-    # As its own configuration says of version 0.0.3.
+    # As reported by the configuration of version 0.0.3.
     WHEEL: lambda: stand_in.flash_attn_3(WHEEL, left_out=("BACKWARD", "PAGEDKV", "FP16", "LOCAL")),
 }
 HOPPER = (9, 0)
 
-# (lengths of the sequences, of their queries); a row without tokens is what fills up a batch of a
+# (lengths of the sequences, of their queries); a row without tokens is padding in the batch of a
 # graph.
 BATCHES = {
     "prefill": ([300, 31, 1, 64], [300, 31, 1, 64]),
@@ -55,7 +56,7 @@ GROUPS = (1, 2, 4, 8)
 def install(
     monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = HOPPER
 ) -> None:
-    """Let a GPU be here and stand-ins of these libraries alone."""
+    """Pretend that there is a GPU, with stand-ins for exactly these libraries."""
     monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
     for name in STAND_INS:
         for module in (name, name.replace("_interface", "_config")):
@@ -114,8 +115,8 @@ def assert_matches_reference(library: FlashAttn, case: Case) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_reference(library: FlashAttn, batch: str, group: int) -> None:
-    """Every batch with every group; head dims, dtypes and block sizes each with every one of
-    both.
+    """Every batch with every group; each head dim, dtype and block size occurs with every batch and
+    every group.
     """
     turn = list(BATCHES).index(batch) + GROUPS.index(group)
     case = make_device_case(
@@ -163,7 +164,7 @@ def test_build_without_paged_kv_reads_pages_whatever_the_group(
 def test_no_tensor_is_read_by_the_host(
     monkeypatch: pytest.MonkeyPatch, name: str, batch: str
 ) -> None:
-    """A meta tensor holds nothing that could be read."""
+    """A meta tensor has no data that could be read."""
     install(monkeypatch, name)
     for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
         monkeypatch.setattr(
@@ -250,7 +251,7 @@ def test_best_library_for_the_gpu_is_chosen(
     else:
         assert library is not None
         assert library.version.startswith(chosen)
-    assert not caplog.records  # what is absent is no cause for a warning
+    assert not caplog.records  # an absent library is no reason for a warning
 
 
 def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +387,7 @@ MISSING = object()
 
 
 def valid_call(call: str) -> tuple[Callable[..., torch.Tensor], Arguments]:
-    """A call of a stand-in as it should be: a function and its arguments by name."""
+    """A correct call of a stand-in: a function and its arguments by name."""
     q, k, v, attn = make_case(
         [40, 7, 300], [1, 1, 1], block_size=256, head_dim=64, dtype=torch.bfloat16
     )
@@ -420,13 +421,13 @@ KEYS = {call: "k" if call == "varlen 2" else "k_cache" for call in ALL}
 
 
 def wide_block(tensor: torch.Tensor) -> torch.Tensor:
-    """An id outside the cache where the first row needs one."""
+    """An id outside the cache, in an entry that the first row uses."""
     changed = tensor.clone()
     changed[0, 0] = 1000
     return changed
 
 
-# (calls, argument, its wrong value, error, what it says)
+# (calls, argument, its wrong value, error, message)
 WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], str]] = [
     (ALL, "q", lambda q: q.float(), RuntimeError, "q must be float16 or bfloat16"),
     (

@@ -15,14 +15,13 @@ from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
 
-# float32: both sum in float32, in another order and with another exponential. Halves: the output,
-# up to 4, is rounded to 11 bits (bfloat16: 8) in each, and the kernels also round their softmax
-# weights.
+# float32: both sum in float32, in different orders and with different exponentials. Halves: the
+# output, up to 4, is rounded to 11 bits (bfloat16: 8) in each, and the kernels also round their
+# softmax weights.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-BFLOAT16 = pytest.param(
-    torch.bfloat16, marks=NEEDS_GPU
-)  # the interpreter multiplies bfloat16 wrongly
+# The interpreter computes bfloat16 products incorrectly.
+BFLOAT16 = pytest.param(torch.bfloat16, marks=NEEDS_GPU)
 
 MIXED = ([40, 7, 333, 16, 1, 150, 270], [1, 7, 112, 16, 1, 20, 1])
 DECODE_LENS = [300, 17, 128, 1, 129, 65]
@@ -180,8 +179,8 @@ def test_padding_rows_get_zeros_and_read_nothing(query_lens: list[int], max_seq_
 def test_row_without_queries_writes_nothing(
     longest: int, query_lens: list[int], new_memory_is_nan: None
 ) -> None:
-    """Not even where the next row would begin: behind the last row, a token that belongs to
-    none.
+    """Not even where the next row would begin: after the last row there is a token that belongs to
+    no row.
     """
     q, k_cache, v_cache, attn = make_case([9, 12, longest, 40], query_lens, head_dim=64)
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
@@ -196,9 +195,7 @@ def test_row_without_queries_writes_nothing(
 def test_reads_nothing_beyond_the_end_of_a_row(
     garbage: float, block_size: int, query_lens: list[int]
 ) -> None:
-    """Neither what an earlier owner left in the last block nor the entries of the table behind
-    it.
-    """
+    """Neither what an earlier owner left in the last block nor later entries of the table."""
     q, k_cache, v_cache, attn = make_case(
         [70, 5, 330], query_lens, block_size=block_size, head_dim=64
     )
@@ -230,7 +227,7 @@ def test_every_output_is_written_and_no_scratch_read_that_was_not(
 
 @pytest.mark.parametrize("query_len", [1, 30])
 def test_cache_of_more_than_2_to_the_31_elements(query_len: int) -> None:
-    """Of which a process that touches none has none."""
+    """Virtual memory only: pages that are never touched do not exist."""
     kv_heads, block_size, head_dim = 1, 256, 128
     num_blocks = 2**31 // (kv_heads * block_size * head_dim) + 4
     q, small_k, small_v, attn = on_device(

@@ -25,7 +25,7 @@ MAX_REGISTERS = 255
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int], Compiled]:
-    """By case and chip."""
+    """Results by case and chip."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_gpu"],

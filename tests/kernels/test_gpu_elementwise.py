@@ -15,15 +15,15 @@ from kernels.reference.rope import qk_norm_rope_store_reference
 from tests.kernels.gpu_device import DEVICE
 
 EPS = 1e-6
-# Triton's interpreter cuts off what does not fit into a bfloat16 instead of rounding; there float16
-# stands for it.
+# Triton's interpreter truncates to bfloat16 instead of rounding, so float16 takes its place there.
 BFLOAT16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 DTYPES = list(dict.fromkeys((torch.float32, torch.float16, BFLOAT16)))
-# Both compute in float32, in another order and with other approximations of square roots and
-# exponentials. Near the middle of two 16-bit numbers that changes which one is taken, and a product
-# of it by as much again.
+# Both compute in float32, in different orders and with different approximations of square roots and
+# exponentials. Near the middle of two 16-bit numbers that decides which one is taken, and a product
+# with it changes by as much again.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-# What a rotation adds is at most this, so its sum may be off by the tolerance of that.
+# The terms that a rotation adds are at most this large, so the sum may be off by the tolerance for
+# that size.
 LARGEST = 8
 Caches = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,8 +33,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) -> None:
-    """Within the tolerance, relative or of a number so large; and rounded in the same places: of 16
-    bits few differ.
+    """Within the tolerance, relative to each number or to `largest`; and rounded in the same
+    places, so few 16-bit numbers differ.
     """
     assert got.dtype == want.dtype
     tolerance = TOLERANCE[want.dtype]
@@ -130,9 +130,7 @@ def test_gate_of_zeros_and_of_large_numbers() -> None:
     gate_up = torch.stack(
         (torch.cat((gate, torch.ones_like(gate))), torch.cat((gate, -torch.ones_like(gate))))
     )
-    with np.errstate(
-        over="ignore"
-    ):  # an exponential that is infinite, of which the interpreter warns
+    with np.errstate(over="ignore"):  # an infinite exponential, for which the interpreter warns
         got = elementwise.silu_and_mul(gate_up)
     want = silu_and_mul_reference(gate_up)
     assert_near(got, want, largest=0)
@@ -148,7 +146,7 @@ def make_cos_sin(length: int, head_dim: int) -> torch.Tensor:
 
 
 def make_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
-    """Shuffled, and -1 for the first token and some more."""
+    """Shuffled slots, with -1 for the first token and some others."""
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
     slots[::5] = -1
     return slots.to(DEVICE)
@@ -157,7 +155,7 @@ def make_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
 def make_caches(
     num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> Caches:
-    """With one block more in front, where a slot of -1 would be (see `inner`)."""
+    """With one extra block in front, where a slot of -1 would point (see `inner`)."""
     shape = (num_blocks + 1, block_size, kv_heads, head_dim)
     return normal(*shape, seed=8, dtype=dtype), normal(*shape, seed=9, dtype=dtype)
 
@@ -170,8 +168,8 @@ def clones(caches: Caches) -> Caches:
     return caches[0].clone(), caches[1].clone()
 
 
-# Pairwise over dtype, head dim, group and block size; KV heads that fill programs and that leave
-# them ragged.
+# Pairwise over dtype, head dim, group and block size; KV heads that fill programs completely and
+# partially.
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group", "kv_heads", "block_size"),
     [
@@ -208,7 +206,7 @@ def test_fused_kernel_turns_queries_and_keys_and_stores(
     assert torch.equal(caches[1], want[1])
     assert torch.equal(qkv, before)
     written = slots[slots >= 0] + block_size
-    for cache, expected in zip(caches, want, strict=True):  # elsewhere, not a bit has changed
+    for cache, expected in zip(caches, want, strict=True):  # everywhere else not a bit has changed
         cache.flatten(0, 1)[written] = expected.flatten(0, 1)[written]
         assert torch.equal(cache, expected)
 

@@ -35,7 +35,7 @@ from tests.kernels.test_sampling_backends import make_rows as make_some_rows
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler
 
-# Numpy, which interprets, warns where float arithmetic does what the kernels count on.
+# The interpreter uses numpy, which warns about float arithmetic that the kernels rely on.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered in divide:RuntimeWarning"),
@@ -49,12 +49,13 @@ kinds = pytest.mark.parametrize(
     ids=str,
 )
 spreads = pytest.mark.parametrize("num_programs", [1, 15, 4096])
+# Shuffled, a single row, one row twice, all in reverse.
 ROWS = (
     [4, 0, 2, 1, 3],
     [5],
     [2, 2, 0],
     [5, 4, 3, 2, 1, 0],
-)  # an order, one, one twice, all backwards
+)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -81,8 +82,8 @@ gpu: Any = Replaced(
 
 
 def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:
-    """`test_sampling_backends.make_rows`, perhaps of other rows; the last one's best token is on
-    another rank.
+    """`test_sampling_backends.make_rows`, optionally of other rows; the best token of the last row
+    is on another rank.
     """
     gaps = make_some_rows(logits)
     if rows is None:
@@ -98,8 +99,8 @@ def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:
 
 
 def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
-    """Each token's weight as the kernel computes it where the token is all its block has, int64 [R,
-    V].
+    """Each token's weight as the kernel computes it if the token is the only one in its block,
+    int64 [R, V].
     """
     logits = gaps.logits_BV
     apart = torch.full((len(logits), logits.shape[1] * BLOCK), -torch.inf, dtype=logits.dtype)
@@ -108,7 +109,7 @@ def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
         gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_TILE", 32)  # four times as fast where it is interpreted
+        patch.setattr(sampling, "_TILE", 32)  # four times as fast in the interpreter
         return torch.as_tensor(gpu.block_weights(apart_gaps, limit)[0])
 
 
@@ -298,7 +299,7 @@ def test_histogram_does_not_depend_on_how_rows_are_spread(
 
 def test_blocks_whose_best_token_lies_beyond_the_limit_are_not_read() -> None:
     gaps = make_rows(make_logits("equal", 3 * BLOCK, torch.float32), [0])
-    gaps.block_max_BX[:, 1] = -50.0  # as no block of such tokens would have
+    gaps.block_max_BX[:, 1] = -50.0  # as no block of such tokens could have
     limit, prefix = torch.full((1,), 9.5), torch.zeros(1, dtype=torch.int32)
     sums, _ = gpu.block_weights(gaps, limit)
     assert (sums > 0).tolist() == [[True, False, True]]

@@ -33,7 +33,7 @@ def token_major(kernels: Kernels, caches: Caches) -> Caches:
 def store(
     kernels: Kernels, k: torch.Tensor, v: torch.Tensor, caches: Caches, slots: torch.Tensor
 ) -> None:
-    """Keys that the norm and the rotation leave as they are: of mean square 1, at an angle of 0."""
+    """Keys that norm and rotation do not change: mean square 1, at an angle of 0."""
     dim = k.shape[2]
     table = torch.cat((torch.ones(1, dim // 2), torch.zeros(1, dim // 2)), dim=1)
     weight = torch.ones(dim, dtype=k.dtype)

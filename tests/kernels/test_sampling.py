@@ -44,7 +44,7 @@ def test_uniform_bits_are_splitmix64_of_seed_and_position() -> None:
 
 
 def test_uniform_bits_of_fixed_inputs_never_change() -> None:
-    """Recorded once: a change of these changes every seeded output there is."""
+    """Recorded once: changing these would change every seeded output."""
     assert uniform_of([0, 1, 2**63 - 1], [0, 1, 1000]) == [
         3008887562355236763,
         4351421970967641211,
@@ -93,7 +93,7 @@ def test_packed_candidates_order_by_value_then_lower_id() -> None:
     packed = kernels.pack(values, ids)
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i][0], -pairs[i][1]))
     assert packed[order].tolist() == sorted(packed.tolist())
-    assert len(set(packed.tolist())) == len(pairs) - 3  # both zeros are one value
+    assert len(set(packed.tolist())) == len(pairs) - 3  # both zeros count as the same value
     back_values, back_ids = kernels.unpack(packed)
     assert back_values.tolist() == values.tolist()
     assert back_ids.tolist() == ids.tolist()

@@ -58,7 +58,7 @@ def make_logits(kind: str, num_columns: int, dtype: torch.dtype, num_rows: int =
 
 def make_rows(logits: torch.Tensor, kernels: SamplingKernels = reference) -> GapRows:
     """Some rows in some order, each at its own temperature; another rank holds the best token of
-    the last one.
+    the last row.
     """
     max_B, _, block_max = kernels.row_best(logits)
     rows = torch.tensor([4, 0, 2, 1, 3]) if len(logits) == 6 else torch.arange(len(logits))
@@ -79,13 +79,13 @@ def limits_of(gaps: GapRows, *values: float) -> torch.Tensor:
 
 
 def gaps_of(gaps: GapRows) -> torch.Tensor:
-    """[R, V] as the definition says."""
+    """[R, V], from the definition."""
     logits = gaps.logits_BV[gaps.rows_R].float()
     return (gaps.max_R[:, None] - logits) / gaps.temperature_R[:, None]
 
 
 def weights_alone(kernels: SamplingKernels, gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
-    """Each token's weight as the kernel computes it where the token is all there is, int64 [R,
+    """Each token's weight as the kernel computes it if the token is the only one, int64 [R,
     V].
     """
     weights = []
@@ -179,7 +179,7 @@ def test_sums_are_those_of_each_token_alone(
 def test_weight_has_the_same_bits_at_every_place_of_a_block_of_every_length(
     kernels: SamplingKernels, dtype: torch.dtype
 ) -> None:
-    """So in the body of a vector loop, in its tail and alone."""
+    """In the body of a vector loop, in its tail, and alone."""
     logits = make_logits("normal", BLOCK, dtype, num_rows=1)
     limit = torch.tensor([torch.inf])
     rows = make_rows(logits)

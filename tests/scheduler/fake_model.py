@@ -1,16 +1,16 @@
-"""A model without numbers that runs step plans as a rank does, and shows every wrong read in its
-output.
+"""A model without arithmetic that runs step plans as a rank does, and whose output reveals every
+wrong read.
 
 A cell of the fake KV cache holds the *digest* of the prefix that ends there, as the keys and values
 of a real model depend on all tokens before them. A step first stores the cells of all its rows,
 then every row reads its whole context through its block table (a layer stores before it attends).
 The next token is a hash of what was read and of the request's seed, so aliasing, a stale hit or an
 early release changes it; and a row that read something wrong stores wrong cells from then on.
-Tokens are kept a slot, as the device does: plans name no sampled token.
+Tokens are kept per slot, as on the device: plans do not contain sampled tokens.
 
-`FakeRank` checks on the way what a real rank would suffer from silently: released and admitted
-slots, who writes to which cell, table width, chunks that sample. The cache salt is part of a
-digest, taken from the seed (`salt_of`), so that sharing across salts shows up too.
+`FakeRank` also checks what a real rank would silently suffer from: released and admitted slots, who
+writes to which cell, table width, chunks that sample. The cache salt is part of a digest, taken
+from the seed (`salt_of`), so that sharing across salts shows up too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def salt_of(seed: int) -> str:
 
 
 def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None:
-    """Append the digest of each prefix that ends in one of `token_ids`; `digests` holds those
-    before.
+    """Append the digest of each prefix that ends in one of `token_ids`; `digests` holds the
+    preceding ones.
     """
     digest = digests[-1] if digests else seed % len(SALTS)
     for token in token_ids:
@@ -47,7 +47,7 @@ def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None
 
 
 def next_token(context: bytes, seed: int) -> int:
-    """The token after a context, given as the cells that were read."""
+    """The token after a context, which is given as the cells that were read."""
     return xxhash.xxh3_64_intdigest(context, seed) % VOCAB_SIZE
 
 
@@ -71,7 +71,7 @@ def generate(
 
 @dataclass(slots=True)
 class Row:
-    """One slot of the fake batch state. `digests` is what a right cache holds, for every token."""
+    """One slot of the fake batch state. `digests` is what a correct cache holds for every token."""
 
     tokens: list[int]
     num_prompt_tokens: int
@@ -83,7 +83,9 @@ class Row:
 
 
 class FakeRank:
-    """Slots and cells. `run` executes a plan at once; who wants results to be late keeps them."""
+    """Slots and cells. `run` executes a plan at once; callers that want late results hold them
+    back.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
@@ -93,14 +95,14 @@ class FakeRank:
         self.table_width = -(-max_model_len // block_size)
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.blocks = [bytearray() for _ in range(num_blocks)]  # cells, appended in order
-        self.num_holders = [0] * num_blocks  # tables that name a block
+        self.num_holders = [0] * num_blocks  # number of tables that name a block
         self.epoch = 0
         self.num_steps = 0  # of this epoch
         self.num_cached_tokens = 0
         self.num_written_tokens = 0
 
     def restart(self, rng: Random) -> None:
-        """A new epoch: no rows, and anything at all in the cache."""
+        """A new epoch: no rows, and arbitrary content in the cache."""
         self.rows = [None] * len(self.rows)
         for block_id in range(len(self.blocks)):
             self.blocks[block_id] = bytearray(rng.randbytes(self.block_size * DIGEST_BYTES))
@@ -205,7 +207,7 @@ class FakeRank:
     # -- what runs ---------------------------------------------------------------------------------
 
     def _store(self, row: Row, num_new: int) -> None:
-        """Write the cells of a chunk, but for those that stand in shared blocks."""
+        """Write the cells of a chunk, except those in shared blocks."""
         start, end = row.num_computed, row.num_computed + num_new
         assert num_new >= 1 and end <= len(row.tokens), f"{num_new} new tokens: {row}"
         assert end <= len(row.block_table) * self.block_size, (
@@ -226,7 +228,7 @@ class FakeRank:
         row.num_computed = end
 
     def _attend(self, row: Row, start: int) -> bytes:
-        """Read the whole context of a row. What was read wrong spoils what the row has stored."""
+        """Read the whole context of a row. A wrong read corrupts what the row has stored."""
         blocks = self.blocks
         num_bytes = row.num_computed * DIGEST_BYTES
         context = b"".join([blocks[block_id] for block_id in row.block_table])[:num_bytes]

@@ -1,4 +1,4 @@
-"""Requests, sizes and small steps for the tests of this folder."""
+"""Requests, sizes and small steps for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 4
 
 @dataclass(slots=True, eq=False)
 class User:
-    """The least that a block manager needs of a sequence."""
+    """The minimum that a block manager needs of a sequence."""
 
     token_ids: list[int]
     cache_salt: str = ""
@@ -27,9 +27,8 @@ class User:
     num_published_blocks: int = 0
 
 
-A, B, C, D = (
-    [digit * 100 + i for i in range(BLOCK)] for digit in (1, 2, 3, 4)
-)  # the tokens of one block each
+# Each holds the tokens of one block.
+A, B, C, D = ([digit * 100 + i for i in range(BLOCK)] for digit in (1, 2, 3, 4))
 
 
 def make_manager(num_blocks: int = 16, **options: Any) -> BlockManager:
@@ -122,8 +121,8 @@ def cached_of(plan: StepPlan) -> list[int]:
 
 
 class FakeExecutor:
-    """A fake rank as an executor: steps run when they are launched, results wait until they are
-    asked for.
+    """A fake rank as an executor: steps run when they are launched, and results wait until they are
+    read.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

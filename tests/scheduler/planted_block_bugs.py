@@ -1,4 +1,4 @@
-"""Block managers with one bug each: each class breaks one promise by a small change, as it says."""
+"""Block managers with one bug each: each class breaks the promise that its docstring names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReleaseSkipped(BlockManager):
 
 
 class SharedBlockReleasedEarly(BlockManager):
-    """A block that somebody else still uses goes to the free list and is handed out."""
+    """A block that another sequence still uses goes to the free list and is handed out."""
 
     def deallocate(self, seq: BlockUser) -> None:
         table = list(seq.block_table)
@@ -49,7 +49,7 @@ class TableOneTooShort(BlockManager):
 
 
 class RevivedBlockStaysFree(BlockManager):
-    """A hit on a free block leaves it in the free list, from where it is handed out again."""
+    """A hit on a free block leaves it in the free list, so it is handed out again."""
 
     def allocate(self, seq: BlockUser) -> int:
         revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
@@ -85,7 +85,7 @@ class RevivedBlocksNotCounted(BlockManager):
 
 
 class StaleIndexEntry(BlockManager):
-    """A block given to new content stays findable by the old one."""
+    """A block given to new content can still be found by its old content."""
 
     def _take_free(self) -> int:
         block = self._head.next
@@ -104,7 +104,7 @@ class StaleIndexEntry(BlockManager):
 
 
 class _LooseManager(BlockManager):
-    """A block manager whose lookup can be made to compare less."""
+    """A block manager whose lookup can be weakened."""
 
     def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
         return (
@@ -176,7 +176,7 @@ class PartialBlockPublished(BlockManager):
 
 
 class IndexOutlivesEpoch(BlockManager):
-    """A new epoch still finds what stood in the caches of the last."""
+    """A new epoch still finds the cache content of the previous one."""
 
     def clear_index(self) -> None:
         pass

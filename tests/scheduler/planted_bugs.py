@@ -15,7 +15,7 @@ from tests.scheduler.simulator import Parts
 
 
 def _planted_in(module: ModuleType) -> dict[str, Parts]:
-    """Parts with each public class that a module defines in the place of the one it breaks."""
+    """Parts in which each public class that a module defines replaces the class it breaks."""
     planted = {}
     for name, broken in vars(module).items():
         if (

@@ -1,6 +1,4 @@
-"""Schedulers and engines with one bug each: each class breaks one promise by a small change, as it
-says.
-"""
+"""Schedulers and engines with one bug each; a docstring names the promise its class breaks."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ class BudgetExceeded(Scheduler):
 
 
 class TooManyRunning(Scheduler):
-    """One more runs than `max_num_seqs`."""
+    """One sequence more than `max_num_seqs` runs."""
 
     def _schedule_waiting(self, step: _Step) -> None:
         if not self._free_slots:
@@ -97,7 +95,7 @@ class TooManyRunning(Scheduler):
 
 
 class DecodeStarvedByPrefill(Scheduler):
-    """While a prompt runs in chunks, nobody else does."""
+    """While a prompt runs in chunks, no other sequence runs."""
 
     def _schedule_running(self, step: _Step) -> None:
         last = self.running[-1] if self.running else None
@@ -110,7 +108,7 @@ class DecodeStarvedByPrefill(Scheduler):
 
 
 class OldestPreempted(Scheduler):
-    """The earliest arrival yields instead of the latest."""
+    """The earliest arrival is preempted instead of the latest."""
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
         if not self.block_manager.can_append(seq, num_tokens):
@@ -119,8 +117,8 @@ class OldestPreempted(Scheduler):
 
 
 class EverybodyYields(Scheduler):
-    """A sequence that finds no block yields together with all later ones, and computes everything
-    again.
+    """A sequence that finds no block is preempted together with all later ones, and computes
+    everything again.
     """
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
@@ -133,7 +131,7 @@ class EverybodyYields(Scheduler):
 
 
 class PreemptsWithoutNeed(Scheduler):
-    """Every third step takes the blocks of all: a long prompt is never done."""
+    """Every third step takes everyone's blocks: a long prompt never finishes."""
 
     def schedule(self) -> StepPlan | None:
         if self.stats.num_steps % 3 == 2:
@@ -151,7 +149,7 @@ class PreemptedGoesLast(Scheduler):
 
 
 class SlotReusedWhileHeld(Scheduler):
-    """Workers hear of a released slot one step late."""
+    """Workers are told about a released slot one step late."""
 
     _late: array[int] = ints()
 
@@ -251,7 +249,7 @@ class EndedOutsideStaysKnown(Engine):
 
 
 class EndsOnlyAtNextStep(Engine):
-    """What ends from outside goes on running."""
+    """A sequence that is ended from outside goes on running."""
 
     def finish(self, request_id: str, reason: str) -> Sequence | None:
         seq = self._sequences.pop(request_id, None)

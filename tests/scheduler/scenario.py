@@ -1,9 +1,9 @@
-"""What one seed draws: the sizes of an engine, and who asks it for what, when.
+"""What one seed draws: the sizes of an engine, its requests, and when they arrive.
 
-Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut beside a
-block boundary, conversations that go on after an earlier answer, and the same again under another
-cache salt. Some requests come with tokens that were generated before. Everything follows from the
-`Random` that is handed in.
+Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut next to a
+block boundary, conversations that continue after an earlier answer, and the same again under
+another cache salt. Some requests come with tokens that were generated before. Everything is
+determined by the `Random` that is passed in.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ WEAK_HASHES: tuple[HashFunction, ...] = (_constant, _few_values, _last_token_onl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Sizes, requests in order of arrival, and how often what goes wrong until
-    `num_fault_steps`.
-    """
+    """Sizes, requests in order of arrival, how often each fault occurs until `num_fault_steps`."""
 
     limits: SchedulerLimits
     num_steps_ahead: int
@@ -116,7 +114,7 @@ class _Requests:
     def _request(
         self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float
     ) -> Request:
-        """Sometimes with the beginning, or the whole, of what it generates."""
+        """Sometimes with part or all of what it generates."""
         tokens = prompt
         if self.rng.random() < 0.15:
             tokens, _ = generate(prompt, len(prompt), sampling, self.limits.max_total_tokens)

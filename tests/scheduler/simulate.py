@@ -1,7 +1,7 @@
 """Many seeds of the scheduler simulation: `python -m tests.scheduler.simulate --seeds 20000`.
 
-Prints totals; the first violation ends the run with exit code 1, the seed, the law it broke and how
-to play it alone.
+Prints totals; the first violation ends the run with exit code 1, the seed, the law it broke, and
+the command to replay it alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_seeds(first: int, count: int) -> SimulationReport:
 
 
 def run_parallel(first: int, count: int, processes: int) -> SimulationReport:
-    """Play consecutive seeds in several processes; one plays in this one."""
+    """Play consecutive seeds in several processes; with one process, play them in this one."""
     if processes == 1:
         return run_seeds(first, count)
     total = SimulationReport()

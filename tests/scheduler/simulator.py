@@ -1,19 +1,19 @@
 """Deterministic simulation of the real scheduler and engine over a fake rank, under a virtual
 clock.
 
-`run_seed` draws a scenario and plays it: requests arrive, are aborted, end from outside, are sent
-again; steps get lost and with them their epoch; results arrive up to two steps late. Every token
-that comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the
-laws below are checked on the way. A violation raises AssertionError with the seed in its message.
-When arrivals and faults are over, everything must finish within a number of steps computed from the
+`run_seed` draws a scenario and plays it: requests arrive, are aborted, ended from outside, and sent
+again; steps are lost, which ends their epoch; results arrive up to two steps late. Every token that
+comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the laws
+below are checked on the way. A violation raises AssertionError with the seed in its message. When
+arrivals and faults are over, everything must finish within a number of steps computed from the
 sizes.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence moves in every step,
 unless its last token is in flight; no step has more tokens than the budget, or more rows than
 `max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
-delivered so far, and tells the truth about how many were cached; tokens come once, in order, until
-the end, for the reason expected; nothing comes after an end from outside; what the prefix index
-names is in the cache.
+delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
+until the expected end, with the expected reason; nothing is delivered after an end from outside;
+whatever the prefix index names is in the cache.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class StepLostError(Exception):
 
 @dataclass(slots=True)
 class Client:
-    """One request as its frontend sees it. `expected` is the prompt with the whole output."""
+    """One request as its frontend sees it. `expected` is the prompt followed by the whole
+    output.
+    """
 
     request: Request
     sequence: Sequence
@@ -87,7 +89,7 @@ class Client:
     expected: list[int]
     expected_reason: str
     ended: bool = False
-    num_cached_tokens: int | None = None  # of the first admission
+    num_cached_tokens: int | None = None  # from the first admission
 
 
 def run_seed(
@@ -132,7 +134,7 @@ class Simulation:
         self.report = SimulationReport(seeds=1)
         self.clock_s = 0.0
         self.num_turns = 0
-        self.last_turn: int | None = None  # by when everything must have finished
+        self.last_turn: int | None = None  # the step by which everything must have finished
         self.calm_since = 0
 
     def run(self) -> SimulationReport:
@@ -225,7 +227,7 @@ class Simulation:
             self._end(client)
 
     def _interfere(self) -> None:
-        """End a request from outside, or send one again that was ended so."""
+        """End a request from outside, or resend one that was ended that way."""
         rng = self.rng
         if not self._faulty or not self.clients or rng.random() >= self.scenario.finish_probability:
             return
@@ -286,7 +288,7 @@ class Simulation:
     # -- laws --------------------------------------------------------------------------------------
 
     def _audit(self, plan: StepPlan) -> None:
-        """What a plan must be, seen with the eyes of the clients; called when it is launched."""
+        """Check a plan from the clients' point of view, when it is launched."""
         limits = self.scenario.limits
         num_unread = len(self.scheduler.submitted)
         assert num_unread <= self.scenario.num_steps_ahead + 1, f"{num_unread} steps unread"
@@ -325,8 +327,8 @@ class Simulation:
         )
 
     def _check_index(self) -> None:
-        """What can be found is in the cache: each indexed block holds its tokens after the prefix
-        it names.
+        """Whatever can be found is in the cache: each indexed block holds its tokens after the
+        prefix it names.
         """
         by_serial: dict[int, Block] = {}
         for block in self.manager.blocks:
@@ -338,7 +340,7 @@ class Simulation:
             while link is not None and link.parent_serial != ROOT_SERIAL:
                 link = by_serial.get(link.parent_serial)
                 prefix = [*(link.token_ids if link else ()), *prefix]
-            if link is not None:  # else its prefix is gone, and it with it
+            if link is not None:  # otherwise its prefix is gone, and so is the block's use
                 self._check_content(block, prefix)
 
     def _check_content(self, block: Block, prefix: list[int]) -> None:
@@ -351,8 +353,8 @@ class Simulation:
         )
 
     def _watch_progress(self) -> None:
-        """Once it is calm, everything must finish within a number of steps that follows from the
-        sizes.
+        """Once arrivals and faults stop, everything must finish within a number of steps computed
+        from the sizes.
 
         The earliest sequence is never preempted and moves in every step, so even one after the
         other they are done by then: for each its chunks, its tokens, and the results it waits for

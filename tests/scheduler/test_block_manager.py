@@ -1,4 +1,4 @@
-"""Blocks: who owns them, in which order they are given away, and the laws of the pool."""
+"""Blocks: who owns them, in which order they are reused, and the laws of the pool."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_block_released_too_often_is_an_error() -> None:
     table = list(user.block_table)
     manager.deallocate(user)
     user.block_table = table
-    with pytest.raises(AssertionError, match="released more often than taken"):
+    with pytest.raises(AssertionError, match="was released more often than it was taken"):
         manager.deallocate(user)
 
 

@@ -1,4 +1,4 @@
-"""The block manager beside a naive model: lists instead of links, whole prefixes instead of
+"""The block manager compared with a naive model: lists instead of links, whole prefixes instead of
 hashes.
 """
 
@@ -31,7 +31,7 @@ def repeat(pattern: list[int], length: int) -> list[int]:
     return (pattern * length)[:length]
 
 
-# Few patterns, so that beginnings are often the same.
+# Few patterns, so that prefixes often coincide.
 TOKENS = st.builds(repeat, st.sampled_from(([0], [1], [0, 0, 1])), st.integers(1, 12))
 
 

@@ -1,7 +1,7 @@
-"""What a step costs: time that must not hide the device, size that must follow what changed.
+"""What a step costs: little time compared with the device, and a size that depends on what changed.
 
-Times are minima over alternating rounds, so that a busy machine does not decide. Garbage collection
-is kept out, as the driver does (`gc.freeze`).
+Times are minima over alternating rounds, so that a busy machine matters little. Garbage collection
+is off, as in the driver (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None
 
 
 def shuffled_pool(num_blocks: int) -> BlockManager:
-    """A pool of free blocks that are all findable, so that taking one evicts; in the memory's
-    random order.
+    """A pool of free blocks that can all be found, so that taking one evicts its content; in random
+    memory order.
     """
     manager = BlockManager(num_blocks, block_size=1)
     users = [User([i]) for i in range(num_blocks)]

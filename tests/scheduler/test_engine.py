@@ -1,5 +1,5 @@
 """The step loop over a fake rank whose tokens depend on everything it reads: exact outputs, late
-results, ends.
+results, endings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run_to_end(engine: Engine) -> None:
 
 
 def alone(prompt: list[int], max_tokens: int) -> list[int]:
-    """The tokens of a request that shares its engine with nobody and nothing."""
+    """The tokens of a request that has an engine to itself."""
     request = make_request("alone", prompt, max_tokens=max_tokens)
     return generate(prompt, len(prompt), request.sampling, 10**6)[0]
 

@@ -1,4 +1,4 @@
-"""Messages cannot be changed, pickle, and stay small."""
+"""Messages are immutable, can be pickled, and stay small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused and how it is named, layers of defaults, seeds."""
+"""Sampling parameters: what is refused and by what name, layers of defaults, seeds."""
 
 from __future__ import annotations
 

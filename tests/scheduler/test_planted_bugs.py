@@ -1,4 +1,4 @@
-"""The simulation must find every planted bug, and nothing in the code without it."""
+"""The simulation must find every planted bug, and nothing in the unchanged code."""
 
 from __future__ import annotations
 

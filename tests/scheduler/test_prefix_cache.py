@@ -1,4 +1,6 @@
-"""The prefix cache: what is found again, what must not be, and what becomes of a second copy."""
+"""The prefix cache: what is found again, what must not be found, and what happens to a second
+copy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ BOUNDARIES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)
 
 
 def one_hash(data: bytes) -> int:
-    """Every content collides with every other."""
+    """All contents have the same hash."""
     return 7
 
 
@@ -64,7 +66,7 @@ def test_child_of_an_evicted_parent_is_not_found() -> None:
     child, found = hold(manager, A + B)
     assert found == BLOCK
     manager.deallocate(parent)
-    # released head first, against the rule, so that the parent goes first
+    # released head first, against the rule, so that the parent is evicted first
     child.block_table.reverse()
     manager.deallocate(child)
     hold(manager, D)
@@ -115,8 +117,9 @@ def test_can_allocate_counts_revived_blocks_as_taken() -> None:
     manager = make_manager(2)
     user, _ = hold(manager, A)
     manager.deallocate(user)
-    assert manager.can_allocate(User([*A, 1]))  # one revived, one new
-    assert not manager.can_allocate(User(A + B + [1]))  # one revived, two new: of two free
+    assert manager.can_allocate(User([*A, 1]))  # one block revived, one new
+    # one revived and two new, with only two free
+    assert not manager.can_allocate(User(A + B + [1]))
 
 
 def test_can_allocate_does_not_count_blocks_in_use_as_taken() -> None:
@@ -280,7 +283,7 @@ def test_only_a_block_of_ones_own_can_be_published() -> None:
     hold(manager, A)
     second, _ = hold(manager, A)
     second.num_published_blocks = 0
-    with pytest.raises(AssertionError, match="block of one's own"):
+    with pytest.raises(AssertionError, match="published once, by its only owner"):
         manager.publish(second, BLOCK)
 
 

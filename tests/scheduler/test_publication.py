@@ -1,4 +1,6 @@
-"""When blocks of running sequences become findable, and what a scheduler makes of what it finds."""
+"""When the blocks of running sequences can be found, and what the scheduler does with what it
+finds.
+"""
 
 from __future__ import annotations
 

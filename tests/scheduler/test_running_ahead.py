@@ -1,4 +1,6 @@
-"""What happens to steps and tokens in flight: running ahead, preemption, endings, lost epochs."""
+"""What happens to steps and tokens in flight: running ahead, preemption, endings, and lost
+epochs.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ def make_scheduler(**sizes: int | bool) -> Scheduler:
 
 
 def two_that_outgrow_four_blocks(scheduler: Scheduler) -> None:
-    """Each holds two of four blocks, full to the last token; the next token of either needs a
-    third.
-    """
+    """Each fills two of four blocks completely; the next token of either needs a third block."""
     scheduler.add(make_request("old", range(2 * BLOCK)))
     scheduler.add(make_request("new", range(100, 100 + 2 * BLOCK)))
     run_step(scheduler, 8, 9)
@@ -142,7 +142,8 @@ def test_full_blocks_of_a_preempted_sequence_are_found_again() -> None:
     two_that_outgrow_four_blocks(scheduler)
     run_step(scheduler)
     scheduler.finish(scheduler.running[0], "abort")
-    assert cached_of(must_schedule(scheduler)) == [BLOCK]  # the tail went to the one that grew
+    # the tail block went to the sequence that grew
+    assert cached_of(must_schedule(scheduler)) == [BLOCK]
 
 
 def test_preempted_sequence_keeps_its_token_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""Who runs when, with how many tokens, and how a sequence ends."""
+"""Which sequences run when, with how many tokens, and how they end."""
 
 from __future__ import annotations
 
@@ -350,17 +350,17 @@ def busy_scheduler() -> Scheduler:
 @pytest.mark.parametrize(
     ("breakage", "law"),
     [
-        (lambda s: setattr(s.running[0], "num_computed", 100), "counts out of order"),
-        (lambda s: s.running[1].block_table.pop(), "computed beyond its blocks"),
-        (lambda s: setattr(s.running[0], "slot", NO_SLOT), "running without being so"),
-        (lambda s: setattr(s.waiting[0], "slot", 3), "waiting without being so"),
+        (lambda s: setattr(s.running[0], "num_computed", 100), "token counts are out of order"),
+        (lambda s: s.running[1].block_table.pop(), "has computed beyond its blocks"),
+        (lambda s: setattr(s.running[0], "slot", NO_SLOT), "in the running queue but not running"),
+        (lambda s: setattr(s.waiting[0], "slot", 3), "in the waiting queue but not waiting"),
         (lambda s: setattr(s.waiting[0], "num_computed", 1), "waiting, but holds blocks"),
-        (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight miscounted"),
-        (lambda s: setattr(s.running[0], "arrival", 9), "out of order of arrival"),
-        (lambda s: s._free_slots.pop(), "slots lost or doubled"),
+        (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight were miscounted"),
+        (lambda s: setattr(s.running[0], "arrival", 9), "not in order of arrival"),
+        (lambda s: s._free_slots.pop(), "slots were lost or duplicated"),
         (
             lambda s: setattr(s.running[0], "num_computed", 1),
-            "in the middle of a prompt, but not last",
+            "in the middle of its prompt, but not last",
         ),
         (lambda s: s.running.extend(s.running[:1] * 8), "running, 8 allowed"),
         (lambda s: setattr(s.block_manager.blocks[0], "ref_count", 7), "ref_count 7"),

@@ -1,5 +1,5 @@
-"""The scheduler in 500 random worlds: no law broken, nobody stuck, and the worlds rough enough to
-mean something.
+"""The scheduler in 500 random worlds: no law broken, nothing stuck, and worlds rough enough to be
+meaningful.
 """
 
 from __future__ import annotations

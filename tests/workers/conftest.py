@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rank_pool import WorkerPool
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from tests.workers.pool import WorkerPool
 from workers.configuration import resolve_config
 
 
@@ -24,7 +24,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def config_of(model_dir: Path, **options: Any) -> ResolvedConfig:
-    """Small limits unless told otherwise."""
+    """Small limits by default."""
     defaults: dict[str, Any] = {
         "model": str(model_dir),
         "device": "cpu",

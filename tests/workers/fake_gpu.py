@@ -3,8 +3,8 @@ that is counted.
 
 `FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel
 made through `recordable`, with the tensors they got. `replay` runs them again on those very
-tensors: what a graph reads must stand in memory that stays, and Python is not run again. As in a
-capture on a GPU, an operation whose result the host must know is refused.
+tensors: what a graph reads must stay in place in memory, and Python code is not run again. As in a
+capture on a GPU, an operation whose result the host needs is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class LateEvent:
-    """Passes when it is told to."""
+    """An event that passes when told to."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -78,7 +78,9 @@ class LateEvent:
 
 
 class FakeGpu(Device):
-    """CPU tensors with graphs. Memory is what the tests set: `reserved`, and `free` of `total`."""
+    """CPU tensors with graphs. Its memory is what the tests set: `reserved`, and `free` of
+    `total`.
+    """
 
     has_graphs = True
 
@@ -122,7 +124,7 @@ class FakeGpu(Device):
         return self.peak
 
     def recordable(self, kernels: Kernels) -> Kernels:
-        """The same kernels, whose calls a capture records whole, whatever they do inside."""
+        """The same kernels; a capture records each of their calls as one operation."""
         names = (
             "linear",
             "qk_norm_rope_store",

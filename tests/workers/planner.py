@@ -1,7 +1,7 @@
 """Plans written by hand, without the scheduler: rows are admitted, advanced, preempted and released
 as a test says.
 
-Block ids are handed out in sequence and never reused, so what a test shares, it shares on purpose.
+Block ids are handed out in sequence and never reused, so a test shares blocks only on purpose.
 Works a step ahead: a plan needs the value of a token only when a row is admitted again.
 """
 
@@ -38,8 +38,8 @@ class Row:
 
 
 class Planner:
-    """Builds consecutive plans. Call `admit`, `release` as wanted, then `step` with the rows and
-    their tokens.
+    """Builds consecutive plans. Call `admit` and `release` as needed, then `step` with the rows and
+    their numbers of tokens.
     """
 
     def __init__(self, block_size: int, epoch: int = 0) -> None:
@@ -69,8 +69,8 @@ class Planner:
         row.slot, row.blocks, row.computed = -1, [], 0
 
     def step(self, rows: list[tuple[Row, int]]) -> StepPlan:
-        """The next plan: each row computes up to so many tokens, and samples if that ends its
-        tokens.
+        """The next plan: each row computes up to this many tokens, and samples if that reaches the
+        end of its tokens.
         """
         slots, new, samples, sampled = ints(), ints(), bytearray(), []
         for row, most in rows:

@@ -1,4 +1,4 @@
-"""What is refused before the cluster is known, and what must wait."""
+"""What is refused before the cluster is known, and what has to wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real scheduler over real ranks: what comes out does not depend on how the work was cut.
+"""The real scheduler over real ranks: the output does not depend on how the work was divided.
 
 A pool so small that sequences are preempted, a budget so small that prompts are chunked, prompts
 that share prefixes and repeat each other: greedy tokens must be those of transformers, seeded ones
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
@@ -25,7 +26,6 @@ from scheduler.params import SamplingParams
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
-from tests.workers.pool import WorkerPool, executor_of
 
 NEAR_TIE = 1e-4
 NUM_OUTPUT = 12
@@ -34,7 +34,7 @@ VOCAB = 1003
 
 @dataclass(frozen=True)
 class Sizes:
-    """Blocks and heads: small ones, and those that the CPU's attention has its fast path for."""
+    """Blocks and heads: small ones, and those for which the CPU's attention has a fast path."""
 
     block: int
     head_dim: int
@@ -74,8 +74,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sizes], Checkpoi
 
 
 def prompts(block: int = SMALL.block) -> list[list[int]]:
-    """Two thirds share a beginning; lengths stand around block edges; twins; one cached to its last
-    token.
+    """Two thirds share a prefix; lengths are around block edges; there are twins, and one prompt
+    that is cached to its last token.
     """
     rng = np.random.default_rng(3)
     head = rng.integers(0, VOCAB, 3 * block).tolist()
@@ -196,8 +196,8 @@ def mixed_params(count: int) -> list[SamplingParams]:
 
 
 def first_difference(model: Any, prompt: list[int], output: list[int]) -> float | None:
-    """Gap of the reference's two best logits where a greedy output first departs from it; None
-    where it never does.
+    """Gap between the reference's two best logits where a greedy output first differs from it; None
+    if it never does.
     """
     assert len(output) == NUM_OUTPUT
     with torch.inference_mode():

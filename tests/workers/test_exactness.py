@@ -1,5 +1,5 @@
-"""Greedy float32 tokens equal those of transformers at every tensor-parallel size, whatever the
-batching does.
+"""Greedy float32 tokens equal those of transformers at every tensor-parallel size, however requests
+are batched.
 
 One scenario forces chunked prefill, mixed batches, shared prefix blocks, a full hit, preemption
 with and without cached blocks, and runs one step ahead. A difference counts when the reference's
@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.rank_pool import PoolExecutor, WorkerPool, executor_of
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
 from tests.workers.planner import Planner, Row
-from tests.workers.pool import PoolExecutor, WorkerPool, executor_of
 
 NEAR_TIE = 1e-4
 LOGIT_TOLERANCE = 1e-4  # float32 sums in another order; logits here reach 20
@@ -155,7 +155,7 @@ class Scenario:
         return {name: row.output for name, row in rows.items()}
 
     def steps(self, number: int) -> None:
-        """So many steps of every row that is in and has tokens to go."""
+        """Run this many steps of every row that is admitted and not finished."""
         for _ in range(number):
             active = [row for row in self.rows.values() if row.slot >= 0]
             rows = [(row, self.CHUNK) for row in active if row.length - row.num_prompt < NUM_OUTPUT]

@@ -1,4 +1,5 @@
-"""Loading adds to a rank the memory of its own slices: not the checkpoint, not even on the way.
+"""Loading adds only the memory of a rank's own slices: never the whole checkpoint, not even
+temporarily.
 
 A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights stand out from
 everything else a rank allocates.
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.checkpoints import write_fast_checkpoint
+from benchmarks.rank_pool import WorkerPool
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
 from kernels.cpu.capabilities import has_bfloat16
-from tests.checkpoints import write_fast_checkpoint
 from tests.workers.conftest import config_of
-from tests.workers.pool import WorkerPool
 from workers.models.checkpoint import expected_tensors
 
 MIB = 2**20
@@ -49,13 +50,13 @@ def test_rank_holds_its_share_and_no_more(
     pool: WorkerPool, checkpoint: Path, size: int, dtype: str
 ) -> None:
     config = config_of(checkpoint, tensor_parallel_size=size, dtype=dtype)
-    load(pool, config)  # a first time brings numba and compiled kernels, some 40 MiB
+    load(pool, config)  # the first time also loads numba and compiled kernels, some 40 MiB
     measured = load(pool, config)
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
     stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
     if (
         dtype == "bfloat16" and has_bfloat16()
-    ):  # a tied embedding is held as rows, and packed to multiply by
+    ):  # a tied embedding is held twice: as rows, and packed for the product
         stored += 2 * 40_000 * 512
     for sizes in measured:
         print(
@@ -70,7 +71,7 @@ def test_rank_holds_its_share_and_no_more(
 
 
 def load(pool: WorkerPool, config: ResolvedConfig) -> list[dict[str, int]]:
-    """What `measure_load` finds on each rank."""
+    """The result of `measure_load` on each rank."""
     size = config.engine.tensor_parallel_size
     for rank in range(size):
         pool.call(rank, "create", config, rank)

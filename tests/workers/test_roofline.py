@@ -1,4 +1,4 @@
-"""The roofline: parameters counted, floors by hand, prompts that share a start, and the probe of
+"""The roofline: parameters counted, floors by hand, prompts that share a prefix, and the probe of
 this machine.
 """
 

@@ -1,4 +1,4 @@
-"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors that wait for their reader,
+"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors kept until they are read,
 reports.
 """
 
@@ -20,12 +20,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.rank_pool import WorkerPool, executor_of
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
-from tests.workers.pool import WorkerPool, executor_of
 from workers import worker as worker_module
 from workers.device import Device, open_device
 from workers.in_process import InProcessExecutor
@@ -87,7 +87,7 @@ def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
         launcher.start()
     with pytest.raises(
         WorkerError, match="step 1 of epoch 0 was not run"
-    ):  # it was never started, but not late
+    ):  # it was never started, but it is not late
         worker.result(1, 0)
 
 
@@ -117,7 +117,7 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
 
 @pytest.mark.parametrize(("skip", "due"), [(1, 0), (0, 1)])
 def test_step_out_of_turn_is_refused(worker: Worker, skip: int, due: int) -> None:
-    """A step left out, and a step sent twice."""
+    """A step that was skipped, and a step sent twice."""
     made = plans(2)
     if skip == 0:
         worker.launch(made[0])
@@ -159,7 +159,8 @@ def test_error_of_another_kind_becomes_a_worker_error_with_its_cause(
 def test_new_epoch_starts_empty_and_gives_the_same_tokens(worker: Worker) -> None:
     for plan in plans(4):
         worker.launch(plan)
-    first = [worker.result(step_id, 0).token_ids for step_id in range(3)]  # the last is never read
+    # the last one is never read
+    first = [worker.result(step_id, 0).token_ids for step_id in range(3)]
     worker.reset(1)
     for plan in plans(3, epoch=1):
         worker.launch(plan)
@@ -186,7 +187,7 @@ def test_reset_wakes_whoever_waits_for_the_past_epoch(worker: Worker) -> None:
     resetter = threading.Timer(0.1, worker.reset, [3])
     resetter.start()
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="step 9 belongs to epoch 0, now is epoch 3"):
+    with pytest.raises(WorkerError, match="step 9 belongs to epoch 0, the current epoch is 3"):
         worker.result(9, 0)
     assert time.monotonic() - started < 0.9, "it did not wait for the time limit"
     resetter.join()

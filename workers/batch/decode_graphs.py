@@ -1,9 +1,9 @@
-"""CUDA graphs of the decode step: one for every size of batch that is captured, replayed instead of
-launched.
+"""CUDA graphs of the decode step: one per captured batch size, replayed instead of launching
+kernels.
 
-A graph reads four numbers a row from one static tensor and everything else from tables that never
-move: the batch state's tokens and blocks, the weights, the KV cache. Bounds stand where an eager
-step has its own maxima. A batch takes the next larger graph; its padding rows have length 0 and
+A graph reads four numbers per row from one static tensor and everything else from tables that never
+move: the batch state's tokens and blocks, the weights, the KV cache. Where an eager step uses its
+own maxima, a graph uses bounds. A batch uses the next larger graph; padding rows have length 0 and
 write nothing. Logits and sampling are not part of a graph.
 Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R rows of a
 step, E hidden size; a decode step has as many tokens as rows.
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
-# A padding row: any slot, the first position, counted as cached, which is never written, and no
-# tokens to attend to.
+# A padding row: any slot, the first position, which counts as cached and so is never written, and
+# no tokens to attend to.
 _PADDING = np.array([0, 0, 1, 0], np.int32)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24 and on in steps of 8, ending in `max_num_seqs` whatever it is."""
+    """1, 2, 4, 8, 16, 24 and on in steps of 8, always ending in `max_num_seqs`."""
     sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, max_num_seqs, _SIZE_STEP), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 class DecodeGraphs:
-    """The graphs of one model over one cache and one batch state. `capture` comes first."""
+    """The graphs of one model over one cache and one batch state. Call `capture` first."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every size, the largest first: the memory it needs serves the others. Waits for
+        """Record every size, the largest first: the others share its memory. Waits for
         the device.
         """
         began = time.perf_counter()
@@ -115,7 +115,7 @@ class DecodeGraphs:
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
             query_start_B1=starts_B1,
-            seq_start_B1=starts_B1,  # of decode nothing reads it
+            seq_start_B1=starts_B1,  # a decode step does not read it
             seq_lens_B=seq_lens_B,
             block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
             slot_mapping_T=slot_mapping_B,

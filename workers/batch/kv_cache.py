@@ -20,8 +20,7 @@ from workers.batch.kv_plan import megabytes
 from workers.device import Device
 from workers.models.qwen3 import LayerCache
 
-# What CUDA and NCCL hold of a device beside torch's allocator; no call says it for one process
-# alone.
+# Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
 _CUDA_CONTEXT_BYTES = 768 * 2**20
 
 
@@ -32,18 +31,18 @@ def gpu_budget(
     make_runner: Callable[[], object],
 ) -> list[tuple[str, int]]:
     """Parts of a GPU's budget: its share of the total, what this process holds, the peak of the
-    largest step (`run_step`), and what a runner over a throw-away cache of one block holds, its
-    graphs above all (`make_runner`).
+    largest step (`run_step`), and what a runner over a throw-away cache of one block holds, mostly
+    graphs (`make_runner`).
 
-    Only this process's own use is counted. Others on the device matter as far as memory must be
-    free: what is not is taken off as well.
+    Only this process's own use counts. Other processes matter only in that memory must be free:
+    what is not free is deducted too.
     """
     peak = device.peak_during(run_step)
     before = device.memory()
     runner = make_runner()
     after = device.memory()
-    # What graphs hold of the driver shows in the free memory alone, which others may change
-    # meanwhile: take the larger.
+    # Memory that graphs hold in the CUDA driver shows only in the free memory, which other
+    # processes may change meanwhile: take the larger.
     held_by_runner = max(after.reserved - before.reserved, before.free - after.free)
     del runner
     memory = device.memory()
@@ -90,22 +89,20 @@ class KVCache:
 
 @contextmanager
 def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
-    """Where tensors of `num_bytes` in all are made: raises `ConfigError` if the memory cannot be
-    had.
-    """
+    """Around the allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch has no error of its own for the memory of a CPU.
+        # torch has no dedicated error for CPU memory.
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(
             error
         ):
             raise
         raise ConfigError(
-            f"{what} needs {megabytes(num_bytes)}, which cannot be had: lower {lower}"
+            f"{what} needs {megabytes(num_bytes)}, which is not available: lower {lower}"
         ) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's name for it."""
+    """The torch dtype with this name."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

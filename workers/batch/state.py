@@ -1,10 +1,10 @@
-"""The rows of a rank's batch: a fixed table of slots on the device, changed by what each plan says
-has changed.
+"""The rows of a rank's batch: a fixed table of slots on the device, updated with the changes in
+each plan.
 
-Owns the tokens and block table of every slot on the device, and on the host what can be known
-without the device: counts, never the value of a sampled token. So step k+1 is prepared while step k
-still runs; the tokens step k samples are written to the table by the device itself
-(`write_sampled`) before step k+1 reads them. Never talks to peers.
+Owns the tokens and block table of every slot on the device, and on the host what is known without
+the device: counts, never the value of a sampled token. So step k+1 is prepared while step k still
+runs; the device itself writes the tokens that step k samples to the table (`write_sampled`) before
+step k+1 reads them. Never talks to peers.
 All ranks apply the same plans. Laws: `check`; a plan that breaks one raises `WorkerError`. One
 thread.
 Legend: S slots, L token columns, W blocks in a row's table, P block size, T tokens of the step, B
@@ -31,11 +31,12 @@ from workers.device import Device, Ints
 class StepRows:
     """What one step computes, on the host: int32 arrays.
 
-    slots_T, positions_T, num_cached_T : of each token: its slot, its position, the slot's tokens in
-    shared blocks.
-    query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`. slots_B : of each row.
-    logits_indices_R : last token of each sampling row. sampling_slots_R, sampling_positions_R :
-    slot, and absolute position of the token to be sampled.
+    slots_T, positions_T, num_cached_T : per token: its slot, its position, and how many of the
+        slot's tokens are in shared blocks.
+    query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`.
+    slots_B : slot of each row.
+    logits_indices_R : last token of each sampling row.
+    sampling_slots_R, sampling_positions_R : slot and absolute position of each token to be sampled.
     """
 
     slots_T: Ints
@@ -57,7 +58,7 @@ class StepInputs:
     """The same on the device, for a step that is launched kernel by kernel.
 
     token_ids_T, positions_T : int32. logits_indices_R : int32.
-    sampled_places_R : int64, where in the flat token table the tokens to be sampled go.
+    sampled_places_R : int64, where the tokens to be sampled go in the flat token table.
     """
 
     token_ids_T: torch.Tensor
@@ -68,15 +69,13 @@ class StepInputs:
 
 
 class BatchState:
-    """`max_num_seqs` slots of up to `max_model_len` tokens, and one more that a step run ahead may
-    add.
-    """
+    """`max_num_seqs` slots of up to `max_model_len` tokens."""
 
     def __init__(self, config: ResolvedConfig, num_blocks: int, device: Device) -> None:
         slots = config.engine.max_num_seqs
         self.block_size = config.block_size
         self.num_blocks = num_blocks
-        self.max_tokens = config.max_model_len + 1
+        self.max_tokens = config.max_model_len
         self.device = device
         self.tokens_SL = torch.zeros(slots, self.max_tokens, dtype=torch.int32, device=device.torch)
         self.block_table_SW = torch.zeros(
@@ -90,7 +89,7 @@ class BatchState:
         self.num_table_S = np.zeros(slots, np.int32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Rows released, admitted, and grown by blocks, in this order."""
+        """Release rows, admit rows, then append blocks."""
         self._release(_ints(plan.released))
         if plan.admitted is not None:
             self._admit(plan.admitted)
@@ -184,8 +183,8 @@ class BatchState:
         return slots_R.to(torch.int64) * self.max_tokens + positions_R
 
     def write_sampled(self, places_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
-        """Put the tokens of a step where the next one reads them (`token_places`); the host does
-        not see them.
+        """Put the tokens of a step where the next step reads them (`token_places`); the host never
+        sees them.
         """
         self.tokens_SL.view(-1).index_copy_(0, places_R, token_ids_R.to(torch.int32))
 
@@ -213,7 +212,7 @@ class BatchState:
         )
         _demand([not count[~used].any() for count in counts], "a free slot holds nothing")
         _demand(self.num_computed_S <= self.num_tokens_S, "a row computes only tokens it has")
-        _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len + 1 tokens")
+        _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len tokens")
         _demand(self.num_prompt_S[used] >= 1, "a row in use has a prompt")
         room_S = self.num_table_S * self.block_size
         _demand(self.num_computed_S <= room_S, "computed tokens lie within the block table")
@@ -244,7 +243,7 @@ class BatchState:
         _demand(~self.used_S[slots_A], "an admitted slot is free", slots_A)
         _demand(
             (tokens_A >= 1) & (tokens_A < self.max_tokens),
-            "a row has 1 to max_model_len tokens",
+            "a row has 1 to max_model_len - 1 tokens",
             tokens_A,
         )
         _demand(
@@ -265,7 +264,7 @@ class BatchState:
         self.used_S[slots_A] = True
         self.num_tokens_S[slots_A], self.num_prompt_S[slots_A] = tokens_A, prompt_A
         self.num_cached_S[slots_A] = cached_A
-        # A row cached to its last token runs that one again, as a query only.
+        # If even the last token is cached, it runs again, as a query only.
         self.num_computed_S[slots_A] = np.minimum(cached_A, tokens_A - 1)
         places_N = np.repeat(slots_A, tokens_A), _ranges(tokens_A)
         self._scatter(self.tokens_SL, *places_N, _ints(rows.token_ids))
@@ -274,7 +273,7 @@ class BatchState:
 
     def _append(self, slots_N: Ints, block_ids_N: Ints) -> None:
         """Put each block at the end of its slot's table, in the order given."""
-        _demand(len(slots_N) == len(block_ids_N), "appended blocks name a slot each")
+        _demand(len(slots_N) == len(block_ids_N), "each appended block names a slot")
         _demand(self.used_S[slots_N], "blocks are appended to slots in use", slots_N)
         _demand(
             (block_ids_N >= 0) & (block_ids_N < self.num_blocks),
@@ -294,7 +293,7 @@ class BatchState:
     def _check_rows(self, slots_B: Ints, new_B: Ints, samples_B: npt.NDArray[np.bool_]) -> None:
         _demand(
             len(slots_B) == len(new_B) == len(samples_B),
-            "slots, num_new_tokens and samples have one entry a row",
+            "slots, num_new_tokens and samples have one entry per row",
         )
         self._check_slots(slots_B, "scheduled")
         _demand(self.used_S[slots_B], "a scheduled slot is in use", slots_B)
@@ -312,16 +311,16 @@ class BatchState:
 
     def _check_slots(self, slots_N: Ints, kind: str) -> None:
         _demand((slots_N >= 0) & (slots_N < len(self.used_S)), f"{kind} slots exist", slots_N)
-        _demand(len(np.unique(slots_N)) == len(slots_N), f"{kind} slots come once each", slots_N)
+        _demand(len(np.unique(slots_N)) == len(slots_N), f"{kind} slots are distinct", slots_N)
 
 
 def _ints(values: Iterable[int]) -> Ints:
-    """A flat `array` of a message as numpy, without a copy."""
+    """A flat `array` from a message as a numpy array, without a copy."""
     return np.asarray(values, np.int32)
 
 
 def _running_sum(values_B: Ints) -> Ints:
-    """0, then the sum up to each."""
+    """0, then the running sum."""
     return np.concatenate((np.zeros(1, np.int32), np.cumsum(values_B, dtype=np.int32)))
 
 
@@ -332,7 +331,7 @@ def _ranges(lengths_A: Ints) -> Ints:
 
 
 def _occurrences(values_N: Ints) -> Ints:
-    """For each entry, how many equal ones come before it."""
+    """For each entry, how many equal entries come before it."""
     order_N = np.argsort(values_N, kind="stable")
     _, counts = np.unique(values_N, return_counts=True)
     out_N = np.empty(len(values_N), np.int32)

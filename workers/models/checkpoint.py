@@ -1,5 +1,5 @@
-"""What a checkpoint directory holds, read from the headers of its safetensors files alone, and
-whether it fits.
+"""What a checkpoint directory holds, according to the headers of its safetensors files, and whether
+that fits the model.
 
 Runs before any actor starts, so it must never import torch or read a weight. `check_checkpoint`
 raises `ConfigError` naming the file, the tensor and what to do. Format:
@@ -100,8 +100,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file absent, damaged
-    or contradicting the index.
+    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file that is
+    missing, damaged or contradicts the index.
     """
     index_path = model_dir / INDEX_NAME
     placed = _read_index(index_path) if index_path.exists() else None
@@ -115,7 +115,7 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
         for name, tensor in read_header(path).items():
             if name in stored:
                 raise ConfigError(
-                    f"{name} is in both {stored[name].path} and {path}: remove the files left over"
+                    f"{name} is in both {stored[name].path} and {path}: remove the stale files"
                 )
             stored[name] = tensor
     for name, file_name in (placed or {}).items():
@@ -184,7 +184,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file_name in placed.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise ConfigError(
-                f"{path} places {name} in {file_name!r}, which is no file name of this directory"
+                f"{path} places {name} in {file_name!r}, which is not a file name in this directory"
             )
     return placed
 
@@ -197,7 +197,7 @@ def _find_files(model_dir: Path) -> list[Path]:
         others = sorted(path.name for path in model_dir.glob("*.bin"))
         raise ConfigError(
             f"{model_dir} holds no *.safetensors file"
-            + (f" ({_listing(others)} would have to be converted)" if others else "")
+            + (f" ({_listing(others)} must be converted first)" if others else "")
             + "; a model directory holds config.json and the weights as safetensors"
         )
     return paths

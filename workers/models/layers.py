@@ -1,11 +1,11 @@
-"""Layers that split a matrix over the ranks of a tensor-parallel group; how each is cut stands
-beside its shape.
+"""Layers that split a matrix over the ranks of a tensor-parallel group; each class says how it is
+cut.
 
-A layer owns its contiguous parameter, this rank's shard, uninitialised until the loader has filled
-every slice the layer declares in `slices`. A layer never reads files and never knows which model it
-is in, only its checkpoint name. Legend: T tokens, B rows, E hidden size, H query heads of this
-rank, K its KV heads, D head dim, F its MLP features, V its vocabulary shard, X features in, Y
-features out.
+A layer owns its contiguous parameter, this rank's shard, which is uninitialized until the loader
+has filled every slice that the layer declares in `slices`. A layer never reads files and does not
+know which model it belongs to, only its name in the checkpoint. Legend: T tokens, B rows, E hidden
+size, H query heads of this rank, K its KV heads, D head dim, F its MLP features, V its vocabulary
+shard, X features in, Y features out.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Replicated:
 
 
 class _Matrix:
-    """A weight [Y, X] and perhaps a bias. The weight is plain while it is filled; `pack` leaves it
-    to the kernels.
+    """A weight [Y, X] and perhaps a bias. The weight is a plain tensor while it is filled; `pack`
+    hands it to the kernels.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class _Matrix:
         self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
 
     def pack(self) -> None:
-        """Once, after every slice is filled: nothing but the product can read the weight from then
-        on.
+        """Call once, after every slice is filled: from then on only the product can read the
+        weight.
         """
         self.weight_YX = self.kernels.pack_weight(self.weight_YX)
 
@@ -80,8 +80,8 @@ class _ColumnParallel(_Matrix):
     def _piece(
         self, name: str, full: int, start: int, offset: int, length: int
     ) -> Iterator[WeightSlice]:
-        """Rows `start` on of the matrix `name` of `full` rows go to rows `offset` on of ours,
-        `length` of them.
+        """Copy `length` rows of the matrix `name` (of `full` rows), from row `start`, to our rows
+        from `offset`.
         """
         weight = self.weight_YX[offset : offset + length]
         yield WeightSlice(f"{name}.weight", (full, self.weight_YX.shape[1]), weight, 0, start)
@@ -92,9 +92,9 @@ class _ColumnParallel(_Matrix):
 
 
 class QKVParallelLinear(_ColumnParallel):
-    """Query, key and value projections in one product. Ranks hold whole heads: each its part of the
-    query heads and the KV heads these attend to. With more ranks than KV heads, neighbours hold the
-    same KV head.
+    """Query, key and value projections in one product. Ranks hold whole heads: each has its part of
+    the query heads and the KV heads that those attend to. With more ranks than KV heads,
+    neighboring ranks hold the same KV head.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class QKVParallelLinear(_ColumnParallel):
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
-    """Matrices of one shape in one product, each rank the same part of every one: the gate and up
-    projections.
+    """Matrices of the same shape in one product, of which each rank has the same part: the gate and
+    up projections.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
 
 class RowParallelLinear(_Matrix):
-    """A matrix cut along its input features, which a column-parallel layer before it has left on
+    """A matrix cut along its input features, which are the output of a column-parallel layer on
     this rank. The sum over the ranks completes the product; the bias, whole on every rank, is added
     once after it.
     """
@@ -204,9 +204,9 @@ class RowParallelLinear(_Matrix):
 
 
 class _VocabParallel:
-    """One row a token id, cut along the ids. The vocabulary is padded to a multiple of the number
+    """One row per token id, cut along the ids. The vocabulary is padded to a multiple of the number
     of ranks: rank r holds ids r * V to (r + 1) * V, where V = ceil(vocab_size / ranks). Rows of ids
-    beyond the vocabulary are zero; a rank may have nothing but such rows.
+    beyond the vocabulary are zero; a rank may have only such rows.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class _VocabParallel:
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token embeddings; the rank that holds an id has its row, the others zeros, and the sum is the
-    embedding.
+    """Token embeddings; the rank that holds an id contributes its row, the others zeros, and the
+    sum is the embedding.
     """
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 class ParallelLMHead(_VocabParallel):
     """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings
-    the parameter is the embedding's, and a head the checkpoint may still hold is not read.
+    the parameter is the embedding's, and a head stored in the checkpoint is not read.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class ParallelLMHead(_VocabParallel):
         return self.kernels.linear(hidden_BE, self.weight_VE, None)
 
     def pack(self) -> bool:
-        """Once, after every slice is filled. True if the packed weight is a copy: a tied embedding
-        keeps its rows.
+        """Call once, after every slice is filled. True if the packed weight is a copy, because a
+        tied embedding still needs its rows.
         """
         packed_VE = self.kernels.pack_weight(self.weight_VE)
         copied = packed_VE is not self.weight_VE

@@ -1,7 +1,7 @@
 """Fills the parameters of one rank from safetensors files, slice by slice.
 
-A rank reads only the slices its layers declare and copies each to memory of its own: slices of
-safetensors are lazy views of the mapped file, which would keep it mapped, be read in the first
+A rank reads only the slices that its layers declare and copies each to its own memory: safetensors
+slices are lazy views of the mapped file, which would keep it mapped, be read only in the first
 step, and crash the process if the file were rewritten. Conversion to the engine's dtype happens in
 that copy, so nothing is held twice. Never imports transformers.
 """
@@ -56,7 +56,7 @@ def load_weights(
 
 
 class LoadingBar:
-    """Progress of loading on standard error: a bar on a terminal, else a line every quarter for
+    """Progress of loading on standard error: a bar on a terminal, otherwise a line per quarter for
     large checkpoints.
     """
 
@@ -87,7 +87,7 @@ def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
     assert tensor.shape == piece.shape, (
         f"{piece.name}: layer declares {piece.shape}, checkpoint check {tensor.shape}"
     )
-    if piece.target.numel() == 0:  # a rank with nothing but padding of the vocabulary
+    if piece.target.numel() == 0:  # a rank that has only padding of the vocabulary
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])

@@ -1,8 +1,8 @@
 """Dense Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with
 QK-norm and SwiGLU.
 
-Owns this rank's weights. Never keeps anything of a step: positions, attention metadata and KV cache
-are arguments. Numerics follow transformers' `modeling_qwen3`. Two all-reduces a layer, one for the
+Owns this rank's weights. Keeps nothing of a step: positions, attention metadata and KV cache are
+arguments. Numerics follow transformers' `modeling_qwen3`. Two all-reduces per layer, one for the
 embedding. Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D
 head dim, L positions of the rotary table, V its vocabulary shard.
 """
@@ -62,7 +62,7 @@ class Attention:
         cache: LayerCache,
     ) -> torch.Tensor:
         k_cache, v_cache = cache
-        # Stored before anything attends: rows of one step may read blocks that another row of it
+        # Stored before anything attends: a row may read blocks that another row of the same step
         # fills.
         q_THD = self.kernels.qk_norm_rope_store(
             self.qkv(x_TE),
@@ -141,7 +141,7 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """The model of one rank. Weights are uninitialised until every slice of `slices` is filled;
+    """The model of one rank. Weights are uninitialized until every slice of `slices` is filled;
     then `pack`.
     """
 
@@ -167,9 +167,7 @@ class Qwen3:
             "lm_head", self.embedding, model.tie_word_embeddings, group, kernels, dtype
         )
         self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
-        self.weight_bytes = (
-            0  # memory of the weights of this rank, the padding of the vocabulary left out
-        )
+        self.weight_bytes = 0  # weights of this rank, without the padding of the vocabulary
 
     @property
     def num_kv_heads(self) -> int:
@@ -183,7 +181,7 @@ class Qwen3:
         attn: AttentionMetadata,
         kv: Sequence[LayerCache],
     ) -> torch.Tensor:
-        """Normalised hidden states [T, E], the same on every rank. Writes the KV of the tokens to
+        """Normalized hidden states [T, E], the same on every rank. Writes the KV of the tokens to
         their slots.
         """
         kernels, eps = self.kernels, self.model.rms_norm_eps
@@ -210,9 +208,7 @@ class Qwen3:
         yield from self.head.slices()
 
     def pack(self) -> None:
-        """Bring every matrix, now filled, into the layout its product is fastest in, one after the
-        other.
-        """
+        """Convert every matrix, once filled, into the layout in which its product is fastest."""
         self.weight_bytes = sum(piece.target.nbytes for piece in self.slices())
         for layer in self.layers:
             for matrix in (
@@ -223,6 +219,5 @@ class Qwen3:
             ):
                 matrix.pack()
         if self.head.pack() and self.head.tied:
-            self.weight_bytes += (
-                self.embedding.weight_VE.nbytes
-            )  # as rows to look up, and packed to multiply by
+            # Held twice: as rows for lookup, and packed for the product.
+            self.weight_bytes += self.embedding.weight_VE.nbytes

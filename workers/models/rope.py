@@ -1,11 +1,11 @@
-"""The table of rotary embeddings: cosines and sines of every position, for each kind of scaling the
-engine serves.
+"""The table of rotary embeddings: cosines and sines of every position, for each supported kind of
+scaling.
 
 Computes the numbers of transformers' `modeling_rope_utils` in the same order of operations, in
 float32. Kinds: default (Su et al. 2021, arXiv:2104.09864), linear (positions divided by the
-factor), YaRN (Peng et al. 2023, arXiv:2309.00071), and dynamic, which up to the original length is
-the default; longer is refused by the configuration. Built once a rank. Legend: L positions, D head
-dim, F = D / 2 frequencies.
+factor), YaRN (Peng et al. 2023, arXiv:2309.00071), and dynamic, which equals the default up to the
+original length; the configuration refuses longer sequences. Built once per rank. Legend: L
+positions, D head dim, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cos_sin_table(
 
     Computed on the host, so that every rank and device has the same bits. The angles are float32,
     as in the reference; their cosines and sines are taken in float64 and rounded, because the first
-    float32 `cos` or `sin` of a process may come back in low accuracy (errors to 1.5e-4) when it
+    float32 `cos` or `sin` of a process may return low-accuracy values (errors to 1.5e-4) when it
     runs on several threads, and this table is that first call.
     """
     frequencies_F, attention_factor = inverse_frequencies(rope, head_dim)
@@ -37,7 +37,7 @@ def cos_sin_table(
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(float32 [F] radians a position, factor on cosines and sines)."""
+    """(float32 [F] radians per position, factor on cosines and sines)."""
     wavelengths_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.rope_type == "linear":
         return 1.0 / wavelengths_F / rope.factor, 1.0
@@ -74,13 +74,13 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: torch.Tens
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # a ramp of zero width would divide by zero
     ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept_F = 1 - ramp_F
     return 1.0 / (rope.factor * wavelengths_F) * (1 - kept_F) + 1.0 / wavelengths_F * kept_F
 
 
 def _feature_of_rotations(rope: RopeConfig, head_dim: int, rotations: float) -> float:
-    """The (fractional) feature that turns `rotations` times over the original length."""
+    """The (fractional) feature that completes `rotations` turns over the original length."""
     turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))

@@ -16,10 +16,9 @@ enough: a rank writes part n + 2 over part n only after it has seen `published` 
 rank (3), and a rank releases n + 1 only after all of its reads of part n, which precede it in
 program order. So nobody reads what is being overwritten, and nobody is two parts ahead. No
 read-modify-write is needed, because each word has one writer. `closed` is stored (release) after
-the last part its
-rank published: a rank that sees a peer closed and then still finds no part n from it will never get
-one. A rank leaves an operation only once all ranks have published its last part, so a peer that
-leaves right after an operation fails nobody who is still inside it.
+the last part its rank published: a rank that sees a peer closed and then still finds no part n from
+it will never get one. A rank leaves an operation only once all ranks have published its last part,
+so a peer that leaves right after an operation fails nobody who is still inside it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def segment_bytes(size: int) -> int:
 
 @intrinsic
 def _load_acquire(typing_context: Any, address: Any) -> Any:
-    """The int64 at an address; what follows in program order stays behind it."""
+    """The int64 at an address; later operations in program order are not moved before it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -77,7 +76,7 @@ def _load_acquire(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def _store_release(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store an int64 at an address; what precedes in program order stays before it."""
+    """Store an int64 at an address; earlier operations in program order are not moved after it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -89,7 +88,7 @@ def _store_release(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def _pause(typing_context: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
+    """Tell the processor that this is a waiting loop."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         void, word = ir.VoidType(), ir.IntType(32)

@@ -1,13 +1,13 @@
-"""The tensor-parallel group: the ranks that compute one model together, and what they may ask of
-each other.
+"""The tensor-parallel group: the ranks that compute one model together, and their collective
+operations.
 
 Owns one torch backend (gloo on CPU, NCCL on CUDA) built directly over a TCPStore, never
 torch.distributed's default process group: nothing here is global, so any number of engines live on
 one machine or in one process. CPU ranks that all share a host meet through gloo and then compute
-through shared memory; gloo keeps the barrier, whose wait may be as long as loading takes and must
-not spin. A group of one does nothing and needs no torch.distributed. Every wait has a limit. Layers
-and sampler get the group as an argument; all ranks call the same operations in the same order, from
-one thread.
+through shared memory; gloo still serves the barrier, which may wait as long as loading takes and
+must not spin. A group of one rank does nothing and needs no torch.distributed. Every wait has a
+limit. Layers and sampler get the group as an argument; all ranks call the same operations in the
+same order, from one thread.
 
 Legend: R ranks of the group.
 """
@@ -36,9 +36,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one group find each other. It lasts as long as this object, which rank 0
-    keeps.
-    """
+    """Where the ranks of one group meet. It exists as long as this object, which rank 0 keeps."""
 
     host: str
     port: int
@@ -69,8 +67,8 @@ def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
 
 
 class TensorParallelGroup:
-    """`size` ranks and the sums, maxima and gathers between them. `create` joins one; `alone` is
-    the group of one.
+    """`size` ranks, and sums, maxima and gathers between them. `create` joins a group; `alone` is a
+    group of one.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, backend: Any = None) -> None:
@@ -172,8 +170,8 @@ class TensorParallelGroup:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()
 
     def share_memory(self, timeout_s: float, wanted: bool = True) -> None:
-        """Let CPU ranks reduce through shared memory from now on where all of them can and want to;
-        gloo elsewhere.
+        """Let CPU ranks reduce through shared memory from now on if all of them can and want to;
+        otherwise they use gloo.
 
         Every rank calls this at the same time. `timeout_s` bounds later operations. Raises
         `WorkerError`.
@@ -188,7 +186,7 @@ class TensorParallelGroup:
             "",
         )
         if not reason:
-            # Imported here: with numba, which a rank on a GPU has no use for.
+            # Imported here because it imports numba, which a rank on a GPU does not need.
             from workers.parallel.shared_memory import SharedMemoryReducer
 
             joined = SharedMemoryReducer.join(self.rank, self.size, self._exchange, timeout_s)
@@ -214,7 +212,7 @@ class TensorParallelGroup:
             distributed = _distributed()
             options = distributed.AllreduceOptions()
             options.reduceOp = getattr(distributed.ReduceOp, operation)
-            options.asyncOp = False  # on CUDA: in the stream of the step, not beside it
+            options.asyncOp = False  # on CUDA: in the step's own stream
             self._run("all_reduce", lambda b: b.allreduce([tensor], options))
         return tensor
 
@@ -232,7 +230,7 @@ class TensorParallelGroup:
             raise WorkerError(f"{who} has left its tensor-parallel group")
         try:
             work = start(self._backend)
-            if work is not None:  # as NCCL returns where nothing but the stream is to wait
+            if work is not None:  # NCCL returns None if only the stream has to wait
                 work.wait()
         except RuntimeError as error:
             raise WorkerError(f"{who}: {name} failed, a peer is gone or stuck: {error}") from None
@@ -256,14 +254,14 @@ def _connect(
         return distributed.ProcessGroupNCCL(store, rank, size, options)
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # The interface that reaches rank 0, not the one the host name resolves to: that may be none, or
-    # a wrong one.
+    # Use the interface that reaches rank 0. The one that the host name resolves to may be wrong or
+    # missing.
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return distributed.ProcessGroupGloo(store, rank, size, options)
 
 
 def _own_address(peer: Address) -> str:
-    """The local address packets to `peer` leave from. Nothing is sent."""
+    """The local address from which packets to `peer` are sent. Sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -2,9 +2,9 @@
 
 Nothing stays behind, whatever dies: on Linux the segment has no name (a memfd, which the others
 open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
-written in full before it is mapped, so that a
-lack of memory is an error there and not a SIGBUS later. A *card* is what a rank tells its peers
-about itself: host, process id, and from rank 0 the path and token of the segment.
+written in full before it is mapped, so that a lack of memory is an error there and not a SIGBUS
+later. A *card* is what a rank tells its peers about itself: host, process id, and from rank 0 the
+path and token of the segment.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ Exchange = Callable[[str], list[str]]
 
 
 class SharedMemoryReducer:
-    """Rank `rank` of the ranks that have mapped `memory`, one process id a rank. `join` makes one
-    on every rank or on none. Raises `ProcessLookupError` when a peer is dead already.
+    """Rank `rank` of the ranks that have mapped `memory`, one process id per rank. `join` creates
+    one on every rank or on none. Raises `ProcessLookupError` when a peer is already dead.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SharedMemoryReducer:
         cls, rank: int, size: int, exchange: Exchange, timeout_s: float
     ) -> SharedMemoryReducer | str:
         """Map a new segment on every rank, or say on every rank why that cannot be. `exchange`
-        gives every rank the texts of all, in rank order; they have less than 1000 bytes.
+        gives every rank the texts of all, in rank order; each must be shorter than 1000 bytes.
         `timeout_s` bounds every later operation. Raises what `exchange` does.
         """
         compile_advance()  # before anything is to be removed
@@ -127,7 +127,8 @@ class SharedMemoryReducer:
         int32 of any shape, on the CPU; contiguous is fastest.
 
         Raises `ValueError` for another dtype. Raises `WorkerError` when a rank has died, has left,
-        asks for something else or does not come within `timeout_s`; nothing works afterwards.
+        calls another operation or does not arrive within `timeout_s`; the group cannot be used
+        afterwards.
         """
         return self._reduce("all_reduce", tensor, _SUMS)
 
@@ -164,18 +165,18 @@ class SharedMemoryReducer:
         return tensor
 
     def _run(self, name: str, source: int, target: int, num_bytes: int, kind: int) -> None:
-        memory = self._memory  # mapped as long as we are inside, whoever closes
+        memory = self._memory  # this reference keeps it mapped, even if another thread closes
         if memory is None:
             raise WorkerError(f"rank {self.rank} of {self.size} {self._unusable}")
         try:
             if advance(self._state, source, target, num_bytes, kind):
                 self._wait(name, source, target, num_bytes, kind)
-        except BaseException as error:  # an interrupt as well: the operation is half done
+        except BaseException as error:  # also on an interrupt, because the operation is half done
             self._leave(f"has failed before: {str(error) or type(error).__name__}")
             raise
 
     def _wait(self, name: str, *operation: int) -> None:
-        """Go on with an operation until it is done, a peer is dead or gone, or time is up."""
+        """Continue an operation until it is done, a peer is dead or gone, or the time is up."""
         started = time.monotonic()
         next_look_s = _LOOK_S
         while code := advance(self._state, *operation):
@@ -198,7 +199,7 @@ class SharedMemoryReducer:
                 next_look_s = waited_s + _LOOK_S
                 dead = self._dead_peer()
                 if dead is not None:
-                    # What it has published before it died may have been all we waited for.
+                    # What it published before it died may have been all that we were waiting for.
                     if not advance(self._state, *operation):
                         return
                     self._fail(name, f"rank {dead} (process {self._process_ids[dead]}) has died")
@@ -209,15 +210,15 @@ class SharedMemoryReducer:
 
     def _dead_peer(self) -> int | None:
         ended = self._poll.poll(0)
-        # Looked at second: a watch that another thread has closed is no sign of death.
+        # Checked second: a watch that another thread has closed is not a sign of death.
         return self._watched[ended[0][0]] if ended and self._memory is not None else None
 
     def _fail(self, name: str, why: str) -> NoReturn:
         raise WorkerError(f"rank {self.rank} of {self.size}: {name} failed: {why}")
 
     def _watch(self, peer: int) -> None:
-        """Have a file descriptor that can be read once this very process has ended. Where the
-        system knows no such thing, only the time limit of operations counts.
+        """Open a file descriptor that becomes readable when exactly this process has ended. On
+        systems without such descriptors only the time limit of operations applies.
         """
         if not hasattr(os, "pidfd_open"):
             return

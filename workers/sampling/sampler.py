@@ -1,14 +1,14 @@
 """The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on
 every rank.
 
-Owns the token counts of rows with penalties, on the device; they are allocated when the first such
-row is admitted.
+Owns the token counts of rows with penalties, on the device; allocated when the first such row is
+admitted.
 Logits are never gathered: ranks exchange maxima, integer weights, lists of the nearest tokens and
-histograms (see `kernels/reference/sampling.py`); what reads the logits is the backend's. On a GPU,
+histograms (see `kernels/reference/sampling.py`); the backend's kernels read the logits. On a GPU,
 nothing here makes the host wait for the device. All ranks call in the same order, from one thread.
 Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p,
 pick. Logprobs are of the raw logits.
-Legend: B sampling rows, R rows of a group, L rows with logprobs, V columns of this rank's shard, X
+Legend: B sampling rows, R rows of one draw, L rows with logprobs, V columns of this rank's shard, X
 blocks of columns or histogram bins, S slots, M alternatives, N ranks.
 """
 
@@ -37,7 +37,7 @@ from workers.sampling.state import (
 
 
 class Group(Protocol):
-    """What the sampler asks of the tensor-parallel group. All tensors it hands over are int64."""
+    """What the sampler needs of the tensor-parallel group. All tensors that it passes are int64."""
 
     rank: int
     size: int
@@ -47,15 +47,15 @@ class Group(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
-# Beyond this the allocator takes fresh pages for every intermediate result: three times slower at
-# 64 rows of 151,936.
+# With more, the allocator takes fresh pages for every intermediate result, which is three times
+# slower at 64 rows of 151,936.
 _COLUMNS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked. `rows` and `num_top` are host-side: place in the batch,
-    alternatives wanted.
+    """Logprobs of the rows that asked for them. `rows` and `num_top` are on the host: place in the
+    batch, number of alternatives.
 
     logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
     """
@@ -78,8 +78,8 @@ class SampledTokens:
 def to_logprobs(
     logprobs: SampledLogprobs | None, num_rows: int
 ) -> tuple[TokenLogprobs | None, ...] | None:
-    """The message's form, an entry a row of the batch; None when no row asked. Waits for the
-    device.
+    """The form of the message, one entry per row of the batch; None when no row asked. Waits for
+    the device.
     """
     if logprobs is None:
         return None
@@ -159,8 +159,8 @@ class Sampler:
         self._state.check()
 
     def sample(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """One token a row. `logits_BV`: this rank's shard of the raw logits, any float dtype, left
-        unchanged.
+        """One token per row. `logits_BV`: this rank's shard of the raw logits, any float dtype,
+        left unchanged.
         """
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
         raw_BV = self._real_columns(logits_BV)
@@ -171,9 +171,8 @@ class Sampler:
             token_ids_B = (
                 drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
             )
-        token_ids_B = token_ids_B.clamp(
-            0, self._vocab_size - 1
-        )  # logits that are not numbers must not end the engine
+        # NaN logits must not end the engine.
+        token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
         logprobs = (
@@ -182,8 +181,8 @@ class Sampler:
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _real_columns(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits in a dtype of the kernels, without the padding; a shard of nothing but padding
-        keeps one column that nothing chooses.
+        """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
+        one column that nothing chooses.
         """
         if self._num_columns == 0:
             return torch.full((len(logits_BV), 1), -torch.inf, device=logits_BV.device)
@@ -193,7 +192,7 @@ class Sampler:
         ).contiguous()
 
     def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Penalties, bias and mask, on a float32 copy if there are any."""
+        """Apply penalties, bias and mask, if there are any, to a float32 copy."""
         if self._num_columns == 0 or (
             batch.penalties is None and batch.bias is None and batch.masked_N is None
         ):
@@ -211,8 +210,8 @@ class Sampler:
         return logits_BV
 
     def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(largest logit, its token, the lowest of equals) over all ranks; largest of each block of
-        this rank.
+        """(largest logit, its token, lowest id among equals) over all ranks, then the largest of
+        each block of this rank.
         """
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
         best_B = self._group.all_reduce_max(
@@ -236,7 +235,7 @@ class Sampler:
     def _limits(
         self, gaps: GapRows, filters: Filters | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(limit of all filters, the weight every rank keeps [N, R] where it is known already)."""
+        """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
             return torch.full_like(gaps.max_R, torch.inf), None
         if not filters.listed:
@@ -248,8 +247,8 @@ class Sampler:
         )
 
     def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
-        """Limits of rows of which any number of tokens may be kept. A row without a filter looks
-        within -1, at none.
+        """Limits of rows that may keep any number of tokens. A row without a filter searches within
+        -1, which holds no token.
         """
         everything_R, nothing_R = (
             torch.full_like(gaps.max_R, torch.inf),
@@ -274,7 +273,7 @@ class Sampler:
     def _limit(
         self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
     ) -> torch.Tensor:
-        """The smallest gap within which lie `wanted_R` tokens, or that much weight, of all
+        """The smallest gap within which there are `wanted_R` tokens, or that much weight, over all
         ranks.
         """
         prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
@@ -296,8 +295,8 @@ class Sampler:
     def _logprobs(
         self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
     ) -> SampledLogprobs:
-        """Natural-log probabilities under the raw logits. The sum of exponentials is the integer
-        one of the draw.
+        """Natural-log probabilities under the raw logits. The sum of exponentials is the same
+        integer sum as in the draw.
         """
         logits_LV = logits_BV.index_select(0, rows.rows_L).to(torch.float32)
         ids_L = token_ids_B.index_select(0, rows.rows_L)
@@ -317,9 +316,8 @@ class Sampler:
         chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(
             1
         )
-        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(
-            torch.int64
-        )  # one rank's: the sum is its bits
+        # Only one rank contributes, so the sum has its bits.
+        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(torch.int64)
         mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
         log_total_L = max_L.to(torch.float64) + torch.log(
             mass_L.to(torch.float64) / sampling.WEIGHT_ONE
@@ -366,8 +364,8 @@ def _gap_rows(
 
 
 class _TokenCounts:
-    """Which tokens of this shard a slot's prompt holds, and how often its output holds each; only
-    used slots count.
+    """Which tokens of this shard are in a slot's prompt, and how often each is in its output;
+    meaningful only for slots in use.
     """
 
     def __init__(
@@ -390,7 +388,7 @@ class _TokenCounts:
         if self._tables is None:
             with torch.inference_mode(
                 False
-            ):  # so that they can be written in and out of inference mode
+            ):  # so that they can be written both inside and outside inference mode
                 self._tables = (
                     torch.zeros(self._shape, dtype=torch.bool, device=self._device),
                     torch.zeros(self._shape, dtype=torch.int32, device=self._device),
@@ -411,7 +409,7 @@ class _TokenCounts:
         self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
     def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
-        """Penalised logits of a part of the rows, [R, V]."""
+        """Penalized logits of a part of the rows, [R, V]."""
         assert self._tables is not None
         return sampling.penalize(
             logits_BV.index_select(0, rows.rows_R[part]),
@@ -423,6 +421,6 @@ class _TokenCounts:
         )
 
     def _columns(self, token_ids: Ints) -> torch.Tensor:
-        """Those of the tokens of this shard, int64, on the device."""
+        """The columns of those tokens that are in this shard, int64, on the device."""
         columns = token_ids - self._vocab_start
         return self._upload(columns[(columns >= 0) & (columns < self._num_columns)])

@@ -1,12 +1,11 @@
-"""The sampling parameters of every slot, and what of them one step needs.
+"""The sampling parameters of every slot, and the part of them that one step needs.
 
-Owns host-side tables of one entry a slot; nothing here ever needs the value of a sampled token, so
-the engine may run
-a step ahead. `batch` picks the rows of a step and groups them by the stages they use: a stage no
-row uses is absent from the batch and costs nothing. All ranks build the same groups, so that their
-all-reduces pair up; only the entries of `bias` and `masked_N` differ, each rank holds those of its
-own shard.
-Legend: B sampling rows of the step, R rows of a group, L rows that report logprobs, N flat entries.
+Owns tables on the host with one entry per slot; nothing here needs the value of a sampled token, so
+the engine may run a step ahead. `batch` picks the rows of a step and gathers those that use the
+same stages into one draw: a stage that no row uses is absent from the batch and costs nothing. All
+ranks build the same draws, so that their all-reduces pair up; only the entries of `bias` and
+`masked_N` differ, each rank holds those of its own shard. Legend: B sampling rows of the step, R
+rows of one draw, L rows that report logprobs, N flat entries.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Top-k, top-p and min-p of a group.
+    """Top-k, top-p and min-p of one draw.
 
     top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
     top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does
-    not.
+        not.
     max_gap_R   : float32, -log(min_p), infinite where the row has none.
     bound_R     : float32, a gap beyond which top-p keeps no token.
     listed      : every row has a top-k of at most `MAX_LISTED`.
@@ -52,7 +51,7 @@ class DrawRows:
     are all of it.
 
     seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
-    sampled.
+        sampled.
     temperature_R: float32.
     """
 
@@ -78,8 +77,8 @@ class PenaltyRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
-    """What is added to single logits of this shard. A place, int64, is row of the batch times
-    columns, plus column.
+    """What is added to individual logits of this shard. A place (int64) is the row in the batch
+    times the number of columns, plus the column.
     """
 
     places_N: torch.Tensor
@@ -99,8 +98,8 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """What one step samples. `draws` holds at most one group of each kind (see `_kind`); no group:
-    all greedy.
+    """What one step samples. At most one draw of each kind (see `_kind`); without any, all rows are
+    greedy.
 
     `masked_N`: places as in `LogitBias`, which nothing may choose.
     """
@@ -131,10 +130,10 @@ class SamplingState:
         self._vocab_end = min(vocab_end, vocab_size)
         self._device = device
         self._sampling: list[Sampling | None] = [None] * max_num_seqs
-        # Slots that use what most do not, so that a step without them does not look.
+        # Slots with rare parameters, so that a step without them costs nothing.
         self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
         self._stop_columns: dict[int, Ints] = {}
-        self._penalised: set[int] = set()
+        self._penalized: set[int] = set()
         self._reporting: set[int] = set()
         self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
         self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
@@ -167,7 +166,7 @@ class SamplingState:
         for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
             self._floats[name][slot] = number
         if penalties != (1, 0, 0):
-            self._penalised.add(slot)
+            self._penalized.add(slot)
         if sampling.logprobs >= 0:
             self._reporting.add(slot)
         if sampling.logit_bias:
@@ -182,7 +181,7 @@ class SamplingState:
         self._sampling[slot] = None
         self._bias.pop(slot, None)
         self._stop_columns.pop(slot, None)
-        self._penalised.discard(slot)
+        self._penalized.discard(slot)
         self._reporting.discard(slot)
 
     def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
@@ -217,8 +216,10 @@ class SamplingState:
                     f"slot {slot} holds columns {columns} outside a shard of {width}"
                 )
         for slot, sampling in enumerate(self._sampling):
-            if sampling is None and slot in self._penalised | self._reporting:
-                raise AssertionError(f"free slot {slot} counts as one with penalties or logprobs")
+            if sampling is None and slot in self._penalized | self._reporting:
+                raise AssertionError(
+                    f"free slot {slot} is recorded as having penalties or logprobs"
+                )
             if sampling is not None and self._ints["seed"][slot] != sampling.seed:
                 raise AssertionError(
                     f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with"
@@ -226,15 +227,15 @@ class SamplingState:
                 )
 
     def _bound(self, top_p: int) -> float:
-        """Gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1 -
-        top_p of the best token alone. The slack covers the rounding of the exponentials.
+        """The gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1
+        - top_p of the best token's weight. The slack covers the rounding of the exponentials.
         """
         if top_p >= TOP_P_ONE:
             return math.inf
         return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
 
     def _columns(self, ids: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """(columns of the ids of this shard, which ids those are)."""
+        """(columns of those ids that are in this shard, mask of those ids)."""
         array = np.asarray(ids, np.int64)
         inside = (array >= self._vocab_start) & (array < self._vocab_end)
         return array[inside] - self._vocab_start, inside
@@ -264,7 +265,7 @@ class SamplingState:
         )
 
     def _penalty_rows(self, slots_B: Ints) -> PenaltyRows | None:
-        if not self._penalised:
+        if not self._penalized:
             return None
         repetition, presence, frequency = (
             self._floats[n][slots_B] for n in ("repetition", "presence", "frequency")
@@ -311,7 +312,7 @@ class SamplingState:
         )
 
     def _places(self, found: list[tuple[int, Ints]]) -> torch.Tensor | None:
-        """Of columns in rows of the batch; None for no column."""
+        """Places of columns in rows of the batch; None if there are no columns."""
         width = self._vocab_end - self._vocab_start
         places = [row * width + columns for row, columns in found]
         return self.upload(np.concatenate(places)) if sum(map(len, places)) else None
@@ -329,7 +330,7 @@ class SamplingState:
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        """A copy on the device, which nobody waits for."""
+        """An asynchronous copy on the device."""
         tensor = torch.from_numpy(values)
         return (
             tensor.pin_memory().to(self._device, non_blocking=True)
@@ -339,7 +340,7 @@ class SamplingState:
 
 
 def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
-    """What a row is drawn like."""
+    """How the token of a row is drawn."""
     if temperature == 0:
         return GREEDY
     if 0 < top_k <= MAX_LISTED:
@@ -347,8 +348,8 @@ def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
     return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_gap == math.inf else DESCENDED
 
 
-# Kinds of rows: the best token; any token; filters whose limits a list of the nearest tokens tells;
-# any other filters.
+# Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
+# tokens; any other filters.
 GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 _INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
 _FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")

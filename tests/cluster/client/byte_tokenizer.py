@@ -1,7 +1,7 @@
 """A byte-level tokenizer made by hand, so that a test says exactly which bytes a token holds.
 
 Ids 0 to 255 are the bytes; then come `PIECES`, tokens of several bytes that cut through characters
-and stop strings; then the special tokens. Encoding gives single bytes.
+and stop strings; then the special tokens. Encoding yields single bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_tokenizer(path: Path, *, chat_template: str | None = TEMPLATE) -> Path
 
 
 def ids(*pieces: str | bytes) -> list[int]:
-    """Token ids, one a piece, which must be a single byte or one of `PIECES`."""
+    """Token ids, one per piece; a piece is a single byte or one of `PIECES`."""
     known = {piece: i for i, piece in enumerate(_all_pieces())}
     return [known[piece.encode() if isinstance(piece, str) else piece] for piece in pieces]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.client import model_files as checkpoint
+from cluster.client import model_files
 from cluster.client.model_files import find_model, generation_defaults
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
@@ -80,7 +80,7 @@ def test_a_hub_id_without_network_is_refused_quickly_and_clearly(
     assert time.perf_counter() - began < 10.0
     message = str(refused.value)
     assert message.startswith(
-        "model 'nobody/no-such-model' is no directory here, and as a hub id it cannot be down"
+        "model 'nobody/no-such-model' is not a directory here, and it cannot be downloaded as a"
     )
     assert message.endswith(
         "Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
@@ -102,13 +102,16 @@ def test_a_hub_id_is_downloaded_at_its_revision(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("nobody/some-model", "v2") == tmp_path
     assert asked == [
-        ("nobody/some-model", {"revision": "v2", "allow_patterns": checkpoint.MODEL_FILES})
+        ("nobody/some-model", {"revision": "v2", "allow_patterns": model_files.MODEL_PATTERNS})
     ]
 
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(OSError("no route\nto the\nhost"), "downloaded: no route "), (OSError(), "OSError ")],
+    [
+        (OSError("no route\nto the\nhost"), "as a hub id: no route. Check"),
+        (OSError(), "OSError. Check"),
+    ],
 )
 def test_of_a_long_reason_only_the_first_line_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, shown: str

@@ -59,7 +59,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Follower:
-    """One output of a prompt of three tokens, and the chunks it gave."""
+    """One output of a prompt of three tokens, and its chunks."""
 
     def __init__(self, tokenizer: Tokenizer | None, *stop: str, index: int = 0) -> None:
         self.chunks: list[Chunk] = []
@@ -174,7 +174,7 @@ def test_chunks_concatenate_to_the_whole_output_however_news_come(
     assert done.finish_reason == ("length" if end < 0 else "stop")
 
 
-# News that come again
+# News that arrives again
 
 
 def test_tokens_that_are_known_are_left_out(tokenizer: Tokenizer) -> None:
@@ -296,18 +296,18 @@ def test_a_generation_fails_once(tokenizer: Tokenizer) -> None:
         generation.done.result(timeout=0)
 
 
-# The frontend and a driver that is an object of this process
+# The frontend, with a driver that is an object of this process
 
 
 class Remote:
-    """A method in the form of an actor's: `remote` gives what `call` waits for."""
+    """A method that looks like an actor's: `remote` returns what `call` waits for."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.remote = lambda *arguments: lambda: method(*arguments)
 
 
 class FakeDriver:
-    """Takes requests, answers polls from a mailbox, notes what it was told to finish."""
+    """Takes requests, answers polls from a mailbox, records what it was told to finish."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
@@ -316,7 +316,7 @@ class FakeDriver:
         self.poll_failure: BaseException | None = None
         self.lost_polls = 0
         self.last_sent = 0
-        self.acknowledged: list[tuple[int, int]] = []  # with the number of the reply before
+        self.acknowledged: list[tuple[int, int]] = []  # with the number of the previous reply
         self.told: list[tuple[list[str], str]] = []
         self.changed = threading.Condition()
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
@@ -398,7 +398,7 @@ def test_a_request_carries_complete_sampling_and_the_prompt(ask: Ask, driver: Fa
     ("params", "final_only"),
     [
         (SamplingParams(max_tokens=5), True),
-        (SamplingParams(stop=["END"]), False),  # the frontend has to look for it
+        (SamplingParams(stop=["END"]), False),  # the frontend has to search for it
         (SamplingParams(logprobs=0), False),
     ],
 )

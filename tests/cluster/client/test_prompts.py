@@ -1,4 +1,4 @@
-"""The forms in which a program gives prompts and parameters, and what is refused of others."""
+"""The forms in which a program gives prompts and parameters, and what is refused."""
 
 from __future__ import annotations
 

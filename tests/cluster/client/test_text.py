@@ -16,7 +16,7 @@ from scheduler.errors import ConfigError, RequestError
 from tests.cluster.client.byte_tokenizer import END_ID, NUM_IDS, PIECES, ids, write_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
-# Letters of one to four bytes, few of them, so that stop strings match often.
+# A few letters of one to four bytes, so that stop strings match often.
 FEW_LETTERS = st.text(alphabet="abü€🦅", min_size=1, max_size=4)
 ANY_IDS = st.lists(st.integers(0, NUM_IDS - 1), max_size=80)
 FEW_IDS = st.lists(
@@ -112,7 +112,7 @@ def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> Non
 
 
 class WordTokenizer:
-    """Decodes to words with spaces between them: what a token gives depends on whether one came
+    """Decodes to words with spaces between them: the text of a token depends on whether one came
     before it.
     """
 
@@ -220,7 +220,7 @@ def test_what_may_begin_a_stop_string_is_held_until_it_does_not(tokenizer: Token
 
 
 def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> None:
-    # After "aab" only "ab" can go on to "abab"; the first "a" is certain.
+    # After "aab" only "ab" can continue to "abab"; the first "a" is certain.
     assert texts(TextStream(tokenizer, ["abab"]), ids("a", "a", "b"))[:3] == ["", "a", "a"]
 
 

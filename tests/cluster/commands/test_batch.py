@@ -105,7 +105,7 @@ MALFORMED = {
     "an empty prompt": ('{"prompt": ""}', "prompt is empty; give at least one token"),
     "no token ids": ('{"prompt_token_ids": []}', "prompt_token_ids is empty"),
     "no messages": ('{"messages": []}', "messages is empty"),
-    "sampling_params that are none": (
+    "sampling_params of the wrong type": (
         '{"prompt": "Hi", "sampling_params": [1]}',
         "sampling_params must be a JSON obj",
     ),
@@ -121,13 +121,13 @@ MALFORMED = {
         '{"prompt": "Hi", "sampling_params": {"temperature": "warm"}}',
         "temperature must be a number, got 'warm'",
     ),
-    "a number that is none": (
+    "a number that is NaN": (
         '{"prompt": "Hi", "sampling_params": {"temperature": NaN}}',
         "temperature must be a number between 0.0 and 100.0, got nan",
     ),
     "a logit_bias for no token": (
         '{"prompt": "Hi", "sampling_params": {"logit_bias": {"the": 1}}}',
-        "logit_bias has 'the' for a token id",
+        "logit_bias has 'the' as a token id",
     ),
 }
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 class FakeLLM:
-    """Knows prompts by their length; refuses those that are too long; notes what it is asked."""
+    """Treats prompts by their length; refuses those that are too long; records what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Any]] = []
@@ -206,9 +206,8 @@ def requests_of(*prompts: dict[str, Any]) -> list[BatchRequest]:
 
 def run(llm: FakeLLM, requests: list[BatchRequest]) -> list[RequestOutput]:
     as_llm: Any = llm
-    assert hasattr(LLM, "generate") and hasattr(
-        RequestBuilder, "check"
-    )  # what the fake stands in for
+    # What the fake stands in for.
+    assert hasattr(LLM, "generate") and hasattr(RequestBuilder, "check")
     return run_batch(as_llm, requests, progress=False)
 
 

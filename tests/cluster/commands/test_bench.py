@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import launch
+from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.client.outputs import Chunk
 from cluster.commands import bench
 from cluster.commands.bench import synthetic_requests
@@ -25,7 +26,6 @@ from cluster.commands.timing import Timeline, due_times, percentiles
 from cluster.resources.session import SESSION
 from configs.paths import CHECKOUT
 from scheduler.params import SamplingParams
-from tests.checkpoints import write_fast_checkpoint
 
 RAW: dict[str, Any] = {
     "model_type": "qwen3",
@@ -147,7 +147,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Signal handler and loggers stay as they were."""
+    """Signal handlers and loggers are restored afterwards."""
     handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("eagleray")
     before = list(logger.handlers), logger.level
     yield
@@ -157,7 +157,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
-    """Whatever would start Ray or probe fails the test."""
+    """Anything that would start Ray or probe the machine fails the test."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the command would have started an engine")
@@ -185,7 +185,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
         (["--max-output", "-1"], "--max-output must be at least 1, got -1"),
         (
             ["--num-seqs", "1", "--request-rate", "0"],
-            "--request-rate must be above 0 requests a second, got 0.0",
+            "--request-rate must be above 0 requests per second, got 0.0",
         ),
         (["--num-seqs", "1", "--num-warmup", "-1"], "--num-warmup must be at least 0, got -1"),
         (
@@ -219,7 +219,7 @@ def test_bad_arguments_are_one_message_and_exit_code_2(
 
 
 def run_bench(*arguments: object) -> dict[str, Any]:
-    """The line of a run in a process of its own, as a user starts it."""
+    """The output line of a run in its own process, as a user starts it."""
     command = [sys.executable, "launch.py", "bench", "--device", "cpu", *map(str, arguments)]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -230,7 +230,7 @@ def run_bench(*arguments: object) -> dict[str, Any]:
 
 
 def run_bench_here(*arguments: object) -> dict[str, Any]:
-    """The line of a run in this process, in the Ray that runs already."""
+    """The output line of a run in this process, in the Ray that is already running."""
     done = CliRunner().invoke(launch.app, ["bench", "--device", "cpu", *map(str, arguments)])
     assert done.exit_code == 0, done.output
     line: dict[str, Any] = json.loads(done.stdout)

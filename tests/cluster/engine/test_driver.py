@@ -1,4 +1,4 @@
-"""The driver as a plain object: what its frontends hear when the engine dies or when they fall
+"""The driver as a plain object: what its frontends are told when the engine dies or when they fall
 silent.
 
 `FakeGroup` stands in for the ranks: it starts at once, and each step fails when the test says so.
@@ -84,7 +84,7 @@ def request(name: str) -> Request:
 
 
 async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
-    """Polls until so many requests have failed."""
+    """Polls until this many requests have failed."""
     errors: dict[str, EaglerayError] = {}
     acknowledged = 0
     for _ in range(20):
@@ -131,9 +131,8 @@ def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver:
         return errors
 
     errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(
-        errors["a"]
-    )  # the engine lives
+    # The engine lives.
+    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(errors["a"])
 
 
 def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""The mailbox: whatever is lost on the way to a frontend, it ends with every token once."""
+"""The mailbox: whatever is lost on the way, a frontend ends up with every token exactly once."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_an_acknowledgement_of_an_older_reply_clears_nothing() -> None:
 
 
 def test_a_new_mailbox_goes_on_after_the_number_its_frontend_had() -> None:
-    # The driver has forgotten a silent frontend, which now comes back.
+    # The driver had forgotten a silent frontend, which now comes back.
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
     reply = mailbox.collect(57)
@@ -183,12 +183,12 @@ def test_a_new_mailbox_goes_on_after_the_number_its_frontend_had() -> None:
     assert only(mailbox.collect(57)) == tokens(0, 11, 12)
 
 
-# Any order of events
+# Events in any order
 
 
 @dataclass
 class Receiver:
-    """A frontend that knows repeated tokens by their index."""
+    """A frontend that recognizes repeated tokens by their index."""
 
     acknowledged: int = 0
     token_ids: dict[str, list[int]] = field(default_factory=dict)

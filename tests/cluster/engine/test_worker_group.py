@@ -101,8 +101,7 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
         stuck = ray.get(group._ranks[1].__ray_call__.remote(lambda _: os.getpid()))
         os.kill(stuck, signal.SIGSTOP)
         began = time.monotonic()
-        # Its peer waits for it in the next step, unless the answer to this one was all that it had
-        # left to give.
+        # Its peer waits for it in the next step, unless the result of this step was still missing.
         told = (
             r"rank 0: WorkerError: .* of rank 1 did not come|step 1 did not finish within 2.5 s on"
             r" rank \[1\]"
@@ -123,9 +122,8 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2), placement)
     try:
         group._ranks = [group._create(rank) for rank in range(2)]
-        group._ranks[0].start.remote(
-            group._ranks[0].open_rendezvous.remote(), 0, 2
-        )  # its peer does not come
+        # Its peer does not arrive.
+        group._ranks[0].start.remote(group._ranks[0].open_rendezvous.remote(), 0, 2)
         wait_until(
             lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
             "the rendezvous",
@@ -190,7 +188,7 @@ class SeeingRankActor(RankActor):
 
 
 class SeeingDriver(Driver):
-    """Creates its ranks and says which GPUs each of them sees; starts none."""
+    """Creates its ranks without starting them, and reports which GPUs each of them sees."""
 
     rank_actor = SeeingRankActor
 

@@ -50,7 +50,7 @@ def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_r
     assert session.connect("ray://head:10001", 1) == _running()
     with pytest.raises(
         ConfigError, match="ray_address is 'local'"
-    ):  # it has joined one: that is none of its own
+    ):  # it has joined a cluster, which is not its own
         session.connect("local", 1)
 
 

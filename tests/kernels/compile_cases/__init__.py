@@ -1,4 +1,4 @@
-"""What the compile test compiles: a list `CASES` a module, by topic."""
+"""What the compile test compiles: one list `CASES` per module, by topic."""
 
 from __future__ import annotations
 

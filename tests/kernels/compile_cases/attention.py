@@ -1,5 +1,5 @@
-"""Compile cases of paged attention: cut as its wrapper cuts them; dtype, head dim, group and block
-size in pairs.
+"""Compile cases of paged attention: tiled as its wrapper tiles them; dtype, head dim, group and
+block size in pairs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Norms, rotary embedding, KV store and gate. Features of Qwen3 models, whole and split, powers of
-two and others.
+"""Norms, rotary embedding, KV store and gate. Feature sizes of Qwen3 models, whole and split,
+powers of two and others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Decode through graphs on the stand-in of a GPU: which size runs, what padding does, the same
-tokens as without.
+"""Decode through graphs on the stand-in for a GPU: which size runs, what padding does, and the same
+tokens as without graphs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pair:
         self.planner = Planner(BLOCK_SIZE)
 
     def step(self, rows: list[tuple[Row, int]]) -> int | None:
-        """Run a step on both, compare, and give the captured size that ran."""
+        """Run a step on both, compare, and return the captured size that ran."""
         plan = self.planner.step(rows)
         replays = [graph.num_replays for graph in self.gpu.graphs]
         (tokens, _), (expected, _) = (
@@ -137,7 +137,9 @@ def test_enforce_eager_captures_nothing(make: Any) -> None:
 
 
 def edges(max_num_seqs: int) -> Iterator[tuple[int, int]]:
-    """(rows, the size they should run in), one below, at and one above every captured size."""
+    """(number of rows, the size they should run in): one below, at, and one above every captured
+    size.
+    """
     sizes = graph_sizes(max_num_seqs)
     for number in sorted(
         {n for size in sizes for n in (size - 1, size, size + 1) if 1 <= n <= max_num_seqs}
@@ -161,9 +163,8 @@ def test_every_batch_gives_the_tokens_and_the_cache_of_an_eager_step(
 
 @pytest.mark.parametrize("max_num_seqs", [100, 513])
 def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: int) -> None:
-    quick: Any = Replaced(
-        REFERENCE, paged_attention=lambda q, *_: q.clone()
-    )  # no loops over the rows
+    # No loops over the rows.
+    quick: Any = Replaced(REFERENCE, paged_attention=lambda q, *_: q.clone())
     runner = make(FakeGpu(), max_num_seqs, quick)
     pair_sizes = dict(edges(max_num_seqs))
     planner = Planner(BLOCK_SIZE)

@@ -145,8 +145,8 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
             1,
             2**46,
             (
-                r"a batch of 4 sequences needs .* MiB, which cannot be had: lower max_num_seqs or"
-                r" max_model_len"
+                r"a batch of 4 sequences needs .* MiB, which is not available: lower max_num_seqs"
+                r" or max_model_len"
             ),
         ),
     ],

@@ -1,4 +1,4 @@
-"""Batch state: vectorised preparation against a loop that follows the words of the messages, and
+"""Batch state: vectorized preparation against a loop that follows the words of the messages, and
 its laws.
 """
 
@@ -43,7 +43,7 @@ class NaiveRow:
 
 
 class NaiveState:
-    """The same as `BatchState` with a loop over rows and tokens."""
+    """The same as `BatchState`, with a loop over rows and tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -179,7 +179,7 @@ def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[in
 
 
 def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig) -> None:
-    """Prepared before the host has seen the token: only the table on the device knows it."""
+    """Prepared before the host has seen the token, which only the table on the device holds."""
     state, planner = BatchState(config, NUM_BLOCKS, CPU), Planner(4)
     row = Row([5, 6], 2)
     planner.admit(row, slot=3)
@@ -256,7 +256,7 @@ def plan_of(**changes: Any) -> StepPlan:
 BROKEN = {
     "a released slot is in use": plan_of(released=[2]),
     "released slots exist": plan_of(released=[SLOTS]),
-    "released slots come once": plan_of(released=[1, 1]),
+    "released slots are distinct": plan_of(released=[1, 1]),
     "an admitted slot is free": plan_of(admitted=admitted(slots=[1])),
     "admitted slots exist": plan_of(admitted=admitted(slots=[-1])),
     "a row has 1 to max_model_len": plan_of(
@@ -271,10 +271,10 @@ BROKEN = {
     "block_ids holds": plan_of(admitted=admitted(block_ids=[7])),
     "blocks are of the cache": plan_of(appended_slots=[1], appended_block_ids=[NUM_BLOCKS]),
     "blocks are appended to slots in use": plan_of(appended_slots=[0], appended_block_ids=[9]),
-    "appended blocks name a slot": plan_of(appended_slots=[1], appended_block_ids=[9, 10]),
+    "each appended block names a slot": plan_of(appended_slots=[1], appended_block_ids=[9, 10]),
     "a block table has at most 8": plan_of(appended_slots=[1] * 8, appended_block_ids=range(8)),
     "a scheduled slot is in use": plan_of(slots=[0], num_new_tokens=[1], samples=b"\0"),
-    "scheduled slots come once": plan_of(slots=[1, 1], num_new_tokens=[1, 1], samples=b"\0\0"),
+    "scheduled slots are distinct": plan_of(slots=[1, 1], num_new_tokens=[1, 1], samples=b"\0\0"),
     "a scheduled row has a token": plan_of(slots=[1], num_new_tokens=[0], samples=b"\0"),
     "a row computes only tokens it has": plan_of(slots=[1], num_new_tokens=[4], samples=b"\0"),
     "a row samples at the end": plan_of(slots=[1], num_new_tokens=[2], samples=b"\1"),
@@ -306,19 +306,18 @@ def test_row_may_not_outgrow_its_block_table(config: ResolvedConfig) -> None:
         prepare(state, plan_of(slots=[2], num_new_tokens=[5], samples=b"\1"))
 
 
-def test_row_may_sample_one_token_beyond_max_model_len_and_no_more(config: ResolvedConfig) -> None:
-    """A step run ahead may add one that is dropped."""
+def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedConfig) -> None:
     state = BatchState(config, NUM_BLOCKS, CPU)
-    tokens = list(range(config.max_model_len))
+    tokens = list(range(config.max_model_len - 1))
     row = admitted(
-        num_tokens=[30],
-        num_prompt_tokens=[30],
+        num_tokens=[29],
+        num_prompt_tokens=[29],
         token_ids=tokens,
         num_blocks=[8],
         block_ids=range(8),
     )
     state.apply(plan_of(admitted=row))
-    plan = plan_of(slots=[2], num_new_tokens=[30], samples=b"\1")
+    plan = plan_of(slots=[2], num_new_tokens=[29], samples=b"\1")
     state.write_sampled(prepare(state, plan).sampled_places_R, torch.tensor([1]))
     state.check()
     with pytest.raises(WorkerError, match="a row has room for its token"):

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be run is refused from its headers alone, by file and tensor, before
+"""A checkpoint that cannot be run is refused from its headers alone, naming file and tensor, before
 anything starts.
 """
 
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def model_dir(small_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy that may be damaged."""
     return Path(shutil.copytree(small_checkpoint, tmp_path / "model"))
 
 
@@ -80,7 +80,7 @@ def test_no_weights_is_refused(model_dir: Path) -> None:
     (model_dir / SINGLE_NAME).rename(model_dir / "pytorch_model.bin")
     with pytest.raises(
         ConfigError,
-        match=r"holds no \*\.safetensors file \(pytorch_model.bin would have to be conv",
+        match=r"holds no \*\.safetensors file \(pytorch_model.bin must be conv",
     ):
         check(model_dir)
 
@@ -163,7 +163,7 @@ def test_index_pointing_outside_is_refused(sharded_dir: Path) -> None:
     edit_index(
         sharded_dir, lambda placed: placed.update({"model.norm.weight": "../elsewhere.safetensors"})
     )
-    with pytest.raises(ConfigError, match="no file name of this directory"):
+    with pytest.raises(ConfigError, match="not a file name in this directory"):
         check(sharded_dir)
 
 
@@ -171,9 +171,7 @@ def test_tensor_in_two_files_is_refused(sharded_dir: Path) -> None:
     (sharded_dir / INDEX_NAME).unlink()
     first = sorted(sharded_dir.glob("*.safetensors"))[0]
     shutil.copy(first, sharded_dir / "old.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"is in both .*old\.safetensors: remove the files left over"
-    ):
+    with pytest.raises(ConfigError, match=r"is in both .*old\.safetensors: remove the stale files"):
         check(sharded_dir)
 
 

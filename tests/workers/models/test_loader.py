@@ -1,4 +1,6 @@
-"""Slices of all ranks put together are the checkpoint; what is loaded is the rank's own memory."""
+"""The slices of all ranks together are the checkpoint, and loaded weights are in the rank's own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SHAPES = [
 
 
 def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Qwen3:
-    """One rank's model, not loaded; loading needs no peers."""
+    """One rank's model, not loaded yet; loading needs no peers."""
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     return Qwen3(model, group, select_backend("cpu"), dtype, 64)
 
@@ -106,7 +108,7 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
     model = build(config, 0, 1)
     load_weights(model.slices(), tmp_path, config)
     before = model.layers[0].mlp.down.weight_YX.clone()
-    with path.open("r+b") as file:  # the same inode a mapping would show
+    with path.open("r+b") as file:  # a mapping would show the same inode
         file.write(b"\xff" * path.stat().st_size)
     assert torch.equal(model.layers[0].mlp.down.weight_YX, before)
 

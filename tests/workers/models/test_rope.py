@@ -1,4 +1,4 @@
-"""The rotary table against transformers' own initialisers."""
+"""The rotary table against transformers' own initializers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The tensor-parallel group. Ranks are threads here: nothing in a group is global, so they can be.
+"""The tensor-parallel group. Ranks are threads here, which works because nothing in a group is
+global.
 
-What only shared memory can do wrong is in test_shared_memory.py."""
+Tests of shared memory alone are in test_shared_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def on_ranks(
     timeout_s: float = 10.0,
     transport: str = "shared memory",
 ) -> list[Any]:
-    """What `run` gives on each rank of a new group."""
+    """What `run` returns on each rank of a new group."""
     rendezvous = open_rendezvous("127.0.0.1", timeout_s)
 
     def rank_main(rank: int) -> Any:
@@ -168,12 +170,12 @@ def test_closed_group_refuses_work(transport: str) -> None:
 
 
 class NcclStandIn:
-    """Answers as NCCL does for two ranks that hold the same: nothing to wait for where the call is
-    in the stream.
+    """Behaves like NCCL for two ranks with equal tensors: there is nothing to wait for if the call
+    runs in the current stream.
     """
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
-        assert not options.asyncOp, "a stream beside that of the step"
+        assert not options.asyncOp, "a stream other than the step's"
         (tensor,) = tensors
         if options.reduceOp == torch.distributed.ReduceOp.SUM:
             tensor *= 2
@@ -181,7 +183,7 @@ class NcclStandIn:
             assert options.reduceOp == torch.distributed.ReduceOp.MAX
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
-        assert not options.asyncOp, "a stream beside that of the step"
+        assert not options.asyncOp, "a stream other than the step's"
         output[...] = tensor
 
 

@@ -1,5 +1,5 @@
 """All-reduce through shared memory. Ranks are processes here, forked from one that has torch and
-numba loaded, so that they can be killed one at a time; threads where only the outcome of `join`
+numba loaded, so that they can be killed one at a time; or threads where only the outcome of `join`
 matters.
 """
 
@@ -37,7 +37,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 ANSWER_TIMEOUT_S = 60.0
 pytestmark = pytest.mark.skipif(
-    not hasattr(os, "pidfd_open"), reason="watches and looks into processes as on Linux"
+    not hasattr(os, "pidfd_open"), reason="watches and inspects processes as on Linux"
 )
 
 
@@ -67,7 +67,9 @@ class Ranks:
         self._pipes[rank].send((function, args))
 
     def answer(self, rank: int) -> Any:
-        """What the oldest function not answered yet returned; raises what it raised."""
+        """The result of the oldest function that has not been answered yet; raises what it
+        raised.
+        """
         assert self._pipes[rank].poll(ANSWER_TIMEOUT_S), f"rank {rank} did not answer"
         answer = self._pipes[rank].recv()
         if isinstance(answer, Exception):
@@ -126,13 +128,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture
 def three() -> Iterator[Ranks]:
-    """Three ranks to be hurt."""
+    """Three ranks that may be killed."""
     with Ranks(3) as ranks:
         yield ranks
 
 
 def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> list[Any]:
-    """What `run` gives for what `join` gave, on each of `size` ranks that are threads."""
+    """`run` applied to what `join` returned, on each of `size` ranks that are threads."""
     texts, barrier = [""] * size, threading.Barrier(size)
 
     def exchange(rank: int, text: str) -> list[str]:
@@ -179,7 +181,9 @@ def sum_in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check_operations(group: TensorParallelGroup, dtype: torch.dtype, length: int) -> str:
-    """Compare a sum, a maximum and a gather with what they should be; a digest of their bits."""
+    """Compare a sum, a maximum and a gather with the expected values; returns a digest of their
+    bits.
+    """
     inputs = [input_of(rank, dtype, length) for rank in range(group.size)]
     mine, digest = inputs[group.rank], hashlib.sha256()
     total = mine.clone()
@@ -255,7 +259,7 @@ def test_other_dtype_is_refused_and_harms_nothing(ranks: Ranks) -> None:
 
 
 def run_thousands(group: TensorParallelGroup, seed: int) -> None:
-    """3000 operations that all ranks draw alike, with delays that each rank draws for itself."""
+    """3000 random operations, the same on all ranks, with random delays that differ per rank."""
     common, own = random.Random(seed), random.Random(1000 * seed + group.rank)
     ranks_R = torch.arange(group.size)
     for number in range(3000):
@@ -299,8 +303,8 @@ def run_long_ones(group: TensorParallelGroup) -> None:
 
 
 def test_parts_of_long_tensors_never_mix(ranks: Ranks) -> None:
-    """Part follows part without a pause: who is one part behind still reads while the others write
-    the next.
+    """Parts follow each other without a pause: a rank that is one part behind still reads while the
+    others write the next.
     """
     ranks.all(run_long_ones)
 
@@ -309,7 +313,7 @@ def test_parts_of_long_tensors_never_mix(ranks: Ranks) -> None:
 
 
 def wait_and_fail(group: TensorParallelGroup, timeout_s: float = 20.0) -> tuple[str, float, str]:
-    """(what an all-reduce raises, when, what the next one raises)"""
+    """(what an all-reduce raises, when, and what the next one raises)"""
     group.set_timeout(timeout_s)
     with pytest.raises(WorkerError) as first:
         group.all_reduce(torch.zeros(8))
@@ -387,8 +391,8 @@ def test_peer_that_leaves_after_an_operation_fails_nobody_in_it() -> None:
 
 
 def test_peer_that_dies_after_its_part_came_fails_nobody() -> None:
-    """Rank 0 is told that rank 1 is dead when rank 1 has just ended the operation that rank 0 waits
-    in.
+    """Rank 0 learns that rank 1 is dead just after rank 1 has completed the operation in which rank
+    0 is waiting.
     """
     found_dead, ended = threading.Event(), threading.Event()
 
@@ -466,10 +470,8 @@ def test_interrupted_operation_is_not_gone_on_with(monkeypatch: pytest.MonkeyPat
 
 
 def traces() -> list[str]:
-    """Files of ours that have a name; what this process has mapped or open of segments and of
-    watches over peers.
-    """
-    # an error that is in a cycle keeps the frames it went through, and what they have mapped
+    """Named files of ours, and segments and watches that this process has mapped or open."""
+    # an error in a reference cycle keeps its frames alive, and what they have mapped
     gc.collect()
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     files = [str(path) for place in places for path in place.glob("*eagleray-all-reduce*")]
@@ -499,7 +501,7 @@ def test_nothing_is_left_after_all_ranks_are_killed() -> None:
     with Ranks(2) as ranks:
         ranks.tell(0, wait_and_fail)
         time.sleep(0.1)
-        assert traces() == []  # no name even while they run
+        assert traces() == []  # they have no name even while they run
     assert traces() == []
 
 

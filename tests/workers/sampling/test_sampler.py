@@ -1,5 +1,5 @@
-"""The sampler: what it draws, against slow references; and that shards, batches and neighbours
-change nothing.
+"""The sampler: its draws against slow references, and its independence of shards, batches and
+neighbors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KERNELS = select_backend("cpu").sampling
 select_backend("cpu").set_num_threads(1)
 
 ALONE = TensorParallelGroup.alone(torch.device("cpu"))
-CLEAR = 1e-5  # a margin above this is a decision that float32 rounding cannot change
+CLEAR = 1e-5  # float32 rounding cannot change a decision with a margin above this
 Floats = reference.Floats
 
 
@@ -61,7 +61,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, rows: list[Sampling], position: int = 1, vocab_size: int | None = None
 ) -> list[int]:
-    """One token for each row, each a fresh request with a prompt of token 0."""
+    """One token per row, each a fresh request whose prompt is token 0."""
     sampler = make_sampler(vocab_size or logits.shape[1], len(rows), shard=logits.shape[1])
     for slot, sampling in enumerate(rows):
         sampler.admit(slot, sampling, [0], 1)
@@ -70,7 +70,9 @@ def sample(
 
 
 def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) -> Floats:
-    """Counts by token of `num_draws` tokens, each with the uniform number of another position."""
+    """Counts by token of `num_draws` tokens, each drawn with the uniform number of a different
+    position.
+    """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
     counts = np.zeros(len(logits_V))
@@ -185,8 +187,8 @@ def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int
     counts = draw(logits, sampling, 1_200, rows=8)
     probabilities, _ = reference.distribution(logits.double().numpy(), sampling)
     assert (probabilities > 0).sum() >= least
-    # One token more or less at the limit is float32's to decide: its probability is 2**-15 of the
-    # whole.
+    # Float32 rounding may decide about one token at the limit: its probability is 2**-15 of the
+    # total.
     assert len(kept_tokens(logits, sampling) ^ set(probabilities.nonzero()[0].tolist())) <= 1
     assert counts[probabilities == 0].sum() == 0
     classes = (probabilities.cumsum() * 40).astype(int).clip(0, 39)
@@ -199,8 +201,8 @@ def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 @pytest.mark.parametrize("vocab_size", [30, 3000])
 def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None:
-    """Which tokens have any weight, row by row; rounded logits make ties, which are kept at every
-    limit.
+    """Which tokens have any weight, row by row; rounded logits produce ties, which are kept at
+    every limit.
     """
     rng = random.Random(5)
     rows = [
@@ -219,8 +221,8 @@ def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None
 
 
 def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
-    """All tokens the sampler gives any weight; without filters it has no such set, and none is
-    wanted.
+    """All tokens the sampler gives any weight; without filters there is no such set, and none is
+    needed.
     """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
@@ -246,7 +248,7 @@ def test_temperature_so_small_that_logits_overflow_is_greedy() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> None:
-    """Four steps of eight rows; penalties follow the tokens sampled before. Each row alone gives
+    """Four steps of eight rows; penalties follow the tokens sampled before. Each row alone yields
     the same tokens.
     """
     rng = random.Random(seed)
@@ -316,7 +318,7 @@ def test_min_tokens_masks_stop_ids_until_enough_were_generated() -> None:
         int(sampler.sample(logits, sampler.batch([0], [position])).token_ids_B)
         for position in (4, 5, 6)
     ]
-    assert tokens == [2, 3, 3]  # one token was there on admission, so one more is needed
+    assert tokens == [2, 3, 3]  # one token was already there on admission, so one more is needed
 
 
 def test_mask_of_min_tokens_wins_over_bias() -> None:

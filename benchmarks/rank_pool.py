@@ -38,11 +38,13 @@ class WorkerPool:
             self._processes.append(process)
 
     def send(self, rank: int, name: str, *args: Any) -> None:
-        """Call without waiting; each call is answered, see `receive`."""
+        """Call without waiting; `receive` returns the answer."""
         self._connections[rank].send((name, args))
 
     def receive(self, rank: int) -> Any:
-        """The answer to the oldest call not answered yet. Raises what the call raised."""
+        """The answer to the oldest call that has not been answered yet. Raises what the call
+        raised.
+        """
         connection = self._connections[rank]
         if not connection.poll(CALL_TIMEOUT_S):
             raise TimeoutError(f"process {rank} did not answer within {CALL_TIMEOUT_S} s")
@@ -100,7 +102,7 @@ class PoolExecutor:
             self.pool.send(rank, "launch", plan)
 
     def result(self, step_id: int, epoch: int = 0) -> StepResult:
-        """Rank 0's result, when every rank has sampled the same tokens."""
+        """Rank 0's result, once every rank has sampled the same tokens."""
         for rank in range(self.size):
             self.pool.send(rank, "result", step_id, epoch)
         results = [self._answer(rank) for rank in range(self.size)]
@@ -123,7 +125,7 @@ class PoolExecutor:
         self.pool.call_all(self.size, "close")
 
     def _answer(self, rank: int) -> StepResult:
-        while True:  # launches are answered too, with nothing
+        while True:  # launches are answered too, with None
             answer = self.pool.receive(rank)
             if isinstance(answer, StepResult):
                 return answer
@@ -131,7 +133,7 @@ class PoolExecutor:
 
 @contextmanager
 def executor_of(pool: WorkerPool, config: ResolvedConfig) -> Iterator[PoolExecutor]:
-    """An executor that is closed, whatever happens."""
+    """An executor that is closed whatever happens."""
     executor = PoolExecutor(pool, config)
     try:
         yield executor
@@ -140,7 +142,7 @@ def executor_of(pool: WorkerPool, config: ResolvedConfig) -> Iterator[PoolExecut
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
-    from tests.workers import rank_process
+    from benchmarks import rank_process
 
     host = rank_process.RankProcess()
     while True:

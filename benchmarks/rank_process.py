@@ -1,4 +1,4 @@
-"""What a process of the pool does: holds a `Worker`, calls it, and looks inside it for tests."""
+"""What a process of the pool does: it holds a `Worker`, calls it, and inspects it for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.worker import Worker
 
 
 class RankProcess:
-    """Calls go to a method here, else to the worker."""
+    """Calls go to a method of this class if there is one, otherwise to the worker."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -54,14 +54,11 @@ class RankProcess:
         return array("f", logits_TV.numpy().tobytes()), vocab_size
 
     def measure_load(self, address: tuple[str, int] | None) -> dict[str, int]:
-        """Anonymous memory in bytes that `start` adds to this process: at its end, and at most on
-        the way.
-        """
+        """Anonymous memory in bytes that `start` adds to this process: at its end, at its peak."""
         assert self.worker is not None
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(
-            0
-        )  # else what an earlier worker left to the allocator is used again
+        # Otherwise memory that an earlier worker left to the allocator is reused.
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         before = anonymous_bytes()
         with PeakMemory() as peak:
             self.worker.start(address, 1)
@@ -73,7 +70,7 @@ class RankProcess:
 
 
 class PeakMemory:
-    """The largest `anonymous_bytes` seen while inside, looked at every millisecond."""
+    """The largest `anonymous_bytes` seen while inside, sampled every millisecond."""
 
     def __enter__(self) -> PeakMemory:
         self.bytes = anonymous_bytes()
@@ -92,7 +89,7 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """RssAnon of this process: memory of its own, not that of mapped files."""
+    """RssAnon of this process: its own memory, without mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
