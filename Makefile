@@ -15,7 +15,7 @@ run: $(VENV)/.ready
 # Tests that start engines run one after another, the others in two processes.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m "not engine"
-	$(BIN)/python -m pytest -m engine
+	$(BIN)/python -m pytest -m engine tests/cluster
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
-Exit codes: 0; 2 for a mistake in what was asked; 1 for a fault of the engine; 130 after Ctrl-C.
+Exit codes: 0; 2 for a mistake in the command or its input; 1 for a fault of the engine; 130 after
+Ctrl-C.
 
 The flags of the engine and of sampling are derived from the fields of `EngineConfig` and
 `SamplingParams`.
@@ -42,7 +43,7 @@ MADE_UP = "Made-up requests"
 
 
 def _engine_flags() -> dict[str, inspect.Parameter]:
-    """A parameter for each field of `EngineConfig` that has a flag."""
+    """One command-line parameter per field of `EngineConfig` that has a flag."""
     types = typing.get_type_hints(EngineConfig)
     flags = {}
     for field in dataclasses.fields(EngineConfig):
@@ -55,8 +56,8 @@ def _engine_flags() -> dict[str, inspect.Parameter]:
 
 
 def _sampling_flags() -> dict[str, inspect.Parameter]:
-    """A parameter for each field of `SamplingParams` that has a help text; the others are set per
-    request.
+    """One command-line parameter per field of `SamplingParams` that has a help text; the others are
+    set per request.
     """
     types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
     flags = {}
@@ -83,8 +84,8 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**values | {"stop": values["stop"] or None})
 
 
-# What a command may ask for as a whole: the flags that take its place, and what makes it of their
-# values.
+# Parameters that stand for several flags: the flags, and the function that builds the parameter
+# from their values.
 GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
     "config": (_engine_flags(), _engine_config),
     "defaults": (_sampling_flags(), _sampling_params),
@@ -92,7 +93,7 @@ GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]],
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with flags in place of its parameters `config` and `defaults`."""
+    """`command`, with its parameters `config` and `defaults` replaced by flags."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {name: GROUPS[name] for name in own if name in GROUPS}
     parameters = [
@@ -121,7 +122,8 @@ def generate(
     ] = None,
     input: Annotated[Path | None, typer.Option("--input", help="JSONL file of requests.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="JSONL file of answers; else standard output.")
+        Path | None,
+        typer.Option("--output", help="JSONL file for the answers; by default standard output."),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")
@@ -147,7 +149,9 @@ def generate(
 
 
 def _made_up(flag: str, text: str, default: float) -> Any:
-    return typer.Option(flag, help=f"{text} [made-up requests; {default}]", rich_help_panel=MADE_UP)
+    return typer.Option(
+        flag, help=f"{text} [synthetic requests; {default}]", rich_help_panel=MADE_UP
+    )
 
 
 @app.command()
@@ -176,8 +180,8 @@ def bench(
     *,
     config: EngineConfig,
 ) -> None:
-    """Time a file of requests, or made-up ones, and print one JSON line. --seed (default 0) also
-    draws prompts, lengths and arrivals.
+    """Time the requests of a file, or synthetic ones, and print one JSON line. --seed (default 0)
+    also draws prompts, lengths and arrivals.
     """
     config = dataclasses.replace(config, seed=config.seed or 0)
     _start_logging(config.log_level)
@@ -226,7 +230,7 @@ def _start_logging(level: str) -> None:
 
 @contextlib.contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Our errors become one line and an exit code; SIGTERM stops the program as Ctrl-C does."""
+    """Turn our errors into one line and an exit code, and SIGTERM into the same stop as Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

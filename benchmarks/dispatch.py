@@ -1,7 +1,7 @@
 """What Ray and the driver add to a decode step: `python -m benchmarks.dispatch [--model DIR]
 [--batch-sizes 1 16]`.
 
-For each size of the group and of the batch, the median time between two decode steps, measured in
+For each number of ranks and each batch size, the median time between two decode steps, measured in
 three ways in turn:
 
     ahead1, ahead0   between results in the driver actor, with a step submitted beyond the unread
@@ -12,8 +12,8 @@ three ways in turn:
 
 At tp 1, once with all cores for the rank, as engines run, and once with one core, which leaves the
 others to the driver and Ray; and `sleeping`: the real driver and rank actors with ranks that only
-wait for a simulated device with 3 ms per step; a GPU would wait for whatever a step takes beyond 3
-ms. The limit: `no_ray`, and 0 beyond the 3 ms.
+wait for a simulated device with 3 ms per step; whatever a step takes beyond 3 ms is time that a GPU
+would spend waiting. The limit: `no_ray`, and 0 beyond the 3 ms.
 """
 
 from __future__ import annotations

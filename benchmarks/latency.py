@@ -1,7 +1,7 @@
 """Latency under load, and what arriving prompts cost running decodes: `python -m benchmarks.latency
 [--rates 1 2 4]`.
 
-`rates`: time to the first token and between tokens of made-up requests that arrive at fixed rates
+`rates`: time to the first token and between tokens of synthetic requests that arrive at fixed rates
 (Poisson).
 `chunks`: for each limit of tokens per step, the gaps between tokens of some running decodes alone
 and while 1,000-token prompts arrive steadily, in turn; `ratio_p99` is the second's 99th percentile
@@ -140,7 +140,7 @@ def decode(
 
 
 def request(numbers: random.Random, num_prompt: int, num_output: int) -> BatchRequest:
-    """A made-up request that shares nothing with the cache."""
+    """A synthetic request that shares nothing with the cache."""
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0)
     token_ids = [numbers.randrange(500) for _ in range(num_prompt)]
     return BatchRequest(where="", prompt={"prompt_token_ids": token_ids}, params=params)

@@ -226,7 +226,7 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------
 
     def _schedule_running(self, step: _Step) -> None:
-        """Plan every running sequence that has something to compute. Hot: runs once per sequence
+        """Plan every running sequence that has tokens to compute. Hot: runs once per sequence
         and step.
         """
         manager, running, block_size = self.block_manager, self.running, self.limits.block_size

@@ -16,8 +16,8 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a test model. The weights go to at least `num_shards` files; `extra` is passed to
-    Qwen3Config.
+    """Sizes of a test model. The weights are split into at least `num_shards` files; `extra` is
+    passed to Qwen3Config.
     """
 
     name: str

@@ -8,6 +8,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
 # One thread per test process: two of them share two cores, and the first float32 cosine of a
@@ -19,3 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` looks for tests that start engines in tests/cluster alone, to collect less."""
+    for item in items:
+        if item.get_closest_marker("engine") and "tests/cluster/" not in item.path.as_posix():
+            raise pytest.UsageError(f"{item.nodeid} is marked `engine` outside tests/cluster")

@@ -154,7 +154,7 @@ def test_a_truncated_checkpoint_is_refused_with_its_file_and_sizes(
     (tmp_path / "model.safetensors").write_bytes(data[:-100])
     run = invoke("generate", "Hi", "--model", tmp_path)
     run.check_one_message(
-        f"{tmp_path / 'model.safetensors'} has {len(data) - 100} bytes, its header speaks of"
+        f"{tmp_path / 'model.safetensors'} has {len(data) - 100} bytes, but its header describes"
         f" {len(data)}"
     )
 

@@ -29,17 +29,17 @@ _LOOK_S = 5e-5
 
 
 class Event(Protocol):
-    """A moment in the work of a device."""
+    """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Whether the device has reached it."""
 
 
 class Graph(Protocol):
-    """Work that was recorded once."""
+    """Recorded work that can be replayed."""
 
     def replay(self) -> None:
-        """Launch it again, on the current content of the tensors it was recorded with."""
+        """Replay it on the current content of the tensors it was recorded with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Device:
         return list(tensors), None
 
     def wait(self, event: Event | None, limit_s: float, what: str) -> None:
-        """Return when the moment has passed. Raises `StepTimeoutError` after `limit_s`."""
+        """Return when the event has completed. Raises `StepTimeoutError` after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while event is not None and not event.query():
             if time.monotonic() > deadline:

@@ -1,5 +1,4 @@
-"""The executor of one rank in this process, without Ray: what `Engine` drives in tests, tools and
-on a single GPU.
+"""An executor that runs one rank in this process, without Ray, for tests, tools and a single GPU.
 
 Owns its `Worker`. On a CPU `launch` runs the whole step; on a GPU it returns once the step is
 launched.

@@ -1,5 +1,5 @@
-"""The least time a workload can take on this machine, whatever the engine: what a measured time is
-judged against.
+"""The least time that any engine can take for a workload on this machine, to compare measured times
+with.
 
     floor_s = max(total_flops / flops_per_s, total_bytes / memory_bytes_per_s)
 
@@ -36,7 +36,7 @@ PROBE_SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the processors of this machine sustain."""
+    """Sustained speeds of this machine's processors."""
 
     memory_bytes_per_s: float
     flops_per_s: float
@@ -110,7 +110,7 @@ def floor_s(model: ModelConfig, itemsize: int, works: Sequence[Work], machine: M
 
 
 def layer_parameters(model: ModelConfig) -> int:
-    """Numbers in all layers and the last norm; neither embedding nor head."""
+    """Parameters of all layers and the last norm, without embedding and head."""
     hidden, q = model.hidden_size, model.num_attention_heads * model.head_dim
     kv = model.num_key_value_heads * model.head_dim
     bias = q + 2 * kv + hidden if model.attention_bias else 0

@@ -112,7 +112,7 @@ class Worker:
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make room for `num_blocks`, the least that any rank reported, and for the batch."""
+        """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch."""
         device, group, kernels, model = self._device, self._group, self._kernels, self._model
         if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")

@@ -103,7 +103,7 @@ def load(path: Path) -> FastTokenizer | None:
             name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
         }
         return FastTokenizer(Backend.from_file(str(path / "tokenizer.json")), template, special)
-    except Exception:  # whatever is wrong with the files, transformers says it better
+    except Exception:  # transformers reports better what is wrong with the files
         return None
 
 

@@ -135,7 +135,7 @@ class Frontend:
                 self._take(deltas)
                 num_lost = 0
             except NoAnswerError as error:
-                num_lost += 1  # nothing is lost with a reply: the next poll brings it again
+                num_lost += 1  # a lost reply loses nothing: the next poll brings its content again
                 if num_lost > MAX_LOST_POLLS:
                     self._fail_all(error)
             except EaglerayError as error:

@@ -53,7 +53,8 @@ def _download(model: str, revision: str | None, what: str) -> Path:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{what} {model!r} is not a directory here, and it cannot be downloaded as a hub id:"
-            f" {first_line.rstrip('.')}. Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
+            f" {first_line.rstrip('.')}. Check the spelling, the network and"
+            " HF_HUB_OFFLINE, or give a directory"
         ) from error
 
 

@@ -80,8 +80,8 @@ class OutputFollower:
         self._sink = sink
 
     def take(self, news: News) -> bool:
-        """Add news, leaving out what is known. True if a stop string ended the output here, not in
-        the engine.
+        """Add news, skipping tokens that are already known. True if a stop string ended the output
+        here, not in the engine.
         """
         done = self.completion
         if done.finish_reason is not None:
@@ -170,7 +170,7 @@ class Generation:
         return [output.completion for output in self.outputs]
 
     def take(self, output: OutputFollower, news: News) -> bool:
-        """Give news to one of the outputs; see `OutputFollower.take`."""
+        """Pass news to one of the outputs; see `OutputFollower.take`."""
         if output is self.outputs[0]:
             self.num_cached_tokens = news.num_cached_tokens
         stopped = output.take(news)

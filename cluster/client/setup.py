@@ -22,7 +22,7 @@ from workers.batch.kv_plan import plan_kv_cache
 from workers.configuration import foresee_config
 from workers.models.checkpoint import check_checkpoint
 
-_MANY_BLOCKS = 2**31 - 1  # of a cache whose size only the ranks know
+_MANY_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

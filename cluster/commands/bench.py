@@ -42,8 +42,8 @@ logger = logging.getLogger("eagleray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What to time: the requests of a file, or made-up ones, where None means the default. `config`
-    must have a seed.
+    """What to time: the requests of a file, or synthetic ones, where None means the default.
+    `config` must have a seed.
 
     `request_rate` is in requests per second; None sends all at once.
     """
@@ -109,7 +109,9 @@ def synthetic_requests(
         )
         requests.append(
             BatchRequest(
-                where=f"made-up request {i}", prompt={"prompt_token_ids": token_ids}, params=params
+                where=f"synthetic request {i}",
+                prompt={"prompt_token_ids": token_ids},
+                params=params,
             )
         )
     return requests
@@ -124,12 +126,12 @@ def _check(job: BenchJob) -> None:
     given = [flag for flag, value in made_up.items() if value is not None]
     if (job.input is not None) == bool(given):
         raise RequestError(
-            f"give --input FILE.jsonl, or one or more of {', '.join(made_up)} for made-up requests"
-            + (f"; not both --input and {given[0]}" if given else "")
+            f"give --input FILE.jsonl, or one or more of {', '.join(made_up)} for synthetic"
+            " requests" + (f"; not both --input and {given[0]}" if given else "")
         )
     if job.input is not None and job.temperature is not None:
         raise RequestError(
-            "--temperature is for made-up requests; the lines of --input say it in"
+            "--temperature is for synthetic requests; the lines of --input say it in"
             " `sampling_params`"
         )
     for flag, value in made_up.items():
@@ -164,7 +166,9 @@ def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
 
 
 def _warmup(llm: LLM) -> BatchRequest:
-    """Three tokens of prompt, or as many as the engine takes, and four of output at most."""
+    """A warm-up request: at most three prompt tokens and four output tokens, fewer if the engine
+    takes no more.
+    """
     prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     return BatchRequest(where="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)

@@ -108,8 +108,8 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
 
 def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds at which requests are due: all at once, or as a Poisson process of `rate` per second
-    from 0 on.
+    """Times in seconds at which requests are due: all at once, or as a Poisson process of `rate`
+    per second from 0 on.
     """
     if rate is None:
         return [0.0] * num_requests

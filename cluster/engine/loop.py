@@ -109,7 +109,7 @@ class EngineLoop:
                 self._on_failure(error)
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is a command to obey or a step to run; False when the loop is to
+        """Sleep until there is a command to carry out or a step to run; False when the loop is to
         stop.
         """
 

@@ -73,7 +73,7 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def phase(self) -> str:
-        """What the start is doing at the moment."""
+        """Which phase of the start is running."""
         return self._worker.phase
 
     @ray.method(concurrency_group="steps")

@@ -141,7 +141,7 @@ class WorkerGroup:
         return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
 
     def _phases(self) -> str:
-        """What each rank is doing in its start."""
+        """Which phase of the start each rank is in."""
         refs = [actor.phase.remote() for actor in self._ranks]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         return ", ".join(

@@ -30,7 +30,7 @@ from scheduler.errors import ConfigError
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
 # fit on a laptop.
 MIN_LOCAL_CPUS = 16
-# Settings of a local cluster of our own, where the environment does not set them.
+# Settings of a local cluster that we start, unless the environment sets them.
 LOCAL_RAY = {
     # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it
     # shares with a rank.

@@ -1,4 +1,4 @@
-"""Kernels promise the same bits on every processor: no instruction whose result is up to the chip."""
+"""Kernels give the same bits on every processor: no instruction whose result is up to the chip."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def gpu_budget(
     run_step: Callable[[], None],
     make_runner: Callable[[], object],
 ) -> list[tuple[str, int]]:
-    """Parts of a GPU's budget: its share of the total, what this process holds, the peak of the
-    largest step (`run_step`), and what a runner over a throw-away cache of one block holds, mostly
-    graphs (`make_runner`).
+    """The parts of a GPU's memory budget: its share of the total, what this process holds, the peak
+    of the largest step (`run_step`), and what a runner over a throw-away cache of one block holds,
+    mostly graphs (`make_runner`).
 
     Only this process's own use counts. Other processes matter only in that memory must be free:
     what is not free is deducted too.

@@ -17,8 +17,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLedger:
-    """How `num_blocks` came about. `parts` are named bytes: the source of the budget, then what was
-    deducted.
+    """How `num_blocks` was computed. `parts` are named bytes: the source of the budget, then what
+    was deducted.
     """
 
     rank: int

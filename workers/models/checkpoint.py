@@ -136,7 +136,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
             if length > min(_MAX_HEADER_BYTES, size - 8):
                 raise ConfigError(
-                    f"{path} is cut short or no safetensors file ({size} bytes): {_DOWNLOAD_AGAIN}"
+                    f"{path} is truncated or not a safetensors file ({size} bytes):"
+                    f" {_DOWNLOAD_AGAIN}"
                 )
             header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -152,7 +153,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ) from None
     if 8 + length + data_end != size:
         raise ConfigError(
-            f"{path} has {size} bytes, its header speaks of {8 + length + data_end}:"
+            f"{path} has {size} bytes, but its header describes {8 + length + data_end}:"
             f" {_DOWNLOAD_AGAIN}"
         )
     return tensors
@@ -171,7 +172,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
         num_bytes *= extent
     if end - start != num_bytes:
         raise ConfigError(
-            f"{path}: {name} takes {end - start} bytes, its shape {list(shape)} asks for"
+            f"{path}: {name} takes {end - start} bytes, but its shape {list(shape)} needs"
             f" {num_bytes}"
         )
     return StoredTensor(path, dtype, shape)

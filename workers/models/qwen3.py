@@ -208,7 +208,9 @@ class Qwen3:
         yield from self.head.slices()
 
     def pack(self) -> None:
-        """Convert every matrix, once filled, into the layout in which its product is fastest."""
+        """Convert every matrix, once it is filled, into the layout in which multiplying by it is
+        fastest.
+        """
         self.weight_bytes = sum(piece.target.nbytes for piece in self.slices())
         for layer in self.layers:
             for matrix in (

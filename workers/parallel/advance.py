@@ -39,7 +39,7 @@ PART_BYTES = 128 * 1024
 _LINE = 128  # two cache lines: processors fetch them in pairs
 BUFFER_BYTES = _LINE + PART_BYTES
 _TILE = 1024  # elements added at a time, so that the float32 sums stay in the first-level cache
-_SPINS = 40  # about 1 us; then Python looks around
+_SPINS = 40  # about 1 us; then Python checks peers and the time limit
 
 # What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome *
 # OUTCOME + rank`.

@@ -45,9 +45,9 @@ from workers.parallel.advance import (
     segment_bytes,
 )
 
-_YIELD_S = 0.002  # a waiting rank only yields for this long, then it sleeps between looks
+_YIELD_S = 0.002  # a waiting rank yields for this long, then sleeps between checks
 _MAX_SLEEP_S = 0.001
-_LOOK_S = 0.005  # how often a waiting rank checks that its peers live
+_LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
 
 _SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16, torch.int64: SUM_INT64}
 _MAXIMA = {torch.float32: MAX_FLOAT32, torch.int64: MAX_INT64}
@@ -57,8 +57,8 @@ Exchange = Callable[[str], list[str]]
 
 
 class SharedMemoryReducer:
-    """Rank `rank` of the ranks that have mapped `memory`, one process id per rank. `join` creates
-    one on every rank or on none. Raises `ProcessLookupError` when a peer is already dead.
+    """One rank's end of the mapped `memory`; `pids` has the process id of every rank. `join`
+    creates one on every rank or on none. Raises `ProcessLookupError` when a peer is already dead.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class SharedMemoryReducer:
     def join(
         cls, rank: int, size: int, exchange: Exchange, timeout_s: float
     ) -> SharedMemoryReducer | str:
-        """Map a new segment on every rank, or say on every rank why that cannot be. `exchange`
-        gives every rank the texts of all, in rank order; each must be shorter than 1000 bytes.
-        `timeout_s` bounds every later operation. Raises what `exchange` does.
+        """Map a new segment on every rank, or report on every rank why that is impossible.
+        `exchange` gives every rank the texts of all, in rank order; each must be shorter than 1000
+        bytes. `timeout_s` bounds every later operation. Raises what `exchange` does.
         """
-        compile_advance()  # before anything is to be removed
+        compile_advance()  # nothing has to be cleaned up yet
         token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
         descriptor, reducer = -1, None
         try:

@@ -174,11 +174,11 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
             [],
             (
                 "give --input FILE.jsonl, or one or more of --num-seqs, --max-input, --max-output"
-                " for made-up requests"
+                " for synthetic requests"
             ),
         ),
         (["--input", "x.jsonl", "--num-seqs", "4"], "not both --input and --num-seqs"),
-        (["--input", "x.jsonl", "--temperature", "0"], "--temperature is for made-up requests"),
+        (["--input", "x.jsonl", "--temperature", "0"], "--temperature is for synthetic requests"),
         (["--input", "nothing.jsonl"], "the input file 'nothing.jsonl' cannot be read"),
         (["--num-seqs", "0"], "--num-seqs must be at least 1, got 0"),
         (["--max-input", "0"], "--max-input must be at least 1, got 0"),
