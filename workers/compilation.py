@@ -32,8 +32,11 @@ def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str)
     calls = kernels.first_step(torch_dtype(dtype))
     if group.size > 1 and calls:
         calls.insert(1, compile_all_reduce)
-    for call in calls[group.rank :: group.size]:
-        call()
+    for i, call in enumerate(calls):
+        turn, place = divmod(i, group.size)
+        # Back and forth, because the slowest come first: 0, 1, 1, 0, 0, 1, 1, ...
+        if group.rank == (place if turn % 2 == 0 else group.size - 1 - place):
+            call()
     group.barrier()
     for call in calls:
         call()

@@ -84,10 +84,10 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
         lambda: elementwise.qk_norm_rope_store(
             qkv, weight, weight, 1e-6, table, positions, k_cache, v_cache, attn.slot_mapping_T
         ),
-        lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),
-        lambda: elementwise.rms_norm(x, weight, 1e-6),
-        lambda: elementwise.silu_and_mul(x),
         lambda: sampling.row_best(torch.zeros(1, 1, dtype=dtype)),
+        lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),
+        lambda: elementwise.silu_and_mul(x),
+        lambda: elementwise.rms_norm(x, weight, 1e-6),
     ]
 
 

@@ -1,0 +1,115 @@
+"""When kernels are compiled, and that every clone of a version finds what another one compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from configs.paths import CHECKOUT
+from kernels.interface import Kernels
+from workers.compilation import compile_first_step, compile_other_steps_beside
+from workers.parallel.group import TensorParallelGroup
+
+
+class RecordedKernels:
+    """Stands in for a backend: its calls only say that they ran."""
+
+    def __init__(self, ran: list[int | str]) -> None:
+        self.ran = ran
+
+    def first_step(self, dtype: torch.dtype) -> list[Callable[[], object]]:
+        return [partial(self.ran.append, i) for i in range(6)]
+
+
+class RecordedGroup:
+    """Stands in for one rank of a group; its barrier only says that the rank came to it."""
+
+    def __init__(self, rank: int, size: int, ran: list[int | str]) -> None:
+        self.rank, self.size, self.ran = rank, size, ran
+
+    def barrier(self) -> None:
+        self.ran.append("barrier")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[int | str] = []
+    for rank in range(size):
+        ran: list[int | str] = []
+        reduce = cast(Any, ran.append)
+        monkeypatch.setattr(
+            "workers.compilation.compile_all_reduce", lambda reduce=reduce: reduce("all_reduce")
+        )
+        compile_first_step(
+            cast(Kernels, RecordedKernels(ran)),
+            cast(TensorParallelGroup, RecordedGroup(rank, size, ran)),
+            "float32",
+        )
+        before = ran[: ran.index("barrier")]
+        assert set(ran) - {"barrier"} == {*range(6), *(["all_reduce"] if size > 1 else [])}
+        assert len(before) <= -(-7 // size)
+        compiled += before
+    assert sorted(map(str, compiled)) == sorted(
+        map(str, [*range(6), *(["all_reduce"] if size > 1 else [])])
+    )
+
+
+def test_background_process_ends_with_the_rank_that_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))  # empty, so there is much to compile
+    process = compile_other_steps_beside("float32")
+    assert process is not None and process.stdin is not None
+    time.sleep(2.0)
+    assert process.poll() is None
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    process.stdin.close()  # as the end of the rank does
+    assert process.wait(10) == 0
+
+
+def test_full_cache_needs_no_background_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.cpu.cache import version_dir
+
+    monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
+    (version_dir() / "other-steps-float32").touch()
+    assert compile_other_steps_beside("float32") is None
+
+
+def _version(checkout: Path) -> str:
+    """What a checkout's cache of compiled kernels is keyed by."""
+    program = "from kernels.cpu.cache import version_dir; print(version_dir())"
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
+def test_cache_depends_on_the_content_of_the_sources_alone(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    for folder in ("kernels", "configs", "scheduler", "workers"):
+        shutil.copytree(
+            CHECKOUT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    assert _version(clone) == _version(CHECKOUT)
+    inlined = clone / "kernels" / "cpu" / "jit.py"
+    inlined.write_text(inlined.read_text() + "\n# changed\n")
+    assert _version(clone) != _version(CHECKOUT)
