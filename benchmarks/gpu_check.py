@@ -173,7 +173,9 @@ def run_sections(
 
 
 def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) -> list[str]:
-    """This program, to run one section, whose floors follow from the ceilings that `record` has."""
+    """The command that runs one section; its floors follow from the measured ceilings in
+    `record`.
+    """
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--sections", name]
     command += [
         "--part",

@@ -120,8 +120,8 @@ def beside_prompts(model: str, args: argparse.Namespace, chunk_size: int) -> dic
 def decode(
     llm: LLM, args: argparse.Namespace, numbers: random.Random, arriving_s: float
 ) -> dict[str, float]:
-    """Gaps of the decodes between the first token of the last of them and `arriving_s` seconds
-    later, in which prompts arrive; 0: to their end, without any.
+    """Gaps between tokens of the decoding requests, while prompts arrive for `arriving_s` seconds
+    after all of them have begun; with 0, until they end and without prompts.
     """
     decodes = [request(numbers, DECODE_PROMPT, args.decode_tokens) for _ in range(args.num_decodes)]
     due_s = [0.0] * len(decodes)

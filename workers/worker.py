@@ -159,7 +159,7 @@ class Worker:
                 and epoch >= self.epoch
                 and self._changed.wait(limit_s + GRACE_S)
             ):
-                pass  # another step was launched: the clock starts anew
+                pass  # a new step was launched: the time limit starts again
             outcome = self._outcomes.pop(key, None)
             current = self.epoch
         if outcome is None and epoch < current:

@@ -53,8 +53,8 @@ def pick_device(device: str, tensor_parallel_size: int) -> str:
 
 
 def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
-    """Reserve one bundle per rank: on one node if a node can hold all of them, else packed on as
-    few as possible.
+    """Reserve one bundle per rank: on one node if one can hold all of them, otherwise on as few
+    nodes as possible.
 
     Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become
     free in time.
