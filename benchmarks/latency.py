@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], help="requests a second"
+        "--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], help="requests per second"
     )
     parser.add_argument("--num-seqs", type=int, default=32, help="requests at each rate")
     parser.add_argument("--max-input", type=int, default=256)

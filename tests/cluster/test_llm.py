@@ -229,7 +229,7 @@ def test_async_twins_run_inside_a_running_event_loop(llm: LLM) -> None:
     assert len(whole[1].token_ids) == NUM_OUTPUT
 
 
-def test_cancelling_an_async_call_frees_its_blocks(llm: LLM) -> None:
+def test_canceling_an_async_call_frees_its_blocks(llm: LLM) -> None:
     async def main() -> None:
         task = asyncio.create_task(llm.agenerate([[1, 2, 3]], ENDLESS))
         await asyncio.sleep(0.2)

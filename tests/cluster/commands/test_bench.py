@@ -129,7 +129,7 @@ def test_a_request_without_tokens_has_no_times() -> None:
     assert (line.first_s, line.gaps_s()) == (None, [])
 
 
-def test_percentiles_are_linear_between_neighbours() -> None:
+def test_percentiles_are_linear_between_neighbors() -> None:
     assert percentiles([0.1 * i for i in range(101)]) == {"p50": 5.0, "p99": 9.9}
     assert percentiles([1.0, 2.0]) == {"p50": 1.5, "p99": 1.99}
     assert percentiles([]) == {"p50": None, "p99": None}

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCase:
-    """One specialisation of a kernel as its wrapper launches it.
+    """One specialization of a kernel as its wrapper launches it.
 
     `signature` gives the Triton type of every parameter in order, "constexpr" for those of
     `constexprs`.

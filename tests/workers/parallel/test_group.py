@@ -50,7 +50,7 @@ def on_ranks(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_dtype_is_summed_maximised_and_gathered(
+def test_every_dtype_is_summed_maximized_and_gathered(
     transport: str, dtype: torch.dtype, size: int
 ) -> None:
     def run(group: TensorParallelGroup) -> tuple[Any, Any, Any]:
