@@ -96,7 +96,12 @@ def main() -> None:
     else:
         for call in kernels.other_steps(torch_dtype(dtype)):
             call()
-        _marker(dtype).touch()
+        marker = _marker(dtype)
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        except OSError as error:
+            parser.exit(1, f"the cache of compiled kernels cannot be written: {error}\n")
 
 
 def _marker(dtype: str) -> Path:

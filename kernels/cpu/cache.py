@@ -70,11 +70,9 @@ class ContentCacheLocator:
 
 def version_dir() -> Path:
     """A directory for notes about the cache of this version of the kernels on this kind of
-    processor.
+    processor. It may not exist, and it may not be possible to make it.
     """
-    path = cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    return cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
 
 
 def cache_dir() -> Path:
@@ -82,7 +80,10 @@ def cache_dir() -> Path:
     chosen = os.environ.get("EAGLERAY_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray"
+    except RuntimeError:  # a user without a home directory, as in some containers
+        return _CHECKOUT / "build" / "cache"
 
 
 @functools.cache

@@ -85,8 +85,32 @@ def test_full_cache_needs_no_background_process(
     from kernels.cpu.cache import version_dir
 
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
+    version_dir().mkdir(parents=True)
     (version_dir() / "other-steps-float32").touch()
     assert compile_other_steps_beside("float32") is None
+
+
+def test_cache_that_cannot_be_written_keeps_nothing_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    process = compile_other_steps_beside("float32")
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    process.wait(10)
+
+
+def test_user_without_a_home_directory_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu.cache import cache_dir
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("EAGLERAY_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_dir() == CHECKOUT / "build" / "cache"
 
 
 def _version(checkout: Path) -> str:
