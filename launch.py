@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import logging
 import signal
@@ -246,4 +247,5 @@ def _exit_codes() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # for the start: a command that runs for long enables it again
     app()

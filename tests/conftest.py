@@ -1,5 +1,6 @@
 """What all tests share: quiet libraries, no network, Triton's interpreter where there is no GPU."""
 
+import gc
 import os
 import signal
 
@@ -11,6 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+gc.disable()  # importing and collecting tests create many objects and leave nothing to free
+
 # One thread per test process: two of them share two cores, and the first float32 cosine of a
 # process may be of low accuracy on several threads, also in a test's own reference.
 torch.set_num_threads(1)
@@ -20,6 +23,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """From here on the collector looks only at what tests create."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

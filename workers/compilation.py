@@ -9,6 +9,7 @@ anything is served (`make` runs it after installing).
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def main() -> None:
     if args.while_stdin_is_open:
         os.nice(_LOWEST_PRIORITY)
         threading.Thread(target=_exit_with_starter, daemon=True).start()
+    gc.disable()  # compiling creates many objects and leaves none that matter
     kernels = select_backend("cpu", "cpu")
     kernels.set_num_threads(1)
     dtype = args.dtype or kernels.capabilities.fast_dtypes[-1]

@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -69,6 +70,8 @@ def run_bench(job: BenchJob) -> None:
     requests = tokenize_batch(setup.request_builder(), _requests(job, config))
     machine = _probe(config)
     with LLM(setup=setup) as llm:
+        gc.freeze()
+        gc.enable()  # `launch.py` starts without it
         requests = tokenize_batch(llm.client.builder, requests)
         run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         before = llm.stats()

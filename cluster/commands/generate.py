@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -62,6 +63,8 @@ def run_generate(job: GenerateJob) -> None:
         requests = [_from_prompt(prompt, chat=is_chat) for prompt in job.prompts]
     requests = tokenize_batch(setup.request_builder(), requests)
     with LLM(setup=setup) as llm:
+        gc.freeze()
+        gc.enable()  # `launch.py` starts without it
         began = time.perf_counter()
         outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
         seconds = time.perf_counter() - began

@@ -42,6 +42,7 @@ class Driver:
     rank_actor: type[RankActor] = RankActor
 
     def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+        gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._group = WorkerGroup(config, placement, self.rank_actor)
@@ -65,8 +66,8 @@ class Driver:
         ahead = self._config.engine.num_steps_ahead
         engine = Engine(Scheduler(self._limits), self._group, num_steps_ahead=ahead)
         self._engine_loop = EngineLoop(engine, self._deliver_soon, self._die)
-        gc.collect()
         gc.freeze()  # so that no later collection walks over the blocks
+        gc.enable()
         self._engine_loop.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
         return EngineReport(

@@ -4,6 +4,7 @@ process only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -35,6 +36,9 @@ class RankActor:
     """
 
     def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        # Importing torch and compiling create nothing that has to be collected, but many objects to
+        # look at: the collector takes a sixth of the start. It is on again once the cache is there.
+        gc.disable()
         # Imported here, because the driver imports this module and does not need torch.
         from workers.worker import Worker
 
@@ -69,6 +73,8 @@ class RankActor:
         in the background.
         """
         self._computing.submit(self._worker.allocate_cache, num_blocks).result()
+        gc.freeze()  # what exists now lives as long as the process, so no collection looks at it
+        gc.enable()
         self._worker.compile_other_steps_beside()
 
     @ray.method(concurrency_group="steps")

@@ -459,31 +459,39 @@ def run_case(
 NUM_CASES = 18
 
 
-def run_rank(rank: int, backend: str, addresses: dict[int, tuple[str, int]], answers: Any) -> None:
-    """Every case in a group of each size this process has a rank in."""
+def run_cases(backend: str, group: TensorParallelGroup) -> list[Any]:
     global KERNELS
     select_backend("cpu", backend).set_num_threads(1)
     KERNELS = select_backend("cpu", backend).sampling
+    return [run_case(seed, group) for seed in range(NUM_CASES)]
+
+
+def run_rank(rank: int, addresses: dict[int, tuple[str, int]], answers: Any) -> None:
+    """Every case with every backend in a group of each size this process has a rank in."""
     for size, address in addresses.items():
         if rank < size:
             group = TensorParallelGroup.create(rank, size, address, torch.device("cpu"), 60.0)
-            answers.put((rank, size, [run_case(seed, group) for seed in range(NUM_CASES)]))
+            answers.put((rank, size, {name: run_cases(name, group) for name in BACKENDS}))
             group.close()
 
 
-def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(backend: str) -> None:
-    """Real processes over gloo."""
+@pytest.mark.parametrize("backend", ["every"])  # in place of the fixture
+def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes over gloo; all backends in the same processes, which take long to start."""
+    monkeypatch.setattr(sys.modules[__name__], "KERNELS", KERNELS)  # puts it back afterwards
     meetings = {size: open_rendezvous("127.0.0.1", 60.0) for size in (2, 4)}
     addresses = {size: meeting.address for size, meeting in meetings.items()}
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     ranks = [
-        context.Process(target=run_rank, args=(rank, backend, addresses, answers), daemon=True)
+        context.Process(target=run_rank, args=(rank, addresses, answers), daemon=True)
         for rank in range(4)
     ]
     for process in ranks:
         process.start()
-    want = [run_case(seed, ALONE) for seed in range(NUM_CASES)]
+    want = {name: run_cases(name, ALONE) for name in BACKENDS}
     got = [answers.get(timeout=60) for _ in range(6)]
     for process in ranks:
         process.join(20)
@@ -495,9 +503,10 @@ def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(ba
         (2, 4),
         (3, 4),
     ]
-    for rank, size, tokens in got:
-        for seed in range(NUM_CASES):
-            assert tokens[seed] == want[seed], f"case {seed}, rank {rank} of {size}"
+    for rank, size, answers_of in got:
+        for name, cases in want.items():
+            for seed, case in enumerate(cases):
+                assert answers_of[name][seed] == case, f"{name}, case {seed}, rank {rank} of {size}"
 
 
 # Logprobs
