@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from cluster.client.client import ChunkQueue, Client
+from cluster.client.client import Client
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.progress import ProgressBar
 from cluster.client.prompts import Message, Prompt, as_list, conversations
@@ -143,17 +143,10 @@ class LLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
-        chunks = ChunkQueue()
-        [generation] = await self.client.submit_async(
-            [prompt], sampling_params, [chunks.put], request_id
-        )
-        generation.done.add_done_callback(lambda _: chunks.put(None))
-        try:
-            while (chunk := await chunks.get()) is not None:
-                yield chunk
-            generation.result()
-        finally:
-            self.client.abort([generation])
+        async with self.client.stream([prompt], sampling_params, request_id) as (_, chunks):
+            while items := await chunks.next():
+                for _, chunk in items:
+                    yield chunk
 
     def abort(self, request_id: str) -> bool:
         """End the stream that was given this `request_id`; its last chunk says "abort". False if it

@@ -6,25 +6,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import weakref
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
-from cluster.client.frontend import Frontend
-from cluster.client.outputs import Chunk, Generation, RequestOutput, Sink
+from cluster.client.outputs import Generation, RequestOutput, Sink
 from cluster.client.prompts import Prompt, as_list, one_each
 from cluster.client.requests import RequestBuilder
+from cluster.client.streams import ChunkStream, Relay
 from scheduler.errors import RequestError
+from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
 Params = SamplingParams | Seq[SamplingParams] | None
 
 
+class EngineLink(Protocol):
+    """What a client needs of an engine; `Frontend` is the one over Ray. Any thread may call."""
+
+    def submit(self, generations: list[Generation]) -> None:
+        """Send the requests of these generations, all or none."""
+
+    def abort(self, generations: list[Generation]) -> None:
+        """End generations early."""
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+
+    def after_news(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after each batch of news, on any thread."""
+
+
 class Client:
     """Requests of one process to one engine. Any thread may call."""
 
-    def __init__(self, builder: RequestBuilder, frontend: Frontend) -> None:
+    def __init__(self, builder: RequestBuilder, link: EngineLink) -> None:
         self.builder = builder
-        self._frontend = frontend
+        self._link = link
+        self._relays: dict[int, Relay] = {}  # by the id of their event loop
+        link.after_news(self._wake_relays)
         self._named: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
 
     def submit(
@@ -45,7 +67,7 @@ class Client:
             raise RequestError(f"request_id {request_id!r} is in use", "request_id")
         each = zip(many, one_each(params, len(many)), sinks or [None] * len(many), strict=True)
         generations = [self.builder.build(prompt, wanted, sink) for prompt, wanted, sink in each]
-        self._frontend.submit(generations)
+        self._link.submit(generations)
         if request_id is not None:
             self._named[request_id] = generations[0]
         return generations
@@ -84,9 +106,29 @@ class Client:
             self.abort(generations)
         return [generation.output() for generation in generations]
 
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[tuple[list[Generation], ChunkStream], None]:
+        """Submit prompts and read their chunks on this event loop; leaving the block aborts what
+        has not ended.
+        """
+        many = as_list(prompts)
+        chunks = ChunkStream(self._relay())
+        sinks = [functools.partial(chunks.put, place) for place in range(len(many))]
+        generations = await self.submit_async(many, params, sinks, request_id)
+        try:
+            chunks.follow(generations)
+            yield generations, chunks
+        finally:
+            self.abort(generations)
+
     def abort(self, generations: list[Generation]) -> None:
         """End generations early. Does nothing to those that have ended."""
-        self._frontend.abort(generations)
+        self._link.abort(generations)
 
     def abort_named(self, request_id: str) -> bool:
         """End the request submitted as `request_id`. False if it is not running."""
@@ -96,25 +138,24 @@ class Client:
         self.abort([generation])
         return True
 
+    def stats(self) -> EngineStats:
+        """The engine's counters. Raises `EngineDeadError`."""
+        return self._link.stats()
+
+    def _relay(self) -> Relay:
+        """The relay of the running event loop."""
+        loop = asyncio.get_running_loop()
+        relay = self._relays.get(id(loop))
+        if relay is None or relay.loop is not loop:
+            open_relays = {key: r for key, r in self._relays.items() if not r.loop.is_closed()}
+            relay = Relay(loop)
+            self._relays = {**open_relays, id(loop): relay}
+        return relay
+
+    def _wake_relays(self) -> None:
+        for relay in self._relays.values():
+            relay.wake()
+
     def _abort_submitted(self, submitted: asyncio.Future[list[Generation]]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
             self.abort(submitted.result())
-
-
-class ChunkQueue:
-    """Chunks of one request on their way to an event loop. `put` is a sink; None ends the
-    stream.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
-
-    def put(self, chunk: Chunk | None) -> None:
-        """From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
-            self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
-
-    async def get(self) -> Chunk | None:
-        """The next chunk."""
-        return await self._chunks.get()

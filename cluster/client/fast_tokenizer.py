@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+
+from cluster.client.prompts import Conversation
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -56,15 +59,18 @@ class FastTokenizer:
         self._backend = backend
         self._special_tokens = special_tokens
         self._template = None if template is None else _environment().from_string(template)
+        self.template_variables = template_variables(template or "")
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `render` can be called."""
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with whatever the tokenizer adds around a text."""
-        ids: list[int] = self._backend.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with whatever the tokenizer adds around a text unless told not
+        to.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Seq[int]) -> str:
@@ -72,18 +78,62 @@ class FastTokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers."""
+    def render_chat(self, conversation: Conversation) -> str:
+        """The text of a conversation, up to where the assistant answers."""
         assert self._template is not None
-        text = self._template.render(
-            messages=list(messages),
-            tools=None,
+        return self._template.render(
+            messages=[_with_reasoning(message) for message in conversation.messages],
+            tools=conversation.tools,
             documents=None,
             add_generation_prompt=True,
-            **self._special_tokens,
+            **self._special_tokens | conversation.template_variables,
         )
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        return bytes_of_token(self._backend, token_id)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read, as transformers does."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    given = [message[name] for name in names if message.get(name) is not None]
+    if not given:
+        return message
+    return {"thinking": given[0]} | message | {"reasoning_content": given[0]}
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The names that a chat template reads from outside."""
+    environment = _environment()
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+def bytes_of_token(backend: Backend, token_id: int) -> bytes:
+    """See `Tokenizer.token_bytes`."""
+    added = backend.get_added_tokens_decoder().get(token_id)
+    if added is not None:
+        return str(added.content).encode()
+    token = backend.id_to_token(token_id)
+    if token is None:
+        return b""  # ids beyond the tokenizer's own, which pad the vocabulary
+    if all(char in _BYTE_OF for char in token):
+        return bytes(_BYTE_OF[char] for char in token)
+    return str(backend.decode([token_id], skip_special_tokens=False)).encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte (`bytes_to_unicode` of GPT-2's
+    encoder): printable ones stand for themselves, the others follow from 256 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    printable += range(ord("®"), ord("ÿ") + 1)
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def load(path: Path) -> FastTokenizer | None:

@@ -35,6 +35,7 @@ class Frontend:
         self._driver = driver
         self._is_reachable = is_reachable
         self._id = uuid.uuid4().hex[:12]
+        self._after_news: list[Callable[[], None]] = []
         self._active: dict[str, tuple[Generation, OutputFollower]] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -78,7 +79,12 @@ class Frontend:
             for generation in generations:
                 generation.end()
             self._forget(generations)
+        self._news_handled()
         self._finish([output.request.request_id for output in outputs], "abort")
+
+    def after_news(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after each batch of news, on the thread that handled it."""
+        self._after_news.append(callback)
 
     def stats(self) -> EngineStats:
         """The driver's counters. Raises `EngineDeadError`."""
@@ -169,6 +175,7 @@ class Frontend:
                     self._forget([generation])
                 if output.completion.finish_reason is not None:
                     self._active.pop(request_id, None)
+        self._news_handled()
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
 
@@ -178,6 +185,11 @@ class Frontend:
             self._active.clear()
         for generation in generations.values():
             generation.fail(error)
+        self._news_handled()
+
+    def _news_handled(self) -> None:
+        for callback in self._after_news:
+            callback()
 
 
 def _frontend_failed(error: Exception) -> EngineError:

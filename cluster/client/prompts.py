@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.errors import RequestError
@@ -21,13 +21,28 @@ Message = dict[str, Any]
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 
+# What a mapping may have beside its prompt; the last two go with messages.
+EXTRAS = ("cache_salt", "tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages and what else the chat template gets: tools (JSON schemas of functions, as OpenAI
+    writes them) and variables of its own, such as `enable_thinking`.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedPrompt:
     """A prompt in exactly one of three forms, checked for its form alone."""
 
     text: str | None = None
     token_ids: list[int] | None = None
-    messages: list[Message] | None = None
+    conversation: Conversation | None = None
     cache_salt: str = ""
 
 
@@ -46,13 +61,16 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
     if form == "messages":
-        return ParsedPrompt(messages=check_messages(value), cache_salt=salt)
+        return ParsedPrompt(conversation=_conversation(prompt), cache_salt=salt)
+    for name in ("tools", "chat_template_kwargs"):
+        if name in prompt:
+            raise RequestError(f"{name} needs messages, and this prompt gives {form}", name)
     if isinstance(value, str):
         return ParsedPrompt(text=value, cache_salt=salt)
     return ParsedPrompt(token_ids=_token_ids(value), cache_salt=salt)
 
 
-def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = ("cache_salt",)) -> str:
+def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> str:
     """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
     keys.
     """
@@ -115,6 +133,26 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
         )
     one = not messages or isinstance(messages[0], Mapping)
     return [{"messages": m} for m in ([messages] if one else messages)]
+
+
+def _conversation(prompt: Mapping[str, Any]) -> Conversation:
+    """The messages of a prompt with what else its template gets. Raises `RequestError`."""
+    tools, variables = prompt.get("tools"), prompt.get("chat_template_kwargs") or {}
+    is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+    if tools is not None and not is_list:
+        raise RequestError(f"tools must be a list of JSON objects, got {tools!r}", "tools")
+    taken = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
+    wrong = not isinstance(variables, Mapping) or any(name in taken for name in variables)
+    if wrong:
+        raise RequestError(
+            f"chat_template_kwargs must be an object without {', '.join(taken)}; got {variables!r}",
+            "chat_template_kwargs",
+        )
+    return Conversation(
+        messages=check_messages(prompt["messages"]),
+        tools=list(tools) if tools else None,
+        template_variables=dict(variables),
+    )
 
 
 def check_messages(messages: object) -> list[Message]:

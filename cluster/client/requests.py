@@ -51,7 +51,7 @@ class RequestBuilder:
         Without a sink nobody reads before the end, so the driver sends nothing before it where that
         is possible.
         """
-        parsed = parse_prompt(prompt)
+        parsed = self._rendered(parse_prompt(prompt))
         token_ids = self._token_ids(parsed)
         params = self.parameters(wanted)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
@@ -95,20 +95,25 @@ class RequestBuilder:
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         return params
 
+    def _rendered(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """A conversation as text; other prompts as they are."""
+        if prompt.conversation is None:
+            return prompt
+        if self._tokenizer is None:
+            raise _no_tokenizer("a conversation")
+        text = self._tokenizer.render_chat(prompt.conversation)
+        return dataclasses.replace(prompt, text=text)
+
     def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:
             # Before they become 32-bit numbers.
             check_vocabulary(prompt.token_ids, self._model.vocab_size)
             return prompt.token_ids
         if self._tokenizer is None:
-            form = "messages" if prompt.messages is not None else "a text prompt"
-            raise RequestError(
-                f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids",
-                "prompt",
-            )
-        if prompt.messages is not None:
-            return self._tokenizer.encode_chat(prompt.messages)
+            raise _no_tokenizer("a text prompt")
         assert prompt.text is not None
+        if prompt.conversation is not None:
+            return self._tokenizer.encode_rendered(prompt.text)
         return self._tokenizer.encode(prompt.text)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
@@ -123,3 +128,9 @@ class RequestBuilder:
                 raise RequestError(
                     f"{name}: token id {token_id} is outside the vocabulary of {size} ids", name
                 )
+
+
+def _no_tokenizer(form: str) -> RequestError:
+    return RequestError(
+        f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
+    )

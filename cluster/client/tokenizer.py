@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.client import fast_tokenizer
 from cluster.client.model_files import TOKENIZER_FILES
-from cluster.client.prompts import Message, check_messages
+from cluster.client.prompts import Conversation, Message
 from scheduler.errors import ConfigError, RequestError
 
 
@@ -37,19 +37,29 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
 
-    def encode_chat(self, messages: Seq[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers. Raises `RequestError`."""
-        check_messages(messages)
+    def render_chat(self, conversation: Conversation) -> str:
+        """The text of a conversation, up to where the assistant answers. Raises `RequestError`."""
         if not self.has_chat_template:
             raise RequestError(
                 "this checkpoint has no chat template; send a prompt instead of messages",
                 "messages",
             )
+        wanted = {"tools"} if conversation.tools else set()
+        for name in sorted({*conversation.template_variables, *wanted} - self.template_variables):
+            raise RequestError(
+                f"the chat template of this checkpoint does not use {name!r}, so it would have no"
+                " effect; leave it out",
+                name,
+            )
         try:
-            if self._fast and all(_is_plain(message) for message in messages):
-                return self._fast.encode_chat(messages)
-            ids: list[int] = self._slow.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            if self._fast and all(_is_plain(message) for message in conversation.messages):
+                return self._fast.render_chat(conversation)
+            text: str = self._slow.apply_chat_template(
+                conversation.messages,
+                tools=conversation.tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **conversation.template_variables,
             )
         except ConfigError:
             raise
@@ -57,7 +67,33 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        return ids
+        return text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered conversation, which has its special tokens already. Raises
+        `RequestError`.
+        """
+        try:
+            return (self._fast or self._slow).encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"the messages cannot be encoded: {error}", "messages") from None
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads besides the messages."""
+        if self._fast:
+            return self._fast.template_variables
+        template = self._slow.chat_template
+        sources = template.values() if isinstance(template, dict) else [template or ""]
+        return frozenset().union(*map(fast_tokenizer.template_variables, sources))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, which may be part of a character; a special token's
+        name.
+        """
+        if self._fast:
+            return self._fast.token_bytes(token_id)
+        return fast_tokenizer.bytes_of_token(self._slow.backend_tokenizer, token_id)
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, without special tokens."""
@@ -84,4 +120,4 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
 def _is_plain(message: Message) -> bool:
     """Whether a message has nothing that transformers would rewrite before the template sees it."""
-    return message.keys() == {"role", "content"} and isinstance(message["content"], str)
+    return isinstance(message["content"], str)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.client.outputs import CompletionOutput, RequestOutput
-from cluster.client.prompts import FORMS, check_token_ids, form_of, parse_prompt
+from cluster.client.prompts import EXTRAS, FORMS, check_token_ids, form_of, parse_prompt
 from cluster.client.requests import RequestBuilder
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
@@ -59,7 +59,7 @@ def _read_line(where: str, line: str) -> BatchRequest:
             raise RequestError(f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise RequestError(f"must be a JSON object with one of {', '.join(FORMS)}")
-        form = form_of(value, ("sampling_params", "cache_salt"))
+        form = form_of(value, ("sampling_params", *EXTRAS))
         if not value[form]:
             raise RequestError(f"{form} is empty; give at least one token", form)
         params = value.pop("sampling_params", None)

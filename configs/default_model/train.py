@@ -106,13 +106,6 @@ PRETOKENIZE = (
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 THINK_TOKENS = ["<think>", "</think>"]
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
-
 Message = dict[str, str]
 
 
@@ -308,7 +301,6 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, object]:
         "unk_token": None,
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
 
 
@@ -563,6 +555,7 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) ->
     write_json(stage / "generation_config.json", generation)
     tokenizer.save(str(stage / "tokenizer.json"))
     write_json(stage / "tokenizer_config.json", tokenizer_settings(tokenizer))
+    shutil.copy(Path(__file__).with_name("chat_template.jinja"), stage)
     for file in stage.iterdir():
         file.chmod(0o644)
         file.replace(out / file.name)

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.client import fast_tokenizer
+from cluster.client.prompts import Conversation
 from configs.paths import DEFAULT_MODEL_DIR
 from tests.cluster.client.byte_tokenizer import write_tokenizer
 
@@ -58,7 +59,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def default_model(path: Path) -> Path:
     """The files of the default model."""
     path.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / name).write_bytes((DEFAULT_MODEL_DIR / name).read_bytes())
     return path
 
@@ -155,7 +156,61 @@ def test_chats_are_those_of_transformers(pair: Any, messages: list[dict[str, str
     want = slow.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert fast.encode_chat(messages) == want
+    text = fast.render_chat(Conversation(messages=messages))
+    assert fast.encode(text, add_special_tokens=False) == want
+
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+CALLS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <brief>."},
+    USER,
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "so",
+        "tool_calls": [
+            {"function": {"name": "add", "arguments": '{"a":  "ü"}'}},
+            {"function": {"name": "add", "arguments": {"a": "<ü>"}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "85"},
+]
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("messages", [CALLS, CALLS[1:]])
+def test_chats_with_tools_are_those_of_transformers(
+    pair: Any, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> None:
+    fast, slow = pair
+    want = slow.apply_chat_template(
+        messages, tools=[ADD], add_generation_prompt=True, tokenize=False, **variables
+    )
+    conversation = Conversation(messages=messages, tools=[ADD], template_variables=variables)
+    assert fast.render_chat(conversation) == want
+
+
+def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> None:
+    fast = fast_tokenizer.load(default_model(tmp_path / "tokenizer"))
+    assert fast is not None
+    assert fast.template_variables >= {"tools", "enable_thinking"}
+    text = fast.render_chat(Conversation(messages=CALLS, tools=[ADD]))
+    assert text.startswith("<|im_start|>system\nBe <brief>.\n\nThese functions can be called:")
+    assert f"<tools>\n{json.dumps(ADD)}\n</tools>" in text
+    assert '<tool_call>\n{"name": "add", "arguments": {"a":  "ü"}}\n</tool_call>' in text
+    assert "<think>\nso\n</think>" in text and "<tool_response>\n85\n</tool_response>" in text
+
+
+def test_the_bytes_of_tokens_add_up_to_those_of_the_text(pair: Any) -> None:
+    fast, _ = pair
+    for text in TEXTS:
+        ids = fast.encode(text)
+        if not any(token in text for token in (*SPECIAL, "<|end|>", "\ufffd")):
+            assert b"".join(map(fast.token_bytes, ids)).decode() == fast.decode(ids)
+    assert fast.token_bytes(10**6) == b""
 
 
 def _stored(**entries: Any) -> Callable[[Path], None]:
@@ -212,4 +267,4 @@ def test_template_in_its_own_file_comes_first(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer", chat_template="{{ 'config' }}")
     (path / "chat_template.jinja").write_text("file")
     fast = fast_tokenizer.load(path)
-    assert fast is not None and fast.decode(fast.encode_chat([USER])) == "file"
+    assert fast is not None and fast.render_chat(Conversation(messages=[USER])) == "file"

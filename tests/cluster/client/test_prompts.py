@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from cluster import LLM, SamplingParams
-from cluster.client.prompts import as_list, conversations, form_of, one_each
+from cluster.client.prompts import (
+    Conversation,
+    as_list,
+    conversations,
+    form_of,
+    one_each,
+    parse_prompt,
+)
 from scheduler.errors import ConfigError, RequestError
 
 MESSAGE = {"role": "user", "content": "Hi"}
@@ -99,7 +106,7 @@ def test_a_mapping_gives_its_prompt_in_one_form() -> None:
     [
         (
             {"prompt": "Hi", "sampling_params": {}},
-            "unknown key 'sampling_params'; known are prompt, .*, cache_salt$",
+            "unknown key 'sampling_params'; known are prompt, .*, cache_salt, tools",
         ),
         (
             {"prompt": "Hi", "messages": []},
@@ -119,3 +126,49 @@ def test_sampling_defaults_that_are_no_sampling_params_are_refused_before_ray_st
     defaults: Any = {"temperature": 0}
     with pytest.raises(ConfigError, match="sampling_defaults must be a SamplingParams, got dict"):
         LLM(sampling_defaults=defaults)
+
+
+@pytest.mark.parametrize("messages", [[], ()])
+def test_a_conversation_without_messages_is_refused(messages: object) -> None:
+    with pytest.raises(RequestError, match="messages must be a non-empty list") as refused:
+        parse_prompt({"messages": messages})
+    assert refused.value.parameter == "messages"
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "Hi"}, {"role": "user"}, {"role": 1, "content": "Hi"}, "Hi", 5]
+)
+def test_a_message_without_role_or_content_is_refused_and_shown(message: object) -> None:
+    with pytest.raises(RequestError, match="each message needs a role and content, got") as refused:
+        parse_prompt({"messages": [MESSAGE, message]})
+    assert repr(message) in str(refused.value)
+
+
+def test_what_a_chat_template_gets_goes_with_messages_only() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    variables = {"enable_thinking": False}
+    parsed = parse_prompt(
+        {"messages": [MESSAGE], "tools": [tool], "chat_template_kwargs": variables}
+    )
+    assert parsed.conversation == Conversation(
+        messages=[MESSAGE], tools=[tool], template_variables=variables
+    )
+    for extra in ({"tools": [tool]}, {"chat_template_kwargs": variables}):
+        with pytest.raises(RequestError, match="needs messages, and this prompt gives prompt"):
+            parse_prompt({"prompt": "Hi"} | extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"tools": "add"}, "tools must be a list of JSON objects, got 'add'"),
+        ({"tools": [1]}, "tools must be a list of JSON objects"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "an object without messages, tools"),
+    ],
+)
+def test_wrong_tools_and_template_variables_are_refused(
+    extra: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_prompt({"messages": [MESSAGE]} | extra)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.client.prompts import Conversation
 from cluster.client.text_stream import CONTEXT, TextStream
 from cluster.client.tokenizer import Tokenizer, load_tokenizer
 from scheduler.errors import ConfigError, RequestError
@@ -315,40 +316,20 @@ def test_text_is_encoded_and_decoded(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(list("aü🦅".encode())) == "aü🦅"
 
 
-def test_a_conversation_is_encoded_up_to_the_assistants_answer(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(tokenizer.encode_chat([USER])) == "user:Hi;assistant:"
-
-
-@pytest.mark.parametrize("messages", [[], "Hi", None, {"role": "user", "content": "Hi"}])
-def test_messages_that_are_no_list_of_them_are_refused(
-    tokenizer: Tokenizer, messages: object
-) -> None:
-    with pytest.raises(RequestError, match="messages must be a non-empty list") as refused:
-        tokenizer.encode_chat(messages)  # type: ignore[arg-type]
-    assert refused.value.parameter == "messages"
-
-
-@pytest.mark.parametrize(
-    "message", [{"content": "Hi"}, {"role": "user"}, {"role": 1, "content": "Hi"}, "Hi", 5]
-)
-def test_a_message_without_role_or_content_is_refused_and_shown(
-    tokenizer: Tokenizer, message: object
-) -> None:
-    with pytest.raises(RequestError, match="each message needs a role and content, got") as refused:
-        tokenizer.encode_chat([USER, message])  # type: ignore[list-item]
-    assert repr(message) in str(refused.value)
+def test_a_conversation_is_rendered_up_to_the_assistants_answer(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat(Conversation(messages=[USER])) == "user:Hi;assistant:"
 
 
 def test_what_the_chat_template_refuses_is_refused_with_its_words(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="the chat template refuses these messages: no thieves"):
-        tokenizer.encode_chat([{"role": "thief", "content": "Hi"}])
+        tokenizer.render_chat(Conversation(messages=[{"role": "thief", "content": "Hi"}]))
 
 
 def test_a_tokenizer_without_chat_template_refuses_messages(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template; send a prompt instead"):
-        tokenizer.encode_chat([USER])
+        tokenizer.render_chat(Conversation(messages=[USER]))
 
 
 # Loading

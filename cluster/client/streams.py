@@ -1,0 +1,88 @@
+"""Chunks on their way from the polling thread to an event loop: one wake of the loop per batch of
+news, whatever the number of streams, and no timer.
+
+The polling thread puts chunks into a `Relay` and wakes it once when the batch is done. A stream
+that has not been read in the meantime finds everything pending at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.client.outputs import Chunk, Generation
+
+Item = tuple[int, "Chunk"]  # place of the prompt among those submitted together, and its chunk
+
+
+class Relay:
+    """The way from any thread to one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._pending: deque[tuple[ChunkStream, Item | Generation]] = deque()
+
+    def put(self, stream: ChunkStream, item: Item | Generation) -> None:
+        """Any thread. Nothing is delivered before `wake`."""
+        self._pending.append((stream, item))
+
+    def wake(self) -> None:
+        """Any thread: have the loop deliver what is pending."""
+        if self._pending:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._pending:
+            stream, item = self._pending.popleft()
+            stream.receive(item)
+
+
+class ChunkStream:
+    """What generations produce, read by one task of the relay's loop."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._num_open = 0
+        self._ended: list[Generation] = []
+        self._items: list[Item] = []
+        self._changed = asyncio.Event()
+
+    def put(self, place: int, chunk: Chunk) -> None:
+        """The sink of the prompt at `place`. Any thread."""
+        self._relay.put(self, (place, chunk))
+
+    def follow(self, generations: list[Generation]) -> None:
+        """The stream ends when these have. On the loop, once."""
+        self._num_open = len(generations)
+        for generation in generations:
+            ended = functools.partial(self._relay.put, self, generation)
+            generation.done.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
+        self._relay.wake()  # some may have ended already
+
+    def receive(self, item: Item | Generation) -> None:
+        """On the loop: an item, or a generation that has ended."""
+        if isinstance(item, tuple):
+            self._items.append(item)
+        else:
+            self._num_open -= 1
+            self._ended.append(item)
+        self._changed.set()
+
+    async def next(self) -> list[Item]:
+        """Everything new, at least one item; nothing at the end. Raises what a generation failed
+        with, once what it produced before has been read.
+        """
+        while not self._items:
+            while self._ended:
+                self._ended.pop().done.result()
+            if self._num_open == 0:
+                return []
+            self._changed.clear()
+            await self._changed.wait()
+        items, self._items = self._items, []
+        return items
