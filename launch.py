@@ -2,6 +2,7 @@
 
     python launch.py generate "What is 47 + 38?" --tp 2
     python launch.py generate --input requests.jsonl --output answers.jsonl --model DIR_OR_HUB_ID
+    python launch.py serve --model DIR_OR_HUB_ID --tp 2 --port 8000
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
@@ -20,6 +21,7 @@ import functools
 import gc
 import inspect
 import logging
+import os
 import signal
 import sys
 import typing
@@ -30,6 +32,7 @@ from typing import Annotated, Any
 import typer
 
 from configs.engine import EngineConfig
+from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
 
@@ -43,14 +46,14 @@ app = typer.Typer(
 MADE_UP = "Made-up requests"
 
 
-def _engine_flags() -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of `EngineConfig` that has a flag."""
-    types = typing.get_type_hints(EngineConfig)
+def _config_flags(config: type[Any], panel: str) -> dict[str, inspect.Parameter]:
+    """One command-line parameter per field of a configuration that has a flag."""
+    types = typing.get_type_hints(config)
     flags = {}
-    for field in dataclasses.fields(EngineConfig):
-        flag, default = field.metadata["flag"], field.metadata["flag_default"]
+    for field in dataclasses.fields(config):
+        flag, default = field.metadata.get("flag"), field.metadata.get("flag_default")
         if flag is not None:
-            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Engine")
+            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=panel)
             kind = types[field.name] if default is not None else types[field.name] | None
             flags[field.name] = _parameter(field.name, Annotated[kind, option], default)
     return flags
@@ -88,8 +91,9 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 # Parameters that stand for several flags: the flags, and the function that builds the parameter
 # from their values.
 GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
-    "config": (_engine_flags(), _engine_config),
+    "config": (_config_flags(EngineConfig, "Engine"), _engine_config),
     "defaults": (_sampling_flags(), _sampling_params),
+    "serving": (_config_flags(ServeConfig, "Serving"), dict),
 }
 
 
@@ -198,6 +202,29 @@ def bench(
             temperature=temperature,
             request_rate=request_rate,
             num_warmup=num_warmup,
+        )
+    )
+
+
+@app.command()
+@_with_flags
+def serve(
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
+    *,
+    config: EngineConfig,
+    serving: dict[str, Any],
+    defaults: SamplingParams,
+) -> None:
+    """Serve the OpenAI API through Ray Serve until SIGTERM or Ctrl-C."""
+    _start_logging(config.log_level)
+    from cluster.serve.run import ServeJob, run_serve  # loads Ray
+
+    serving["api_key"] = serving["api_key"] or os.environ.get("EAGLERAY_API_KEY")
+    sampling = {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None}
+    run_serve(
+        ServeJob(
+            config=ServeConfig(engine=config, sampling=sampling, **serving), host=host, port=port
         )
     )
 

@@ -115,7 +115,8 @@ class EngineStats:
     """Current numbers of sequences and blocks; steps, preemptions and tokens since the start.
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
-    that were found in the prefix cache.
+    that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
+    num_admitted sequences, step_seconds the parts of `StepResult.seconds`.
     """
 
     num_running: int
@@ -126,6 +127,9 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_admitted: int = 0
+    queue_s: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler.block_manager import BlockManager
@@ -57,6 +58,9 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_admitted: int = 0
+    queue_s: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -87,12 +91,21 @@ class Scheduler:
     unread result.
     """
 
-    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager | None = None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        block_manager: BlockManager | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`clock` gives the time of `Request.arrival_s`; only the time in the queue depends on
+        it.
+        """
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "EngineConfig checks this"
         self.limits = limits
         self.block_manager = block_manager or BlockManager(
             limits.num_blocks, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
         )
+        self._clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.submitted: deque[_Submitted] = deque()  # steps whose result is unread
@@ -181,6 +194,9 @@ class Scheduler:
                 " tokens"
             )
         self.submitted.popleft()
+        for part, seconds in result.seconds.items():
+            of_parts = self.stats.step_seconds
+            of_parts[part] = of_parts.get(part, 0.0) + seconds
         output = StepOutput([], [])
         self._take_tokens(sequences, tokens, output)
         if result.logprobs is not None:
@@ -221,6 +237,9 @@ class Scheduler:
             num_preemptions=self.stats.num_preemptions,
             num_prompt_tokens=self.stats.num_prompt_tokens,
             num_cached_tokens=self.stats.num_cached_tokens,
+            num_admitted=self.stats.num_admitted,
+            queue_s=self.stats.queue_s,
+            step_seconds=dict(self.stats.step_seconds),
         )
 
     # -- planning ----------------------------------------------------------------------------------
@@ -307,6 +326,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
             self.stats.num_cached_tokens += seq.num_computed
             self.stats.num_prompt_tokens += num_tokens
+            self.stats.num_admitted += 1
+            self.stats.queue_s += max(0.0, self._clock() - seq.arrival_s)
         self.running.append(seq)
         step.admitted.append((seq, num_cached))
         num_new = min(num_tokens - seq.num_computed, step.budget)

@@ -34,6 +34,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "block_hashes",
         "block_table",
         "cache_salt",
@@ -57,6 +58,7 @@ class Sequence:
     def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
         self.request_id = request.request_id
         self.arrival = arrival
+        self.arrival_s = request.arrival_s
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.sampling = request.sampling

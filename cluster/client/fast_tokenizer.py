@@ -58,6 +58,7 @@ class FastTokenizer:
     ) -> None:
         self._backend = backend
         self._special_tokens = special_tokens
+        self.template = template
         self._template = None if template is None else _environment().from_string(template)
         self.template_variables = template_variables(template or "")
 

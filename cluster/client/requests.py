@@ -38,9 +38,9 @@ class RequestBuilder:
         one repeatable.
         """
         self.limits = limits
+        self.defaults = defaults
         self._model = model
         self._tokenizer = tokenizer
-        self._defaults = defaults
         self._random = random.Random(seed)
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -74,6 +74,10 @@ class RequestBuilder:
             outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
         return Generation(parsed.text, outputs)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""
+        return self._token_ids(self._rendered(parse_prompt(prompt)))
+
     def check(self, prompt: Prompt, wanted: SamplingParams | None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
         seed.
@@ -86,13 +90,13 @@ class RequestBuilder:
         """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint
         cannot do.
         """
-        params = (wanted or SamplingParams()).over(self._defaults)
+        params = (wanted or SamplingParams()).over(self.defaults)
         if params.stop_strings() and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this checkpoint has none", "stop"
             )
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self.check_ids("logit_bias", params.logit_bias or ())
+        self.check_ids("stop_token_ids", params.stop_token_ids or ())
         return params
 
     def _rendered(self, prompt: ParsedPrompt) -> ParsedPrompt:
@@ -121,10 +125,11 @@ class RequestBuilder:
             return None
         return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
 
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
+        """Raise `RequestError` naming the parameter for an id outside the vocabulary."""
         size = self._model.vocab_size
         for token_id in ids:
-            if token_id >= size:
+            if not 0 <= token_id < size:
                 raise RequestError(
                     f"{name}: token id {token_id} is outside the vocabulary of {size} ids", name
                 )

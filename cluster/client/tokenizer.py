@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +87,14 @@ class Tokenizer:
         template = self._slow.chat_template
         sources = template.values() if isinstance(template, dict) else [template or ""]
         return frozenset().union(*map(fast_tokenizer.template_variables, sources))
+
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the chat template takes the arguments of a call as the JSON that was generated,
+        so that it appears in the next prompt letter by letter. Other templates take objects.
+        """
+        template = self._fast.template if self._fast else self._slow.chat_template
+        return re.search(r"arguments\s+is\s+string", str(template)) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be part of a character; a special token's

@@ -13,6 +13,7 @@ import gc
 import logging
 import pickle
 import sys
+import time
 
 from ray.util.placement_group import PlacementGroup
 
@@ -64,7 +65,8 @@ class Driver:
             raise
         self._limits = limits_of(self._config, report.num_blocks)
         ahead = self._config.engine.num_steps_ahead
-        engine = Engine(Scheduler(self._limits), self._group, num_steps_ahead=ahead)
+        scheduler = Scheduler(self._limits, clock=time.time)
+        engine = Engine(scheduler, self._group, num_steps_ahead=ahead)
         self._engine_loop = EngineLoop(engine, self._deliver_soon, self._die)
         gc.freeze()  # so that no later collection walks over the blocks
         gc.enable()

@@ -39,18 +39,23 @@ class EngineProcesses:
     `close` ends them; so does the end of the program.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
-        """Start everything. Raises what kept it from starting, and leaves nothing behind."""
+    def __init__(self, setup: EngineSetup, placement: PlacementGroup | None = None) -> None:
+        """Start everything. Raises what kept it from starting, and leaves nothing behind.
+
+        `placement`: a group of the caller's, with one bundle per rank; it is used and left.
+        """
         stack = contextlib.ExitStack()
         self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # also at exit
         try:
-            self.driver, self.frontend, self.report = _start(setup, stack)
+            self.driver, self.frontend, self.report = _start(setup, placement, stack)
         except BaseException:
             self.close()
             raise
 
 
-def _start(setup: EngineSetup, stack: contextlib.ExitStack) -> tuple[Any, Frontend, EngineReport]:
+def _start(
+    setup: EngineSetup, placement: PlacementGroup | None, stack: contextlib.ExitStack
+) -> tuple[Any, Frontend, EngineReport]:
     """(driver, frontend, report); what has to be undone goes onto the stack."""
     began = time.perf_counter()
     size = setup.config.tensor_parallel_size
@@ -58,8 +63,9 @@ def _start(setup: EngineSetup, stack: contextlib.ExitStack) -> tuple[Any, Fronte
     stack.callback(SESSION.release, lease)
     device = pick_device(setup.config.device, size)
     connected = time.perf_counter()
-    placement = place(size, device)
-    stack.callback(_while_held, lease, remove_placement_group, placement)
+    if placement is None:
+        placement = place(size, device)
+        stack.callback(_while_held, lease, remove_placement_group, placement)
     driver = start_driver(_resolve(setup, device, placement), placement)
     frontend = Frontend(driver, lambda: SESSION.holds(lease))
     # No thread of ours may be inside Ray when Ray stops.

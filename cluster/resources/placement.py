@@ -52,6 +52,26 @@ def pick_device(device: str, tensor_parallel_size: int) -> str:
     return "cpu"
 
 
+def bundle_of(device: str) -> dict[str, float]:
+    """What one rank needs."""
+    return {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+
+
+def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> bool:
+    """Whether one node can hold all ranks of a group. Raises `ConfigError` when the cluster does
+    not have the resources for so many groups, whoever uses them now.
+    """
+    bundle = bundle_of(device)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    held = [int(min(node.get(k, 0) // v for k, v in bundle.items())) for node in nodes]
+    if sum(held) < tensor_parallel_size * groups:
+        what = "the Ray cluster does not have the resources for"
+        if groups > 1:
+            what += f" {groups} replicas with"
+        raise ConfigError(_shortage(tensor_parallel_size, bundle, what, groups))
+    return max(held) >= tensor_parallel_size
+
+
 def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
     """Reserve one bundle per rank: on one node if one can hold all of them, otherwise on as few
     nodes as possible.
@@ -59,32 +79,20 @@ def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
     Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become
     free in time.
     """
-    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
-    needed = {name: amount * tensor_parallel_size for name, amount in bundle.items()}
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    fits_one = any(all(n["Resources"].get(k, 0) >= v for k, v in needed.items()) for n in nodes)
-    if not fits_one:
-        held = sum(
-            int(min(n["Resources"].get(k, 0) // v for k, v in bundle.items())) for n in nodes
-        )
-        if held < tensor_parallel_size:
-            raise ConfigError(
-                _shortage(
-                    tensor_parallel_size, needed, "the Ray cluster does not have the resources for"
-                )
-            )
-    strategy = "STRICT_PACK" if fits_one else "PACK"
+    bundle = bundle_of(device)
+    strategy = "STRICT_PACK" if check_room(tensor_parallel_size, device) else "PACK"
     group: PlacementGroup = placement_group(
         [dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy
     )
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         what = f"after {PLACEMENT_TIMEOUT_S:.0f} s, other work still holds the resources for"
-        raise ConfigError(_shortage(tensor_parallel_size, needed, what))
+        raise ConfigError(_shortage(tensor_parallel_size, bundle, what))
     return group
 
 
-def _shortage(size: int, needed: dict[str, float], what: str) -> str:
+def _shortage(size: int, bundle: dict[str, float], what: str, groups: int = 1) -> str:
+    needed = {name: amount * size * groups for name, amount in bundle.items()}
     rows = []
     for node in ray.nodes():
         if node["Alive"]:

@@ -83,6 +83,10 @@ class RaySession:
         """Whether the Ray of this lease is still running in this process."""
         return ray.is_initialized() and _running() == lease
 
+    def owns(self, lease: str) -> bool:
+        """Whether the Ray of this lease is one we started, which ends with its last lease."""
+        return lease == self._ours
+
     def release(self, lease: str) -> None:
         """Leave; the last engine stops the Ray that we started."""
         with self._lock:

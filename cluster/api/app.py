@@ -1,0 +1,371 @@
+"""The OpenAI API as an ASGI application over one client of an engine; no Ray, no torch.
+
+One table names the paths. Every answer, also to what nobody foresaw, has a JSON body from
+`errors.py`. A request that waits or streams is watched: when its client leaves, it is aborted, and
+its blocks are free a step later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+from cluster.api import metrics as metrics_module
+from cluster.api.document import openapi
+from cluster.api.endpoints import (
+    Job,
+    Served,
+    chat_job,
+    completion_job,
+    detokenize,
+    model_card,
+    tokenize,
+)
+from cluster.api.errors import HttpError, body_of, headers_of, status_of
+from cluster.api.limits import Admission, ApiLimits
+from cluster.api.metrics import ApiMetrics, Family, Timing
+from cluster.api.replies import DONE, Writer, encode_json, event
+from cluster.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    read,
+)
+from cluster.client.client import Client
+from cluster.client.tokenizer import Tokenizer
+from scheduler.errors import EaglerayError, OverloadedError
+from scheduler.messages import EngineStats
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Gather = Callable[[], Awaitable[list[list[Family]]]]
+
+STATS_TIMEOUT_S = 2.0
+STATS_AGE_S = 0.5  # readers within this time share one answer of the engine
+OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json")
+
+
+class Gone(Exception):
+    """The client has left, or does not read."""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, timeout_s: float, *, echo_id: bool
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {name.lower(): value for name, value in scope["headers"]}
+        given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
+        self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
+        self.status: int | None = None
+        self._receive, self._send, self._timeout_s = receive, send, timeout_s
+
+    async def body(self, most: int) -> bytes:
+        """The body. Raises `HttpError` 413 for one of more than `most` bytes, `Gone`."""
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > most:
+            raise _too_large(most)
+        parts, size, more = [], 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise _too_large(most)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def left(self) -> None:
+        """Returns when the client has left. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Send a whole answer."""
+        extra = {"content-length": str(len(body))} | (headers or {})
+        await self.start(status, content_type, extra)
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def start(self, status: int, content_type: str, headers: dict[str, str]) -> None:
+        """Send status and headers."""
+        self.status = status
+        every = {"content-type": content_type, **headers}
+        pairs = [(name.encode(), value.encode()) for name, value in every.items()]
+        pairs += self._own_headers
+        await self._write({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        """Send a part of the body. Raises `Gone` for a client that does not read."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _write(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise Gone from None
+
+    async def unless_left(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; if the client leaves meanwhile, cancel it and raise `Gone`."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self.left())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Gone
+            task.result()
+        finally:
+            watch.cancel()
+            task.cancel()
+            with contextlib.suppress(BaseException):
+                await task
+
+
+class Api:
+    """The ASGI application. One event loop."""
+
+    def __init__(
+        self,
+        client: Client,
+        tokenizer: Tokenizer | None,
+        *,
+        model_name: str,
+        version: str,
+        api_key: str | None = None,
+        limits: ApiLimits | None = None,
+        echo_request_id: bool = True,
+    ) -> None:
+        """`echo_request_id`: off where a proxy in front adds `x-request-id` itself."""
+        self.limits = limits or ApiLimits()
+        self.admission = Admission(self.limits)
+        self.metrics = ApiMetrics()
+        self.gather_metrics: Gather | None = None  # of all processes that serve, this one included
+        self._client = client
+        self._served = Served(
+            name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
+        )
+        self._version = version
+        self._echo_request_id = echo_request_id
+        self._api_key = api_key.encode() if api_key else None
+        self._stats: asyncio.Future[EngineStats] | None = None
+        self._stats_at_s = 0.0
+        self._document = encode_json(openapi(version)).encode()
+        self._paths: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._models),
+            f"/v1/models/{model_name}": ("GET", self._model),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/live": ("GET", self._live),
+            "/version": ("GET", self._show_version),
+            "/metrics": ("GET", self._show_metrics),
+            "/openapi.json": ("GET", self._openapi),
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        limit_s = self.limits.slow_reader_timeout_s
+        exchange = Exchange(scope, receive, send, limit_s, echo_id=self._echo_request_id)
+        status = 499
+        try:
+            await self._dispatch(exchange)
+            status = exchange.status or 500
+        except Gone:
+            pass
+        except Exception as error:
+            status = status_of(error)
+            await self._refuse(exchange, error)
+        finally:
+            path = exchange.path if exchange.path in self._paths else "other"
+            self.metrics.requests.labels(path, str(status)).inc()
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        if exchange.path not in self._paths:
+            if exchange.path.startswith("/v1/models/"):
+                self._served.check_name(exchange.path.removeprefix("/v1/models/"))
+            known = ", ".join(self._paths)
+            raise HttpError(404, f"there is nothing at {exchange.path[:200]!r}; paths are {known}")
+        method, handler = self._paths[exchange.path]
+        if exchange.method != method:
+            raise HttpError(405, f"{exchange.path} takes {method}, not {exchange.method}")
+        if exchange.path not in OPEN_PATHS:
+            self._authorize(exchange)
+        await handler(exchange)
+
+    def _authorize(self, exchange: Exchange) -> None:
+        if self._api_key is None:
+            return
+        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._api_key):
+            raise HttpError(
+                401,
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+        """Answer with an error, as an event if the stream has begun."""
+        body = body_of(error)
+        with contextlib.suppress(Gone):
+            if exchange.status is None:
+                data = encode_json(body).encode()
+                await exchange.answer(status_of(error), data, headers=headers_of(error))
+            else:
+                await exchange.write(event(body) + DONE, more=False)
+
+    # -- generating --------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        request = read(ChatRequest, await exchange.body(self.limits.max_body_bytes))
+        await self._run(exchange, chat_job(request, self._served, self.limits.max_messages))
+
+    async def _complete(self, exchange: Exchange) -> None:
+        request = read(CompletionRequest, await exchange.body(self.limits.max_body_bytes))
+        await self._run(exchange, completion_job(request, self._served))
+
+    async def _run(self, exchange: Exchange, job: Job) -> None:
+        with self.admission.admit(job.num_outputs):
+            self.metrics.open.inc(job.num_outputs)
+            try:
+                run = self._stream if job.streamed else self._answer_whole
+                await exchange.unless_left(run(exchange, job))
+            finally:
+                self.metrics.open.dec(job.num_outputs)
+
+    async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
+        timing = Timing(self.metrics)
+        generations = await self._client.submit_async(job.prompts, job.params)
+        writer = job.make_writer(generations)
+        outputs = await self._client.wait_async(generations)
+        for output in outputs:
+            self.metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
+        timing.end()
+        await exchange.answer(200, encode_json(writer.body()).encode())
+
+    async def _stream(self, exchange: Exchange, job: Job) -> None:
+        timing = Timing(self.metrics)
+        async with self._client.stream(job.prompts, job.params) as (generations, chunks):
+            writer: Writer = job.make_writer(generations)
+            num_outputs = len(generations[0].outputs)
+            while items := await chunks.next():
+                for place, chunk in items:
+                    timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+                if exchange.status is None:
+                    await exchange.start(
+                        200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
+                    )
+                data = b"".join(writer.events(place, chunk) for place, chunk in items)
+                if data:
+                    await exchange.write(data, more=True)
+            timing.end()
+            end = writer.usage_event() if job.includes_usage else b""
+            await exchange.write(end + DONE, more=False)
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        request = read(TokenizeRequest, await exchange.body(self.limits.max_body_bytes))
+        work = asyncio.to_thread(tokenize, request, self._served, self.limits.max_messages)
+        await exchange.answer(200, encode_json(await work).encode())
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        request = read(DetokenizeRequest, await exchange.body(self.limits.max_body_bytes))
+        work = asyncio.to_thread(detokenize, request, self._served)
+        await exchange.answer(200, encode_json(await work).encode())
+
+    async def _models(self, exchange: Exchange) -> None:
+        body = {"object": "list", "data": [model_card(self._served)]}
+        await exchange.answer(200, encode_json(body).encode())
+
+    async def _model(self, exchange: Exchange) -> None:
+        await exchange.answer(200, encode_json(model_card(self._served)).encode())
+
+    async def _live(self, exchange: Exchange) -> None:
+        await exchange.answer(200, b"{}")
+
+    async def _health(self, exchange: Exchange) -> None:
+        """Ready: the engine answers, and requests are taken."""
+        if self.admission.is_draining:
+            raise OverloadedError("the server is shutting down")
+        await self.stats()
+        await exchange.answer(200, b"{}")
+
+    async def _show_version(self, exchange: Exchange) -> None:
+        await exchange.answer(200, encode_json({"version": self._version}).encode())
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.answer(200, self._document)
+
+    async def _show_metrics(self, exchange: Exchange) -> None:
+        many = await self.gather_metrics() if self.gather_metrics else [await self.families()]
+        body = metrics_module.render(metrics_module.merge(many))
+        await exchange.answer(200, body, metrics_module.CONTENT_TYPE)
+
+    async def families(self) -> list[Family]:
+        """The metrics of this process, with its engine's if that answers."""
+        try:
+            return self.metrics.families(await self.stats())
+        except EaglerayError:
+            return self.metrics.families(None)
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters, at most `STATS_AGE_S` old. Raises `EaglerayError` for an engine
+        that is dead or does not answer.
+        """
+        now_s = time.monotonic()
+        if self._stats is None or now_s - self._stats_at_s > STATS_AGE_S:
+            self._stats_at_s = now_s
+            self._stats = asyncio.ensure_future(asyncio.to_thread(self._client.stats))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._stats), STATS_TIMEOUT_S)
+        except TimeoutError:
+            raise OverloadedError(
+                f"the engine did not answer within {STATS_TIMEOUT_S:g} s"
+            ) from None
+
+    async def drain(self, limit_s: float) -> int:
+        """Take no new requests and wait until those that run have ended, or for `limit_s`; returns
+        how many outputs are left.
+        """
+        self.admission.is_draining = True
+        until_s = time.monotonic() + limit_s
+        while self.admission.num_open and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
+        return self.admission.num_open
+
+
+def _too_large(most: int) -> HttpError:
+    return HttpError(413, f"the body is too large; at most {most} bytes are possible")
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

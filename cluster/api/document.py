@@ -1,0 +1,80 @@
+"""The OpenAPI document of the API, made from the models of its requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from cluster.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+REFERENCE = "#/components/schemas/{model}"
+POST: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
+    "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
+    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),
+    "/detokenize": (DetokenizeRequest, "Text of token ids."),
+}
+GET = {
+    "/v1/models": "The model that is served.",
+    "/health": "200 while requests are taken and the engine answers, otherwise 503.",
+    "/live": "200 while the process lives.",
+    "/version": "The version.",
+    "/metrics": "Counters for Prometheus.",
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The document."""
+    models = [(model, "validation") for model, _ in POST.values()]
+    _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for path, (model, summary) in POST.items():
+        reference = REFERENCE.format(model=model.__name__)
+        body = {"content": {"application/json": {"schema": {"$ref": reference}}}, "required": True}
+        paths[path] = {
+            "post": {"summary": summary, "requestBody": body, "responses": _responses("400", "413")}
+        }
+    for path, summary in GET.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses()}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Eagleray", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": definitions["$defs"] | {"Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _responses(*errors: str) -> dict[str, Any]:
+    reference = REFERENCE.format(model="Error")
+    failed = {
+        "description": "An error.",
+        "content": {"application/json": {"schema": {"$ref": reference}}},
+    }
+    wrong = dict.fromkeys((*errors, "401", "404", "503"), failed)
+    return {"200": {"description": "The answer."}} | wrong

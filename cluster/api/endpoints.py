@@ -1,0 +1,217 @@
+"""From a request of the API to prompts and sampling parameters, and to the writer of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.api.errors import HttpError
+from cluster.api.parser import state_after
+from cluster.api.replies import ChatWriter, CompletionWriter, Writer
+from cluster.api.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generate,
+    TokenizeRequest,
+    Tool,
+)
+from cluster.client.outputs import Generation
+from cluster.client.prompts import Prompt
+from cluster.client.requests import RequestBuilder
+from cluster.client.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+from scheduler.params import MAX_LOGPROBS, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model that is served."""
+
+    name: str
+    created: int
+    builder: RequestBuilder
+    tokenizer: Tokenizer | None
+
+    def check_name(self, name: str | None) -> None:
+        """Raise 404 for another model."""
+        if name is not None and name != self.name:
+            raise HttpError(
+                404,
+                f"the model {name[:200]!r} does not exist; served is {self.name!r}",
+                parameter="model",
+                code="model_not_found",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run for a request, and how to answer."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    streamed: bool
+    includes_usage: bool
+    make_writer: Callable[[list[Generation]], Writer]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.prompts) * (self.params.n or 1)
+
+
+def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
+    """Raises `RequestError`, and `HttpError` for another model."""
+    served.check_name(request.model)
+    tokenizer = _needed(served.tokenizer, "a chat")
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    tools = request.tools if request.tool_choice != "none" else None
+    prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
+    if request.cache_salt is not None:
+        prompt["cache_salt"] = request.cache_salt
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
+            "top_logprobs",
+        )
+    params = request.sampling(
+        max_tokens=_first(
+            request.max_completion_tokens,
+            request.max_tokens,
+            served.builder.defaults.max_tokens,
+            served.builder.limits.max_total_tokens,
+        ),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+    def make_writer(generations: list[Generation]) -> Writer:
+        rendered = generations[0].prompt or ""
+        state = state_after(rendered)
+        return ChatWriter(served.name, generations, tokenizer, state=state, tools=bool(tools))
+
+    return _job([prompt], served.builder.parameters(params), request, make_writer)
+
+
+def completion_job(request: CompletionRequest, served: Served) -> Job:
+    """Raises `RequestError`, and `HttpError` for another model."""
+    served.check_name(request.model)
+    if request.echo and request.logprobs is not None:
+        raise RequestError("echo with logprobs is not possible: the prompt has none", "logprobs")
+    params = request.sampling(
+        max_tokens=_first(
+            request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
+        ),
+        logprobs=request.logprobs,
+    )
+    many: list[Any] = [request.prompt]
+    if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
+        many = list(request.prompt)
+    salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+    prompts: list[Prompt] = [
+        {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} | salt
+        for prompt in many
+    ]
+
+    def make_writer(generations: list[Generation]) -> Writer:
+        echo = bool(request.echo)
+        return CompletionWriter(served.name, generations, served.tokenizer, echo=echo)
+
+    return _job(prompts, served.builder.parameters(params), request, make_writer)
+
+
+def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
+    served.check_name(request.model)
+    tokenizer = _needed(served.tokenizer, "tokenizing")
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    prompt: Prompt
+    if request.messages is None:
+        if request.tools or request.chat_template_kwargs:
+            raise RequestError("tools and chat_template_kwargs need messages", "tools")
+        assert request.prompt is not None
+        token_ids = tokenizer.encode(request.prompt)
+    else:
+        variables = dict(request.chat_template_kwargs or {})
+        prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
+        token_ids = served.builder.encode(prompt)
+    return {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": served.builder.limits.max_model_len,
+    }
+
+
+def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/detokenize`."""
+    served.check_name(request.model)
+    tokenizer = _needed(served.tokenizer, "detokenizing")
+    served.builder.check_ids("tokens", request.tokens)
+    return {"prompt": tokenizer.decode(request.tokens)}
+
+
+def model_card(served: Served) -> dict[str, Any]:
+    """The model in the form of `/v1/models`."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "eagleray",
+        "max_model_len": served.builder.limits.max_model_len,
+    }
+
+
+def _job(
+    prompts: list[Prompt],
+    params: SamplingParams,
+    request: Generate,
+    make_writer: Callable[[list[Generation]], Writer],
+) -> Job:
+    streamed = bool(request.stream)
+    if request.stream_options is not None and not streamed:
+        raise RequestError("stream_options needs stream: true", "stream_options")
+    return Job(
+        prompts=prompts,
+        params=params,
+        streamed=streamed,
+        includes_usage=request.includes_usage,
+        make_writer=make_writer,
+    )
+
+
+def _conversation(
+    messages: list[ChatMessage],
+    tools: list[Tool] | None,
+    variables: dict[str, Any],
+    tokenizer: Tokenizer,
+    max_messages: int,
+) -> dict[str, Any]:
+    if len(messages) > max_messages:
+        raise RequestError(
+            f"there are {len(messages)} messages; at most {max_messages} are possible", "messages"
+        )
+    as_text = tokenizer.takes_arguments_as_text
+    prompt: dict[str, Any] = {
+        "messages": [message.for_template(arguments_as_text=as_text) for message in messages],
+        "chat_template_kwargs": variables,
+    }
+    if tools:
+        prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
+    return prompt
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError(f"{what} needs a tokenizer, and this checkpoint has none", "messages")
+    return tokenizer

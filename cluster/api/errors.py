@@ -1,0 +1,71 @@
+"""Every error as an answer: the one table from the error tree to HTTP statuses and OpenAI's error
+bodies.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from scheduler.errors import (
+    ClientError,
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+)
+
+RETRY_AFTER_S = 1
+
+logger = logging.getLogger("eagleray.api")
+
+# The first class that fits decides: status, OpenAI's `type`, and `code`.
+TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
+    (ClientError, 400, "invalid_request_error", None),
+    (OverloadedError, 503, "overloaded_error", "overloaded"),
+    (EngineDeadError, 503, "server_error", "engine_dead"),
+    (EngineError, 500, "server_error", None),
+    (BaseException, 500, "server_error", "internal_error"),
+)
+
+
+class HttpError(EaglerayError):
+    """An answer that the error tree has no class for, such as 404."""
+
+    def __init__(
+        self, status: int, message: str, *, parameter: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.parameter, self.code = status, parameter, code
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, HttpError):
+        return error.status
+    return next(status for kind, status, _, _ in TABLE if isinstance(error, kind))
+
+
+def body_of(error: BaseException) -> dict[str, Any]:
+    """OpenAI's error body. The words of an error that nobody foresaw stay in the log."""
+    if isinstance(error, HttpError):
+        return _body(str(error), "invalid_request_error", error.parameter, error.code)
+    kind, _, name, code = next(row for row in TABLE if isinstance(error, row[0]))
+    if kind is BaseException:
+        logger.error("a request failed unexpectedly", exc_info=error)
+        return _body("an internal error; the server's log has the cause", name, None, code)
+    parameter = error.parameter if isinstance(error, RequestError) else None
+    return _body(str(error), name, parameter, code)
+
+
+def headers_of(error: BaseException) -> dict[str, str]:
+    """Headers that go with an error."""
+    status = status_of(error)
+    if status == 503:
+        return {"retry-after": str(RETRY_AFTER_S)}
+    return {"www-authenticate": "Bearer"} if status == 401 else {}
+
+
+def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

@@ -1,0 +1,58 @@
+"""What one API process takes on: the size of requests, and how many outputs may be open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scheduler.errors import OverloadedError, RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiLimits:
+    """Limits of one API process.
+
+    max_open: outputs that run or wait at a time; a request for more waits for none of them but is
+    refused. slow_reader_timeout_s: how long a client may leave a chunk unread.
+    """
+
+    max_open: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    max_messages: int = 2048
+    max_outputs: int = 128
+    slow_reader_timeout_s: float = 30.0
+
+
+class Admission:
+    """Counts open outputs. One event loop."""
+
+    def __init__(self, limits: ApiLimits) -> None:
+        self.limits = limits
+        self.num_open = 0
+        self.is_draining = False
+
+    @contextlib.contextmanager
+    def admit(self, num_outputs: int) -> Iterator[None]:
+        """Room for the outputs of one request. Raises `OverloadedError` when there is none,
+        `RequestError` for a request that never has room.
+        """
+        limits = self.limits
+        if num_outputs > limits.max_outputs:
+            raise RequestError(
+                f"the request asks for {num_outputs} outputs (prompts times n); at most"
+                f" {limits.max_outputs} are possible. Send several requests",
+                "n",
+            )
+        if self.is_draining:
+            raise OverloadedError("the server is shutting down; send the request to another one")
+        if self.num_open + num_outputs > limits.max_open:
+            raise OverloadedError(
+                f"{self.num_open} outputs are running or waiting, of {limits.max_open} possible;"
+                " try again later"
+            )
+        self.num_open += num_outputs
+        try:
+            yield
+        finally:
+            self.num_open -= num_outputs

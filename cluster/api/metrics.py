@@ -1,0 +1,188 @@
+"""What an API process counts, in the form of Prometheus.
+
+The numbers of several processes are added up by name and labels (`merge`), so that one answer
+speaks for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from scheduler.messages import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# Metric of the engine, its help, and the field of `EngineStats`; names that end in _total count up.
+ENGINE = {
+    "eagleray_num_requests_running": ("Sequences in the batch.", "num_running"),
+    "eagleray_num_requests_waiting": ("Sequences waiting for room.", "num_waiting"),
+    "eagleray_kv_blocks": ("Blocks of the KV cache.", "num_blocks"),
+    "eagleray_kv_blocks_free": ("Blocks of the KV cache that nobody uses.", "num_free_blocks"),
+    "eagleray_steps_total": ("Steps run.", "num_steps"),
+    "eagleray_preemptions_total": ("Sequences preempted.", "num_preemptions"),
+    "eagleray_prompt_tokens_total": ("Prompt tokens admitted.", "num_prompt_tokens"),
+    "eagleray_prefix_cache_hit_tokens_total": (
+        "Prompt tokens found in the prefix cache.",
+        "num_cached_tokens",
+    ),
+}
+Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One metric with its samples, as plain data."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[Sample] = field(default_factory=list)
+
+
+class ApiMetrics:
+    """Counters of one API process. One event loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=True)
+        self.requests = Counter(
+            "eagleray_http_requests",
+            "Requests answered, by path and HTTP status; 499 when the client left.",
+            ["path", "status"],
+            registry=self._registry,
+        )
+        self.open = Gauge(
+            "eagleray_http_outputs_open",
+            "Outputs of requests that have not been answered yet.",
+            registry=self._registry,
+        )
+        self.ttft = Histogram(
+            "eagleray_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.inter_token = Histogram(
+            "eagleray_inter_token_seconds",
+            "Between the tokens of an output that streams.",
+            buckets=TOKEN_SECONDS,
+            registry=self._registry,
+        )
+        self.duration = Histogram(
+            "eagleray_request_seconds",
+            "From a request's arrival to the end of its answer.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.output_tokens = Counter(
+            "eagleray_output_tokens", "Tokens generated.", registry=self._registry
+        )
+
+    def families(self, stats: EngineStats | None) -> list[Family]:
+        """Everything counted, with the engine's own numbers if they are known."""
+        found = [_family(metric) for metric in self._registry.collect()]
+        if stats is None:
+            return found
+        for name, (help, attribute) in ENGINE.items():
+            value = float(getattr(stats, attribute))
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family = Family(name=name.removesuffix("_total"), kind=kind, help=help)
+            family.samples.append((name, (), value))
+            found.append(family)
+        name = "eagleray_queue_seconds"
+        queue: list[Sample] = [
+            (f"{name}_sum", (), stats.queue_s),
+            (f"{name}_count", (), float(stats.num_admitted)),
+        ]
+        help = "From a request's arrival to its first step."
+        found.append(Family(name=name, kind="summary", help=help, samples=queue))
+        name = "eagleray_step_part_seconds"
+        parts: list[Sample] = [
+            (f"{name}_total", (("part", part),), seconds)
+            for part, seconds in stats.step_seconds.items()
+        ]
+        help = "Time of steps by part, on rank 0."
+        found.append(Family(name=name, kind="counter", help=help, samples=parts))
+        return found
+
+
+class Timing:
+    """Times of one request on their way into the metrics."""
+
+    def __init__(self, metrics: ApiMetrics) -> None:
+        self._metrics = metrics
+        self._began_s = time.perf_counter()
+        self._last_s: dict[int, float] = {}
+
+    def tokens(self, choice: int, count: int) -> None:
+        """New tokens of an output."""
+        if not count:
+            return
+        now_s = time.perf_counter()
+        last_s = self._last_s.get(choice)
+        if last_s is not None:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now_s - last_s) / count)
+        elif not self._last_s:
+            self._metrics.ttft.observe(now_s - self._began_s)
+        self._last_s[choice] = now_s
+        self._metrics.output_tokens.inc(count)
+
+    def end(self) -> None:
+        """The answer is complete."""
+        self._metrics.duration.observe(time.perf_counter() - self._began_s)
+
+
+def merge(many: Iterable[list[Family]]) -> list[Family]:
+    """The families of several processes, added up by name and labels."""
+    kinds: dict[str, Family] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for families in many:
+        for family in families:
+            kinds.setdefault(family.name, family)
+            of_family = values.setdefault(family.name, {})
+            for name, labels, value in family.samples:
+                of_family[name, labels] = of_family.get((name, labels), 0.0) + value
+    return [
+        Family(
+            name=name,
+            kind=family.kind,
+            help=family.help,
+            samples=[(sample, labels, v) for (sample, labels), v in values[name].items()],
+        )
+        for name, family in kinds.items()
+    ]
+
+
+def render(families: list[Family]) -> bytes:
+    """The text that Prometheus reads."""
+    registry = CollectorRegistry()
+    registry.register(_Given(families))
+    return generate_latest(registry)
+
+
+class _Given(Collector):
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.help, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, dict(labels), value)
+            yield metric
+
+
+def _family(metric: Metric) -> Family:
+    samples: list[Sample] = [
+        (sample.name, tuple(sorted(sample.labels.items())), sample.value)
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    ]
+    return Family(name=metric.name, kind=metric.type, help=metric.documentation, samples=samples)

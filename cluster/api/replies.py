@@ -1,0 +1,307 @@
+"""Bodies of answers, whole and as events of a stream, in OpenAI's form.
+
+A writer belongs to one request. It turns the chunks of its outputs into events, or the finished
+outputs into one body; both go through the same parser and the same helpers, so that they agree.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from cluster.api.parser import AnswerParser, Parts, State
+from cluster.client.outputs import Chunk, CompletionOutput, Generation
+from cluster.client.tokenizer import Tokenizer
+from scheduler.messages import TokenLogprobs
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+Entries = Seq[TokenLogprobs | None]
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {encode_json(body)}\n\n".encode()
+
+
+def usage_of(generations: list[Generation]) -> dict[str, Any]:
+    """Token counts of a request, over all its prompts and outputs."""
+    prompt = sum(generation.requests[0].num_prompt_tokens for generation in generations)
+    output = sum(len(done.token_ids) for g in generations for done in g.completions)
+    cached = sum(generation.num_cached_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Writer(Protocol):
+    """Answers one request."""
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        """The events for a chunk of the prompt at `place`."""
+
+    def usage_event(self) -> bytes:
+        """The event with the token counts, after all others."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, once every output has finished."""
+
+
+class _Envelope:
+    """What all events and bodies of one request share."""
+
+    def __init__(self, prefix: str, kind: str, model: str, generations: list[Generation]) -> None:
+        self._generations = generations
+        self._kind = kind
+        self._fields: dict[str, Any] = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def _events(self, kind: str, choices: list[dict[str, Any]]) -> bytes:
+        common = encode_json(self._fields | {"object": kind})[:-1]
+        return "".join(
+            f'data: {common},"choices":[{encode_json(choice)}]}}\n\n' for choice in choices
+        ).encode()
+
+    def _usage_event(self, kind: str) -> bytes:
+        return event(
+            self._fields | {"object": kind, "choices": [], "usage": usage_of(self._generations)}
+        )
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = usage_of(self._generations)
+        return self._fields | {"object": self._kind, "choices": choices, "usage": usage}
+
+
+class ChatWriter(_Envelope):
+    """Answers a chat."""
+
+    CHUNK = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        generations: list[Generation],
+        tokenizer: Tokenizer,
+        *,
+        state: State,
+        tools: bool,
+    ) -> None:
+        """`state`: what an answer begins with. `tools`: whether calls are looked for."""
+        super().__init__("chatcmpl", "chat.completion", model, generations)
+        self._tokenizer, self._state, self._tools = tokenizer, state, tools
+        self._choices: dict[int, _ChatChoice] = {}
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        choice = self._choices.get(chunk.index)
+        deltas: list[dict[str, Any]] = []
+        if choice is None:
+            choice = _ChatChoice(AnswerParser(self._state, tools=self._tools))
+            self._choices[chunk.index] = choice
+            deltas.append({"role": "assistant", "content": ""})
+        parts = choice.parser.push(chunk.text)
+        new = choice.deltas(parts)
+        if chunk.finish_reason:
+            new += choice.deltas(choice.parser.finish())
+        choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
+        events = [_delta(chunk.index, delta) for delta in deltas + new]
+        if new:
+            events[len(deltas)]["logprobs"] = choice.take_logprobs()
+        if chunk.finish_reason:
+            end = _delta(chunk.index, {})
+            end["logprobs"] = choice.take_logprobs()
+            end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.num_calls)
+            events.append(end)
+        return self._events(self.CHUNK, events)
+
+    def usage_event(self) -> bytes:
+        return self._usage_event(self.CHUNK)
+
+    def body(self) -> dict[str, Any]:
+        [generation] = self._generations
+        return self._body([self._choice(done) for done in generation.completions])
+
+    def _choice(self, done: CompletionOutput) -> dict[str, Any]:
+        parser = AnswerParser(self._state, tools=self._tools)
+        parts = parser.push(done.text)
+        rest = parser.finish()
+        reasoning = parts.reasoning + rest.reasoning
+        content: str | None = parts.content + rest.content
+        calls = parts.calls + rest.calls
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+            "reasoning": reasoning or None,
+            "reasoning_content": reasoning or None,
+        }
+        if calls:
+            message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
+        entries = self._logprobs(done.token_ids, done.logprobs)
+        return {
+            "index": done.index,
+            "message": message,
+            "logprobs": {"content": entries, "refusal": None} if entries else None,
+            "finish_reason": _finish_reason(done.finish_reason, len(calls)),
+        }
+
+    def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> list[dict[str, Any]]:
+        found = []
+        for token_id, entry in zip(token_ids, logprobs or [], strict=False):
+            if entry is not None:
+                top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+                found.append(
+                    self._token(token_id, entry.logprob)
+                    | {"top_logprobs": [self._token(other, value) for other, value in top]}
+                )
+        return found
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": data.decode(errors="replace"),
+            "bytes": list(data),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+        }
+
+
+class _ChatChoice:
+    """One output of a chat while it streams."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parser = parser
+        self.num_calls = 0
+        self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held
+
+    def deltas(self, parts: Parts) -> list[dict[str, Any]]:
+        """What is new, in the order of the answer: reasoning, content, calls."""
+        deltas: list[dict[str, Any]] = []
+        if parts.reasoning:
+            deltas.append({"reasoning": parts.reasoning, "reasoning_content": parts.reasoning})
+        if parts.content:
+            deltas.append({"content": parts.content})
+        for call in parts.calls:
+            index = {"index": self.num_calls}
+            deltas.append({"tool_calls": [index | _call(call.name, call.arguments)]})
+            self.num_calls += 1
+        return deltas
+
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """The logprobs of the text that is released now."""
+        taken, self.waiting = self.waiting, []
+        return {"content": taken, "refusal": None} if taken else None
+
+
+class CompletionWriter(_Envelope):
+    """Answers a completion of one or many prompts."""
+
+    CHUNK = "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        generations: list[Generation],
+        tokenizer: Tokenizer | None,
+        *,
+        echo: bool,
+    ) -> None:
+        super().__init__("cmpl", self.CHUNK, model, generations)
+        self._tokenizer, self._echo = tokenizer, echo
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        index = self._index(place, chunk.index)
+        text = chunk.text
+        if index not in self._offsets:
+            text = self._start(place) + text
+            self._offsets[index] = len(text) - len(chunk.text)
+        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
+        self._offsets[index] += len(chunk.text)
+        choices = []
+        if text or logprobs:
+            choices.append(_choice(index, text, logprobs, None))
+        if chunk.finish_reason:
+            choices.append(_choice(index, "", None, chunk.finish_reason))
+        return self._events(self.CHUNK, choices)
+
+    def usage_event(self) -> bytes:
+        return self._usage_event(self.CHUNK)
+
+    def body(self) -> dict[str, Any]:
+        choices = []
+        for place, generation in enumerate(self._generations):
+            start = self._start(place)
+            for done in generation.completions:
+                logprobs = self._logprobs(done.token_ids, done.logprobs, len(start))
+                index = self._index(place, done.index)
+                choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
+        return self._body(choices)
+
+    def _index(self, place: int, output: int) -> int:
+        return place * len(self._generations[place].outputs) + output
+
+    def _start(self, place: int) -> str:
+        """The prompt, if it is to be repeated."""
+        generation = self._generations[place]
+        if not self._echo or self._tokenizer is None:
+            return ""
+        if generation.prompt is not None:
+            return generation.prompt
+        return self._tokenizer.decode(generation.prompt_token_ids)
+
+    def _logprobs(
+        self, token_ids: list[int], logprobs: Entries | None, offset: int
+    ) -> dict[str, Any] | None:
+        if logprobs is None or self._tokenizer is None:
+            return None
+        tokens, values, tops, offsets = [], [], [], []
+        for token_id, entry in zip(token_ids, logprobs, strict=False):
+            text = self._text(token_id)
+            tokens.append(text)
+            offsets.append(offset)
+            offset += len(text)
+            values.append(max(entry.logprob, LOWEST_LOGPROB) if entry else None)
+            top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
+            tops.append({self._text(other): max(value, LOWEST_LOGPROB) for other, value in top})
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _finish_reason(reason: str | None, num_calls: int) -> str | None:
+    return "tool_calls" if num_calls and reason == "stop" else reason

@@ -1,0 +1,51 @@
+"""From a configuration to a Serve application.
+
+`build` is what `serve run` and `serve deploy` call (see `configs/serve.yaml`); whatever is wrong
+with the configuration is raised here, before Serve starts a replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.client.setup import prepare
+from cluster.resources.placement import actor_environment, bundle_of, pick_device
+from cluster.serve.replica import NAME, EngineReplica
+from configs.serve import ServeConfig
+from scheduler.params import SamplingParams
+
+MANY = 100_000  # our own limits speak before Serve's
+HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 5.0, 10.0
+MAX_CONSTRUCTOR_TRIES = 2
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """An application from the options of `ServeConfig`. Raises `ConfigError`."""
+    return application(ServeConfig.from_dict(args))
+
+
+def application(config: ServeConfig) -> serve.Application:
+    """The application of a configuration. Raises `ConfigError`, `RequestError`."""
+    prepare(config.engine, SamplingParams.from_dict(config.sampling))
+    size = config.engine.tensor_parallel_size
+    if not ray.is_initialized():
+        ray.init(address="auto")
+    device = pick_device(config.engine.device, size)
+    deployment = serve.deployment(
+        name=NAME,
+        num_replicas=config.replicas,
+        max_ongoing_requests=MANY,
+        max_queued_requests=-1,
+        max_constructor_retry_count=MAX_CONSTRUCTOR_TRIES,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        ray_actor_options={"num_cpus": 0, "runtime_env": actor_environment()},
+        placement_group_bundles=[bundle_of(device) for _ in range(size)],
+        placement_group_strategy="STRICT_PACK" if size == 1 else "PACK",
+        logging_config={"enable_access_log": False},
+    )
+    return deployment(serve.ingress()(EngineReplica)).bind(config)

@@ -1,0 +1,29 @@
+"""The API's counters in Ray's own metrics, beside those of Ray and of Ray Serve.
+
+Ray's registry wants to be told values, so each sample is a gauge that is set from time to time.
+"""
+
+from __future__ import annotations
+
+from ray.util.metrics import Gauge
+
+from cluster.api.metrics import Family
+
+
+class RayMetrics:
+    """Reports one replica's numbers."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._gauges: dict[str, Gauge] = {}
+
+    def report(self, families: list[Family]) -> None:
+        """Set every number anew. Of a histogram sum and count are reported."""
+        for family in families:
+            for name, labels, value in family.samples:
+                if name.endswith("_bucket"):
+                    continue
+                keys = (*(key for key, _ in labels), "replica")
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(name, description=family.help, tag_keys=keys)
+                self._gauges[name].set(value, tags=dict(labels) | {"replica": self._replica})

@@ -1,0 +1,135 @@
+"""A replica of the served application: one engine, and the API over it.
+
+The replica's actor sits in bundle 0 of its placement group, which has one bundle per rank; the
+driver and the ranks of its engine sit in the same group. HTTP requests reach `Api` through Serve's
+proxy, calls of a handle reach the methods; both are admitted by the same count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
+
+import ray
+from ray import serve
+
+from cluster.api.app import Api
+from cluster.api.limits import ApiLimits
+from cluster.api.metrics import Family
+from cluster.client.client import Client
+from cluster.client.outputs import Chunk, RequestOutput
+from cluster.client.prompts import Message, Prompt, as_list, conversations
+from cluster.client.setup import prepare
+from cluster.engine.start import EngineProcesses
+from cluster.serve.ray_metrics import RayMetrics
+from configs.serve import ServeConfig
+from scheduler.params import SamplingParams
+
+NAME = "engine"
+METRICS_PERIOD_S = 5.0
+GATHER_TIMEOUT_S = 5.0
+
+
+class EngineReplica:
+    """Run by Ray Serve. The methods take and give what those of `LLM` do."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        sampling = SamplingParams.from_dict(config.sampling)
+        setup = await asyncio.to_thread(prepare, config.engine, sampling)
+        group = ray.util.get_current_placement_group()
+        self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
+        self._client = Client(
+            setup.request_builder(self._engine.report.limits), self._engine.frontend
+        )
+        self._api = Api(
+            self._client,
+            setup.tokenizer,
+            model_name=config.model_name,
+            version=importlib.metadata.version("eagleray"),
+            api_key=config.api_key,
+            echo_request_id=False,  # Serve's proxy does
+            limits=ApiLimits(
+                max_open=config.max_open_requests,
+                max_body_bytes=config.max_body_bytes,
+                max_messages=config.max_messages,
+                slow_reader_timeout_s=config.slow_reader_timeout_s,
+            ),
+        )
+        self._api.gather_metrics = self._gather_metrics
+        self._reporting = asyncio.create_task(self._report_metrics())
+
+    def __serve_build_asgi_app__(self) -> Api:
+        return self._api
+
+    async def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`."""
+        many = as_list(prompts)
+        with self._api.admission.admit(len(many) * _outputs_of(sampling_params)):
+            return await self._client.wait_async(
+                await self._client.submit_async(many, sampling_params)
+            )
+
+    async def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """As `LLM.chat`."""
+        return await self.generate(conversations(messages), sampling_params)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """As `LLM.stream`, for handles with `stream=True`. A chat is streamed with the prompt
+        `{"messages": ...}`.
+        """
+        with self._api.admission.admit(_outputs_of(sampling_params)):
+            async with self._client.stream([prompt], sampling_params) as (_, chunks):
+                while items := await chunks.next():
+                    for _, chunk in items:
+                        yield chunk
+
+    async def stream_chat(
+        self, messages: Seq[Message], sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """`stream` for one conversation."""
+        async for chunk in self.stream({"messages": messages}, sampling_params):
+            yield chunk
+
+    async def drain(self, limit_s: float) -> int:
+        """Take no new requests, wait for those that run; returns how many outputs are left."""
+        return await self._api.drain(limit_s)
+
+    async def metric_families(self) -> list[Family]:
+        """What this replica has counted."""
+        return await self._api.families()
+
+    async def check_health(self) -> None:
+        """Raises when the engine is dead, so that Serve replaces this replica."""
+        await self._api.stats()
+
+    async def _gather_metrics(self) -> list[list[Family]]:
+        """The families of all replicas."""
+        here = serve.get_replica_context()
+        handle = serve.get_deployment_handle(here.deployment, here.app_name)
+        found: list[list[Family]] = await asyncio.wait_for(
+            handle.broadcast("metric_families").results_async(), GATHER_TIMEOUT_S
+        )
+        return found
+
+    async def _report_metrics(self) -> None:
+        """Hand the numbers to Ray's metrics from time to time."""
+        to_ray = RayMetrics(serve.get_replica_context().replica_id.unique_id)
+        while True:
+            await asyncio.sleep(METRICS_PERIOD_S)
+            to_ray.report(await self._api.families())
+
+
+def _outputs_of(params: SamplingParams | None) -> int:
+    return (params.n if params is not None else None) or 1

@@ -1,0 +1,161 @@
+"""`launch.py serve`: start an application, wait for a signal, finish what runs, and leave nothing.
+
+checked before Serve starts     configuration, checkpoint, port, resources, a name in use
+first SIGTERM or Ctrl-C         new requests get 503, running ones finish, then everything ends
+second one                      everything ends at once
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from cluster.resources.placement import check_room, pick_device
+from cluster.resources.session import SESSION
+from configs.serve import ServeConfig
+from scheduler.errors import ConfigError, EngineError
+
+APP_NAME = "eagleray"
+# Read by Ray Serve when it is imported; the environment of the user comes first.
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+DRAIN_GRACE_S = 5.0
+
+logger = logging.getLogger("eagleray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeJob:
+    """What the command was given."""
+
+    config: ServeConfig
+    host: str
+    port: int
+
+
+def run_serve(job: ServeJob) -> None:
+    """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` for an
+    application that did not start.
+    """
+    began = time.perf_counter()
+    _check_port(job.host, job.port)
+    os.environ.update({k: v for k, v in SERVE_ENVIRONMENT.items() if k not in os.environ})
+    from cluster.client.setup import prepare  # loads the checkpoint's configuration
+    from scheduler.params import SamplingParams
+
+    prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
+    with _signals() as stopping:
+        size = job.config.engine.tensor_parallel_size
+        lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
+        try:
+            check_room(
+                size, pick_device(job.config.engine.device, size), groups=job.config.replicas
+            )
+            _serve(job, stopping, began, ends_with_ray=SESSION.owns(lease))
+        finally:
+            SESSION.release(lease)
+
+
+def _serve(job: ServeJob, stopping: threading.Event, began: float, *, ends_with_ray: bool) -> None:
+    from ray import serve
+
+    from cluster.serve.application import application
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    running = _status()
+    if APP_NAME in running.applications:
+        raise ConfigError(
+            f"an application named {APP_NAME!r} runs in this Ray cluster already; delete it with"
+            f" 'serve shutdown' or join another cluster"
+        )
+    is_ours = not running.proxies
+    try:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        try:
+            handle = serve.run(
+                application(job.config), name=APP_NAME, route_prefix="/", blocking=False
+            )
+        except RuntimeError as error:
+            raise EngineError(f"the application did not start: {_reason() or error}") from error
+        seconds = time.perf_counter() - began
+        logger.info("ready on http://%s:%d after %.1f s", job.host, job.port, seconds)
+        while not stopping.wait(1.0):
+            pass
+        logger.info("finishing the requests that run; a second signal ends at once")
+        _drain(handle, job.config.drain_timeout_s)
+    finally:
+        serve.delete(APP_NAME)
+        if is_ours and not ends_with_ray:
+            serve.shutdown()
+
+
+def _drain(handle: Any, limit_s: float) -> None:
+    try:
+        left = sum(handle.broadcast("drain", limit_s).results(timeout_s=limit_s + DRAIN_GRACE_S))
+    except Exception as error:  # a replica may be dead; the others have been told
+        logger.warning("not every replica could be drained: %s", error)
+        return
+    if left:
+        logger.warning("%d outputs did not end within %g s", left, limit_s)
+
+
+def _status() -> Any:
+    from ray import serve
+
+    return serve.status()
+
+
+def _reason() -> str:
+    """What Serve says about the deployment that failed."""
+    application = _status().applications.get(APP_NAME)
+    if application is None:
+        return ""
+    messages = [deployment.message for deployment in application.deployments.values()]
+    # The last line of a remote traceback names the error.
+    lines = [line for message in messages for line in message.splitlines() if "Error" in line]
+    return lines[-1].strip() if lines else str(application.message)
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error}. Choose another --port or --host"
+            ) from None
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second one ends the program."""
+    stopping = threading.Event()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+
+    kept = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        sys.stdout.flush()

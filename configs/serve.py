@@ -1,0 +1,85 @@
+"""Options of a served application: one frozen, checked tree, with the engine's below it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.engine import MAX_TIMEOUT_S, EngineConfig
+from configs.options import check_option, option
+from scheduler.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """What is served, how often, and within which limits; each replica holds the limits for
+    itself.
+    """
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of `SamplingParams`
+    replicas: int = option(
+        1,
+        flag="--replicas",
+        help="Engines, each with its own ranks.",
+        at_least=1,
+        at_most=1024,
+    )
+    served_model_name: str | None = option(
+        None, flag="--served-model-name", help="Name in the API; by default that of --model."
+    )
+    api_key: str | None = option(
+        None, flag="--api-key", help="Key that clients must send; or set EAGLERAY_API_KEY."
+    )
+    max_open_requests: int = option(
+        1024,
+        flag="--max-open-requests",
+        help="Outputs that run or wait; beyond it requests get 503.",
+        at_least=1,
+        at_most=2**20,
+    )
+    max_body_bytes: int = option(8 * 2**20, at_least=1, at_most=2**30)
+    max_messages: int = option(2048, at_least=1, at_most=2**20)
+    slow_reader_timeout_s: float = option(30.0, above=0, at_most=MAX_TIMEOUT_S)
+    drain_timeout_s: float = option(
+        300.0,
+        flag="--drain-timeout-s",
+        help="How long running requests may take to finish after SIGTERM.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            if "flag" in each.metadata:
+                check_option(each, getattr(self, each.name))
+        if self.api_key == "":
+            raise ConfigError("api_key must not be empty; leave it out to serve without one")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API: of a directory, the last part of its path."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        model = self.engine.model
+        return Path(model).resolve().name if Path(model).is_dir() else model
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServeConfig:
+        """Build from decoded YAML or JSON: `engine` is a mapping of engine options. An unknown key
+        raises `ConfigError` naming the known keys.
+        """
+        known = [each.name for each in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ConfigError(
+                f"unknown serving option {unknown[0]!r}; known are {', '.join(known)}."
+                " Options of the engine belong under engine:"
+            )
+        for name in ("engine", "sampling"):
+            if not isinstance(values.get(name, {}), Mapping):
+                raise ConfigError(f"{name} must be a mapping of options, got {values[name]!r}")
+        return cls(**{**values, "engine": EngineConfig.from_dict(values.get("engine", {}))})

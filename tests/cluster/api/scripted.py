@@ -1,0 +1,227 @@
+"""An engine that says what it is told to, behind the protocol of a frontend, and a server over it.
+
+Requests, tokenizer, streams and the API are the real ones; only the tokens are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from cluster.api.app import Api
+from cluster.api.limits import ApiLimits
+from cluster.client.client import Client
+from cluster.client.outputs import Generation, OutputFollower
+from cluster.client.requests import RequestBuilder
+from cluster.client.tokenizer import Tokenizer
+from cluster.news import News
+from configs.model import ModelConfig
+from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import EngineDeadError
+from scheduler.limits import SchedulerLimits
+from scheduler.messages import EngineStats, Request, TokenLogprobs
+from scheduler.params import SamplingParams
+
+MODEL = ModelConfig.from_dir(DEFAULT_MODEL_DIR)
+TOKENIZER = Tokenizer(Path(DEFAULT_MODEL_DIR))
+END_ID = TOKENIZER.encode("<|im_end|>")[0]
+LIMITS = SchedulerLimits(
+    num_blocks=10_000,
+    block_size=16,
+    max_num_seqs=64,
+    max_num_batched_tokens=1024,
+    max_model_len=1024,
+    vocab_size=MODEL.vocab_size,
+)
+Script = Callable[[Request], str]
+
+
+def echo_number(request: Request) -> str:
+    """An answer of ten words that differs between outputs."""
+    return " ".join(f"w{request.sampling.seed % 1000}x{i}" for i in range(10))
+
+
+class ScriptedEngine:
+    """Gives every request the tokens of its script, some per step, and then ends it."""
+
+    def __init__(self, script: Script, step_s: float, per_step: int = 1) -> None:
+        self.script, self.step_s, self.per_step = script, step_s, per_step
+        self.aborted: list[str] = []
+        self.dead: str | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._active: dict[str, tuple[Generation, OutputFollower, list[int], int]] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, generations: list[Generation]) -> None:
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        with self._changed:
+            for generation in generations:
+                for output in generation.outputs:
+                    tokens = [*TOKENIZER.encode(self.script(output.request)), END_ID]
+                    self._active[output.request.request_id] = (generation, output, tokens, 0)
+            self._changed.notify_all()
+
+    def abort(self, generations: list[Generation]) -> None:
+        with self._changed:
+            for generation in generations:
+                for output in generation.outputs:
+                    if output.completion.finish_reason is None:
+                        self.aborted.append(output.request.request_id)
+                        output.abort()
+                    self._active.pop(output.request.request_id, None)
+                generation.end()
+        self._news()
+
+    def stats(self) -> EngineStats:
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        return EngineStats(
+            num_running=len(self._active),
+            num_waiting=0,
+            num_free_blocks=10,
+            num_blocks=10,
+            num_steps=3,
+            num_preemptions=0,
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            num_admitted=2,
+            queue_s=0.5,
+            step_seconds={"forward": 1.5},
+        )
+
+    def after_news(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def die(self, reason: str) -> None:
+        """End every request with an error."""
+        with self._changed:
+            self.dead = reason
+            generations = [generation for generation, *_ in self._active.values()]
+            self._active.clear()
+        for generation in generations:
+            generation.fail(EngineDeadError(reason))
+        self._news()
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(5)
+
+    def _news(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                while not self._active and not self._closed:
+                    self._changed.wait(1.0)
+                for request_id, entry in list(self._active.items()):
+                    self._step(request_id, *entry)
+            self._news()
+            time.sleep(self.step_s)
+
+    def _step(
+        self,
+        request_id: str,
+        generation: Generation,
+        output: OutputFollower,
+        tokens: list[int],
+        place: int,
+    ) -> None:
+        sampling = output.request.sampling
+        end = min(place + self.per_step, len(tokens), sampling.max_tokens)
+        reason = "stop" if end == len(tokens) else None
+        if reason is None and end == sampling.max_tokens:
+            reason = "length"
+        new = tokens[place:end]
+        top = sampling.logprobs
+        logprobs = [logprobs_of(token, top) for token in new] if top >= 0 else None
+        stopped = generation.take(
+            output,
+            News(
+                first_index=place,
+                token_ids=new,
+                logprobs=logprobs,
+                num_cached_tokens=1,
+                finish_reason=reason,
+            ),
+        )
+        if stopped or reason:
+            self._active.pop(request_id)
+        else:
+            self._active[request_id] = (generation, output, tokens, end)
+
+
+def logprobs_of(token: int, top: int) -> TokenLogprobs | None:
+    others = tuple((token + i) % 500 for i in range(top))
+    return TokenLogprobs(
+        logprob=-0.25, top_token_ids=others, top_logprobs=tuple(-0.25 - i for i in range(top))
+    )
+
+
+def make_api(
+    engine: ScriptedEngine, limits: ApiLimits | None = None, api_key: str | None = None
+) -> Api:
+    builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), LIMITS, 0)
+    client = Client(builder, engine)
+    return Api(client, TOKENIZER, model_name="tiny", version="0", api_key=api_key, limits=limits)
+
+
+class Server:
+    """An API on a real port."""
+
+    def __init__(self, api: Api, engine: ScriptedEngine, url: str, loop: object) -> None:
+        self.api, self.engine, self.url, self.loop = api, engine, url, loop
+
+
+@contextlib.contextmanager
+def serve(
+    script: Script = echo_number,
+    *,
+    step_s: float = 0.0,
+    limits: ApiLimits | None = None,
+    api_key: str | None = None,
+) -> Iterator[Server]:
+    """A server on a port of the system's choice, on a thread of its own."""
+    engine = ScriptedEngine(script, step_s)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        api = make_api(engine, limits, api_key)
+        config = uvicorn.Config(api, log_level="error", lifespan="off", ws="none", backlog=4096)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=_run, args=(server, listening), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield Server(api, engine, f"http://127.0.0.1:{listening.getsockname()[1]}", None)
+        server.should_exit = True
+        thread.join(10)
+        engine.close()
+
+
+def _run(server: uvicorn.Server, listening: socket.socket) -> None:
+    asyncio.run(server.serve([listening]))
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)

@@ -1,0 +1,275 @@
+"""Reasoning and calls are the same however the text of an answer is cut, and planted faults are
+found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cluster.api import parser as parser_module
+from cluster.api.parser import (
+    CALL,
+    END_CALL,
+    END_THINK,
+    THINK,
+    AnswerParser,
+    Parts,
+    State,
+    ToolCall,
+    state_after,
+)
+
+MARKERS = (THINK, END_THINK, CALL, END_CALL)
+
+
+def call(arguments: str, name: str = "add") -> str:
+    return f'{CALL}\n{{"name": "{name}", "arguments": {arguments}}}\n{END_CALL}'
+
+
+def parse(pieces: list[str], state: State, *, tools: bool = True) -> Parts:
+    whole, parser = Parts(), AnswerParser(state, tools=tools)
+    for parts in [*map(parser.push, pieces), parser.finish()]:
+        whole.reasoning += parts.reasoning
+        whole.content += parts.content
+        whole.calls += parts.calls
+    return whole
+
+
+CASES: list[tuple[str, State, Parts]] = [
+    ("Hello", State.UNDECIDED, Parts("", "Hello")),
+    ("", State.UNDECIDED, Parts()),
+    ("  \n", State.UNDECIDED, Parts("", "  \n")),
+    ("<thin", State.UNDECIDED, Parts("", "<thin")),
+    ("<thinner> air", State.UNDECIDED, Parts("", "<thinner> air")),
+    ("\n<think>\nso\nit\n</think>\n\nHi\n", State.UNDECIDED, Parts("so\nit", "Hi\n")),
+    ("<think>\n\n</think>\n\nHi", State.UNDECIDED, Parts("", "Hi")),
+    ("so it is\n</think>\n\nHi", State.REASONING, Parts("so it is", "Hi")),
+    ("so it is\n\n", State.REASONING, Parts("so it is\n\n")),
+    ("a < b </thin </think>", State.REASONING, Parts("a < b </thin ")),
+    ("<think>is text here</think>", State.CONTENT, Parts("", "<think>is text here</think>")),
+    ("\n\nHi", State.CONTENT, Parts("", "Hi")),
+    (
+        call('{"a": 1}'),
+        State.UNDECIDED,
+        Parts("", "", [ToolCall(name="add", arguments='{"a": 1}')]),
+    ),
+    (
+        f"<think>\nhm\n</think>\n\nLet me see.\n{call('{}')}\n{call('[1,  2]', 'b')}",
+        State.UNDECIDED,
+        Parts(
+            "hm",
+            "Let me see.",
+            [ToolCall(name="add", arguments="{}"), ToolCall(name="b", arguments="[1,  2]")],
+        ),
+    ),
+    (
+        call('{"t": "' + END_CALL + ' \\" ' + CALL + ' \\\\"}'),
+        State.CONTENT,
+        Parts(
+            "",
+            "",
+            [ToolCall(name="add", arguments='{"t": "' + END_CALL + ' \\" ' + CALL + ' \\\\"}')],
+        ),
+    ),
+    (f"{CALL}no JSON{END_CALL}\n\nHi", State.CONTENT, Parts("", f"{CALL}no JSON{END_CALL}\n\nHi")),
+    (
+        f'{CALL}{{"name": "f"}}{END_CALL}after',
+        State.CONTENT,
+        Parts("", "after", [ToolCall(name="f", arguments="{}")]),
+    ),
+    (
+        f'{CALL}{{"arguments": {{"name": "x"}}, "name": "f"}}{END_CALL}',
+        State.CONTENT,
+        Parts("", "", [ToolCall(name="f", arguments='{"name": "x"}')]),
+    ),
+    (
+        f'x\n{CALL}\n{{"name": "f", "argu',
+        State.CONTENT,
+        Parts("", f'x{CALL}\n{{"name": "f", "argu'),
+    ),
+    (f"a <tool_cal b {END_CALL}", State.CONTENT, Parts("", f"a <tool_cal b {END_CALL}")),
+]
+
+
+def random_answer(rng: random.Random) -> tuple[str, State]:
+    """Text made of markers, parts of markers, line ends, calls and words, in any order."""
+    pieces = [
+        *MARKERS,
+        *(marker[: rng.randrange(1, len(marker))] for marker in MARKERS),
+        "\n",
+        "\n\n",
+        " ",
+        "word",
+        "ü🦅",
+        '"',
+        "\\",
+        "{}",
+        call('{"a": "ü", "b": [1.50, {"c": null}]}'),
+        call('{"quote": "\\"' + END_CALL + '"}'),
+        call("{broken"),
+    ]
+    text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
+    return text, rng.choice([State.UNDECIDED, State.REASONING, State.CONTENT])
+
+
+def answers() -> Iterator[tuple[str, State]]:
+    yield from ((text, state) for text, state, _ in CASES)
+    yield from (random_answer(random.Random(seed)) for seed in range(400))
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """Every cut in two, one character at a time, and some random cuts."""
+    yield from ([text[:i], text[i:]] for i in range(len(text) + 1))
+    yield list(text)
+    rng = random.Random(text)
+    for _ in range(5):
+        places = sorted(rng.choices(range(len(text) + 1), k=6))
+        yield [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+
+
+def check_all_cuts() -> None:
+    for text, state in answers():
+        for tools in (True, False):
+            whole = parse([text], state, tools=tools)
+            for pieces in cuts(text):
+                assert parse(pieces, state, tools=tools) == whole, (pieces, state, tools)
+
+
+def check_cases() -> None:
+    for text, state, want in CASES:
+        assert parse([text], state) == want, (text, state)
+
+
+def test_parts_are_those_expected() -> None:
+    check_cases()
+
+
+def test_however_an_answer_is_cut_its_parts_add_up_to_the_same() -> None:
+    check_all_cuts()
+
+
+def test_nothing_of_an_answer_is_lost() -> None:
+    """Apart from markers and the line ends next to them."""
+    for text, state in answers():
+        parts = parse([text], state)
+        kept = parts.reasoning + parts.content + "".join(c.name + c.arguments for c in parts.calls)
+        form = "".join(MARKERS) + '\n\r{"name": "", "arguments": }' + " "
+        for char in set(text) - set(form):
+            assert kept.count(char) == text.count(char), (text, state, char)
+
+
+def test_without_tools_calls_are_text() -> None:
+    text = f"x\n{call('{}')}\n"
+    assert parse([text], State.CONTENT, tools=False) == Parts("", text)
+
+
+def test_arguments_are_a_part_of_the_answer_letter_by_letter() -> None:
+    for text, state in answers():
+        for found in parse([text], state).calls:
+            assert found.arguments in text or found.arguments == "{}"
+            json.loads(found.arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "state"),
+    [
+        ("<|im_start|>assistant\n", State.UNDECIDED),
+        ("<|im_start|>assistant\n<think>\n", State.REASONING),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", State.CONTENT),
+        ("", State.UNDECIDED),
+    ],
+)
+def test_an_answer_begins_where_the_prompt_ends(prompt: str, state: State) -> None:
+    assert state_after(prompt) is state
+
+
+def _holds_nothing(self: AnswerParser, marker: str, following: State) -> tuple[str, bool]:
+    before, found, after = self._text.partition(marker)
+    if found:
+        self._text, self._state, self._skips_line_ends = after, following, True
+        return before.rstrip("\n"), True
+    self._text = ""
+    return before, False
+
+
+def _holds_only_a_whole_start(
+    self: AnswerParser, marker: str, following: State
+) -> tuple[str, bool]:
+    before, found, after = self._text.partition(marker)
+    if found:
+        self._text, self._state, self._skips_line_ends = after, following, True
+        return before.rstrip("\n"), True
+    num_begun = len(marker) - 1 if before.endswith(marker[:-1]) else 0
+    self._text = before[len(before) - num_begun :]
+    return before[: len(before) - num_begun], False
+
+
+def _keeps_line_ends(self: AnswerParser, marker: str, following: State) -> tuple[str, bool]:
+    before, found, after = self._text.partition(marker)
+    if found:
+        self._text, self._state, self._skips_line_ends = after, following, False
+        return before, True
+    num_begun = next(n for n in range(len(marker), -1, -1) if before.endswith(marker[:n]))
+    self._text = before[len(before) - num_begun :]
+    return before[: len(before) - num_begun], False
+
+
+def _decides_at_once(self: AnswerParser) -> bool:
+    is_reasoning = self._text.startswith(THINK)
+    self._text = self._text.removeprefix(THINK)
+    self._state = State.REASONING if is_reasoning else State.CONTENT
+    return True
+
+
+def _drops_the_rest(self: AnswerParser) -> Parts:
+    return Parts()
+
+
+def _completes_json(body: str) -> ToolCall | None:
+    value = json.loads(body.strip().rstrip("}") + "}}")
+    return ToolCall(name=value["name"], arguments=json.dumps(value["arguments"]))
+
+
+def _writes_arguments_anew(body: str) -> ToolCall | None:
+    try:
+        value = json.loads(body)
+        return ToolCall(name=value["name"], arguments=json.dumps(value.get("arguments", {})))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+PLANTED: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "beginnings of markers are not held": (AnswerParser, "_until", _holds_nothing),
+    "only one beginning is held": (AnswerParser, "_until", _holds_only_a_whole_start),
+    "line ends next to markers are kept": (AnswerParser, "_until", _keeps_line_ends),
+    "the first characters decide": (AnswerParser, "_decide", _decides_at_once),
+    "the end is dropped": (AnswerParser, "finish", _drops_the_rest),
+    "the first end marker ends a call": (parser_module, "_ends_in_string", lambda text: False),
+    "quotes after a backslash count": (
+        parser_module,
+        "_ends_in_string",
+        lambda text: text.count('"') % 2 == 1,
+    ),
+    "JSON is completed": (parser_module, "_read_call", _completes_json),
+    "arguments are written anew": (parser_module, "_read_call", _writes_arguments_anew),
+    "the first key is taken": (
+        parser_module,
+        "_source_of",
+        lambda key, text: text.partition(":")[2].rpartition("}")[0].strip(),
+    ),
+    "no call is one": (parser_module, "_read_call", lambda body: None),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement = PLANTED[fault]
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        check_cases()
+        check_all_cuts()

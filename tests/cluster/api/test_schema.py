@@ -1,0 +1,159 @@
+"""Every field is honoured, known to be without effect, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from cluster.api.schema import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Model,
+    TokenizeRequest,
+    read,
+)
+from scheduler.errors import RequestError
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(CHAT | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_each_field_that_the_installed_openai_sends_is_in_one_list(
+    model: type[Model], params: Any
+) -> None:
+    fields: set[str] = set()
+    for each in params.__mro__[:-1] + params.__orig_bases__:
+        fields |= set(getattr(each, "__annotations__", {}))
+    assert {"model", "stream", "temperature"} <= fields
+    lists = [set(model.model_fields), set(WITHOUT_EFFECT), set(REFUSED)]
+    for field in sorted(fields):
+        assert sum(field in each for each in lists) == 1, f"{field} is in no list, or in several"
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+def test_a_field_without_effect_is_accepted_while_it_asks_for_nothing(field: str) -> None:
+    assert read(ChatRequest, body(**{field: None})) == read(ChatRequest, body())
+    nothing = {
+        "store": False,
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "best_of": 1,
+        "suffix": "",
+    }
+    read(ChatRequest, body(**{field: nothing.get(field, "anything")}))
+    if field in nothing:
+        with pytest.raises(RequestError, match=f"^{field}: ") as refused:
+            read(ChatRequest, body(**{field: {"something": "else"}}))
+        assert refused.value.parameter == field
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_not_done_here_is_refused_by_name(field: str) -> None:
+    read(ChatRequest, body(**{field: None}))
+    with pytest.raises(RequestError, match=f"^{field}: ") as refused:
+        read(ChatRequest, body(**{field: {}}))
+    assert refused.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "message"),
+    [
+        ({"guided_json": {}}, "guided_json", "unknown field 'guided_json'; known are .*messages"),
+        ({"temperature": "1"}, "temperature", "temperature: .*valid number; got '1'"),
+        ({"n": 1.5}, "n", "n: .*integer"),
+        ({"stream": 1}, "stream", "stream: .*boolean"),
+        ({"messages": []}, "messages", "messages: .*at least 1 item"),
+        ({"messages": [{"role": "thief", "content": ""}]}, "messages", "messages.0.role: "),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages", "messages.0.content"),
+        ({"messages": [MESSAGES[0] | {"mood": 1}]}, "messages", "messages.0.mood: Extra"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "messages.0.content",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools",
+            "tools.0.function.strict",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "reasoning_effort: "),
+    ],
+)
+def test_a_wrong_field_is_named_and_shown(
+    fields: dict[str, Any], parameter: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        read(ChatRequest, body(**fields))
+    assert refused.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b'{"messages": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"messages": [' + b"[" * 5000,
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+    for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+        with pytest.raises(RequestError):
+            read(model, data)
+
+
+def test_a_message_reaches_the_template_in_its_form() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": "2", "name": "f"},
+        {"role": "assistant", "content": "x", "refusal": None, "audio": None, "annotations": []},
+    ]
+    request = read(ChatRequest, body(messages=messages))
+    system, user, assistant, tool, last = (
+        message.for_template(arguments_as_text=True) for message in request.messages
+    )
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user == {"role": "user", "content": "a\nb"}
+    assert assistant["content"] == "" and assistant["reasoning_content"] == "hm"
+    assert assistant["tool_calls"] == [call]
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
+    assert last == {"role": "assistant", "content": "x"}
+    as_object = request.messages[2].for_template(arguments_as_text=False)
+    assert as_object["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_a_message_without_content_and_calls_is_refused() -> None:
+    request = read(ChatRequest, body(messages=[{"role": "user"}]))
+    with pytest.raises(RequestError, match="a message of role user needs content"):
+        request.messages[0].for_template(arguments_as_text=True)

@@ -1,0 +1,238 @@
+"""The application on Ray Serve: through its proxy, through a handle, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from cluster.client.outputs import Chunk, RequestOutput
+from configs.paths import CHECKOUT
+from configs.serve import ServeConfig
+from scheduler.errors import ConfigError
+from scheduler.params import SamplingParams
+from tests.cluster.processes import descendants_of, is_alive
+
+pytestmark = pytest.mark.engine
+SUM: Any = {"role": "user", "content": "What is 47 + 38?"}
+LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def served(users_ray: None) -> Iterator[tuple[str, Any]]:
+    """URL and handle of an application of two replicas in the user's Ray."""
+    from ray import serve
+
+    from cluster.serve.application import build
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+    arguments = {
+        "engine": {"device": "cpu", "kv_cache_bytes": 2**26},
+        "replicas": 2,
+        "served_model_name": "tiny",
+    }
+    handle = serve.run(build(arguments), name="eagleray")
+    yield f"http://127.0.0.1:{port}", handle
+    serve.shutdown()
+
+
+def stats_of(handle: Any) -> dict[str, float]:
+    """The numbers of all replicas, added up."""
+    from cluster.api.metrics import merge
+
+    families = merge(handle.broadcast("metric_families").results(timeout_s=10))
+    return {name: value for f in families for name, labels, value in f.samples if not labels}
+
+
+def wait_until_idle(handle: Any, limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while True:
+        numbers = stats_of(handle)
+        if numbers["eagleray_num_requests_running"] == numbers["eagleray_http_outputs_open"] == 0:
+            assert numbers["eagleray_kv_blocks_free"] == numbers["eagleray_kv_blocks"]
+            return
+        assert time.monotonic() < until, numbers
+        time.sleep(0.1)
+
+
+def test_the_openai_client_works_through_serve(served: tuple[str, Any]) -> None:
+    url, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    assert client.models.list().data[0].id == "tiny"
+    answer = client.chat.completions.create(model="tiny", messages=[SUM])
+    assert answer.choices[0].message.content == "85"
+    chunks = client.chat.completions.create(model="tiny", messages=[SUM], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "85"
+    answer = client.chat.completions.create(
+        model="tiny", messages=[SUM], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert answer.choices[0].message.content == "85"
+    with pytest.raises(openai.BadRequestError, match="top_p must be"):
+        client.chat.completions.create(model="tiny", messages=[SUM], top_p=2)
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/nothing").json()["error"]["message"].startswith("there is nothing")
+
+
+def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None:
+    from ray import serve
+
+    handle = serve.get_app_handle("eagleray")
+    greedy = SamplingParams(temperature=0)
+    [output] = handle.chat.remote([SUM], greedy).result(timeout_s=30)
+    assert isinstance(output, RequestOutput) and output.text == "85"
+    one, two = handle.generate.remote([{"messages": [SUM]}, "a"], greedy).result(timeout_s=30)
+    assert one.text == "85" and two.prompt == "a"
+    chunks = list(handle.options(stream=True).stream_chat.remote([SUM], greedy))
+    assert all(isinstance(chunk, Chunk) for chunk in chunks)
+    assert "".join(chunk.text for chunk in chunks) == "85"
+    chunks = list(handle.options(stream=True).stream.remote("a", SamplingParams(max_tokens=3)))
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_metrics_speak_for_all_replicas(served: tuple[str, Any]) -> None:
+    url, handle = served
+    blocks = stats_of(handle)["eagleray_kv_blocks"]
+    [line] = [
+        line
+        for line in httpx.get(f"{url}/metrics").text.splitlines()
+        if line.startswith("eagleray_kv_blocks ")
+    ]
+    assert float(line.split()[1]) == blocks
+    [one] = [
+        value
+        for family in handle.metric_families.remote().result(timeout_s=10)
+        for name, _, value in family.samples
+        if name == "eagleray_kv_blocks"
+    ]
+    assert blocks == 2 * one
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: bool) -> None:
+    url, handle = served
+    for _ in range(10):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=0.1)
+    wait_until_idle(handle, 3.0)
+
+
+def test_a_dropped_stream_of_a_handle_frees_its_blocks(served: tuple[str, Any]) -> None:
+    _, handle = served
+    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    stream = handle.options(stream=True).stream.remote("a", params)
+    next(iter(stream))
+    stream.cancel()
+    wait_until_idle(handle, 3.0)
+
+
+class Program:
+    """`launch.py serve` in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ready on"):
+                return
+        raise AssertionError("it ended")
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
+    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+    program.wait_until_ready()
+    children = descendants_of(program.process.pid)
+    assert len(children) > 5
+    finished: list[str] = []
+
+    def stream() -> None:
+        sent = LONG | {"stream": True, "max_tokens": 400}
+        with httpx.stream("POST", f"{program.url}/v1/completions", json=sent, timeout=60) as got:
+            lines = [line for line in got.iter_lines() if line]
+        finished.append(json.loads(lines[-2][6:])["choices"][0]["finish_reason"] + lines[-1])
+
+    threads = [threading.Thread(target=stream) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while "eagleray_num_requests_running 32.0" not in httpx.get(f"{program.url}/metrics").text:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    program.process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + 10
+    while (status := httpx.get(f"{program.url}/health").status_code) != 503:
+        assert status == 200 and time.monotonic() < until
+    refused = httpx.post(f"{program.url}/v1/completions", json=LONG)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    for thread in threads:
+        thread.join(60)
+    assert finished == ["lengthdata: [DONE]"] * 32
+    assert program.process.wait(30) == 0
+    time.sleep(0.5)
+    assert [pid for pid in children if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--tp", "3"], "tensor_parallel_size"),
+        (["--replicas", "0"], "replicas must be a whole number of at least 1"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "launch.py", "serve", *arguments]
+    done = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "launch.py", "serve", "--port", port]
+        done = subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_the_file_for_serve_deploy_builds_the_application_it_says() -> None:
+    file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
+    [application] = file["applications"]
+    assert application["import_path"] == "cluster.serve.application:build"
+    config = ServeConfig.from_dict(application["args"])
+    assert config.engine.tensor_parallel_size == 2 and config.model_name == "default_model"
+    with pytest.raises(ConfigError, match="unknown serving option 'tensor_parallel_size'"):
+        ServeConfig.from_dict({"tensor_parallel_size": 2})
