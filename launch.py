@@ -220,7 +220,8 @@ def serve(
     _start_logging(config.log_level)
     from cluster.serve.run import ServeJob, run_serve  # loads Ray
 
-    serving["api_key"] = serving["api_key"] or os.environ.get("EAGLERAY_API_KEY")
+    if serving["api_key"] is None:
+        serving["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
     sampling = {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None}
     run_serve(
         ServeJob(

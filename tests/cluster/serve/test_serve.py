@@ -15,18 +15,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from cluster.client.outputs import Chunk, RequestOutput
 from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
-from tests.cluster.processes import descendants_of, is_alive
+from tests.cluster.processes import family, wait_until
 
 pytestmark = pytest.mark.engine
 SUM: Any = {"role": "user", "content": "What is 47 + 38?"}
-LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "temperature": 1}
+# Logprobs make every token an event, whether or not it has text.
+LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "logprobs": 0}
 
 
 def free_port() -> int:
@@ -83,7 +84,9 @@ def test_the_openai_client_works_through_serve(served: tuple[str, Any]) -> None:
     chunks = client.chat.completions.create(model="tiny", messages=[SUM], stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "85"
     answer = client.chat.completions.create(
-        model="tiny", messages=[SUM], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+        model="tiny",
+        messages=[SUM],
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     assert answer.choices[0].message.content == "85"
     with pytest.raises(openai.BadRequestError, match="top_p must be"):
@@ -101,10 +104,11 @@ def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None
     assert isinstance(output, RequestOutput) and output.text == "85"
     one, two = handle.generate.remote([{"messages": [SUM]}, "a"], greedy).result(timeout_s=30)
     assert one.text == "85" and two.prompt == "a"
-    chunks = list(handle.options(stream=True).stream_chat.remote([SUM], greedy))
+    streaming: Any = handle.options(stream=True)
+    chunks = list(streaming.stream_chat.remote([SUM], greedy))
     assert all(isinstance(chunk, Chunk) for chunk in chunks)
     assert "".join(chunk.text for chunk in chunks) == "85"
-    chunks = list(handle.options(stream=True).stream.remote("a", SamplingParams(max_tokens=3)))
+    chunks = list(streaming.stream.remote("a", SamplingParams(max_tokens=3, ignore_eos=True)))
     assert chunks[-1].finish_reason == "length"
 
 
@@ -130,8 +134,12 @@ def test_metrics_speak_for_all_replicas(served: tuple[str, Any]) -> None:
 def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: bool) -> None:
     url, handle = served
     for _ in range(10):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=LONG | {"stream": stream}, timeout=0.1)
+        if stream:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as got:
+                assert next(got.iter_lines()).startswith("data: ")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=LONG, timeout=0.1)
     wait_until_idle(handle, 3.0)
 
 
@@ -152,7 +160,12 @@ class Program:
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(
-            command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=CHECKOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def wait_until_ready(self) -> None:
@@ -166,23 +179,22 @@ class Program:
 def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
     program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
     program.wait_until_ready()
-    children = descendants_of(program.process.pid)
-    assert len(children) > 5
+    assert len(family(program.process.pid)) > 5
+    started: list[str] = []
     finished: list[str] = []
 
     def stream() -> None:
-        sent = LONG | {"stream": True, "max_tokens": 400}
+        sent = LONG | {"stream": True, "max_tokens": 300}
         with httpx.stream("POST", f"{program.url}/v1/completions", json=sent, timeout=60) as got:
-            lines = [line for line in got.iter_lines() if line]
+            each = (line for line in got.iter_lines() if line)
+            started.append(next(each))
+            lines = list(each)
         finished.append(json.loads(lines[-2][6:])["choices"][0]["finish_reason"] + lines[-1])
 
     threads = [threading.Thread(target=stream) for _ in range(32)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 20
-    while "eagleray_num_requests_running 32.0" not in httpx.get(f"{program.url}/metrics").text:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
     program.process.send_signal(signal.SIGTERM)
     until = time.monotonic() + 10
     while (status := httpx.get(f"{program.url}/health").status_code) != 503:
@@ -193,8 +205,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
         thread.join(60)
     assert finished == ["lengthdata: [DONE]"] * 32
     assert program.process.wait(30) == 0
-    time.sleep(0.5)
-    assert [pid for pid in children if is_alive(pid)] == []
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
 
 
 @pytest.mark.parametrize(
