@@ -3,6 +3,7 @@
     python launch.py generate "What is 47 + 38?" --tp 2
     python launch.py generate --input requests.jsonl --output answers.jsonl --model DIR_OR_HUB_ID
     python launch.py serve --model DIR_OR_HUB_ID --tp 2 --port 8000
+    python launch.py top
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
@@ -228,6 +229,20 @@ def serve(
             config=ServeConfig(engine=config, sampling=sampling, **serving), host=host, port=port
         )
     )
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Option("--url", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
+) -> None:
+    """Show a running server live: requests, tokens per second, cache, time of steps."""
+    with _exit_codes():
+        from cluster.commands.top import run_top
+
+        run_top(url.rstrip("/"), once=once)
 
 
 @app.command()

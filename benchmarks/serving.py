@@ -3,7 +3,7 @@
     python -m benchmarks.serving --model DIR [--tp 2] [--streams 1,16,64] [--rounds 5] [--ways W]
 
 Ways, one after the other in each round: `in-process` (LLM.astream), `uvicorn` (the API in the
-process of the engine's client), `serve` (Ray Serve's own proxy), `serve-grpc` (that proxy talks gRPC
+process of the engine's client), `serve` (Ray Serve's own proxy), `serve-grpc` (the same, with gRPC
 to the replica), `haproxy` (HAProxy in front of the replicas). Prints one JSON line per round, way
 and number of streams, then the medians, with processor milliseconds per token by process.
 """

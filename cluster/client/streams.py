@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, Generation
 
+# Items delivered before the loop turns to its connections and other tasks again.
+AT_A_TIME = 64
+
 Item = tuple[int, "Chunk"]  # place of the prompt among those submitted together, and its chunk
 
 
@@ -25,6 +28,7 @@ class Relay:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._pending: deque[tuple[ChunkStream, Item | Generation]] = deque()
+        self._continues = False  # `_deliver_some` will be called again
 
     def put(self, stream: ChunkStream, item: Item | Generation) -> None:
         """Any thread. Nothing is delivered before `wake`."""
@@ -37,9 +41,16 @@ class Relay:
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        while self._pending:
+        if not self._continues:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        for _ in range(min(len(self._pending), AT_A_TIME)):
             stream, item = self._pending.popleft()
             stream.receive(item)
+        self._continues = bool(self._pending)
+        if self._continues:
+            self.loop.call_soon(self._deliver_some)
 
 
 class ChunkStream:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 
 import ray
 from ray import serve
 
-from cluster.api.app import Api
+from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family
 from cluster.client.client import Client
@@ -36,6 +37,7 @@ class EngineReplica:
     """Run by Ray Serve. The methods take and give what those of `LLM` do."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         sampling = SamplingParams.from_dict(config.sampling)
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         group = ray.util.get_current_placement_group()

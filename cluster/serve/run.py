@@ -100,7 +100,8 @@ def _serve(job: ServeJob, stopping: threading.Event, began: float, *, ends_with_
         _drain(handle, job.config.drain_timeout_s)
     finally:
         serve.delete(APP_NAME)
-        if is_ours and not ends_with_ray:
+        # HAProxy is a process of its own, which only this ends.
+        if is_ours and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
             serve.shutdown()
 
 

@@ -217,7 +217,8 @@ def serve(
 
 
 def _run(server: uvicorn.Server, listening: socket.socket) -> None:
-    asyncio.run(server.serve([listening]))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve([listening]))
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
