@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test check simulate bench bench-throughput gpu-check clean
+.PHONY: run test check simulate soak bench bench-throughput gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
@@ -24,6 +24,12 @@ check: $(VENV)/.ready
 
 simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
+
+# What takes minutes: wrong requests, many streams, clients that leave.
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.cluster.api.fuzz --requests 50000
+	$(BIN)/python -m tests.cluster.api.capacity
+	$(BIN)/python -m tests.cluster.serve.disconnects
 
 bench: $(VENV)/.ready
 	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \

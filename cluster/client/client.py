@@ -90,8 +90,10 @@ class Client:
         request_id: str | None = None,
     ) -> list[Generation]:
         """`submit` on another thread. If it is canceled, what it submitted is aborted."""
-        task = asyncio.to_thread(self.submit, prompts, params, sinks, request_id)
-        submitting = asyncio.ensure_future(task)
+        # Not `to_thread`, which takes the caller's context along: Ray would think that the call is
+        # part of the caller's, and cancel it with that.
+        submit = functools.partial(self.submit, prompts, params, sinks, request_id)
+        submitting = asyncio.get_running_loop().run_in_executor(None, submit)
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:

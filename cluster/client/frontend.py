@@ -8,11 +8,13 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
@@ -36,6 +38,9 @@ class Frontend:
         self._is_reachable = is_reachable
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
+        # Ray cancels what a canceled call of an actor has called: in a served replica, the news
+        # that a request has been canceled. A call from a thread of its own belongs to no other.
+        self._sender = ThreadPoolExecutor(1, "eagleray-finish")
         self._active: dict[str, tuple[Generation, OutputFollower]] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -97,6 +102,7 @@ class Frontend:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._sender.shutdown(wait=False)
         self._fail_all(EngineDeadError("the engine was shut down"))
 
     def join(self, limit_s: float) -> None:
@@ -113,7 +119,9 @@ class Frontend:
         ended. Does not wait.
         """
         if request_ids and not self._closed and self._is_reachable():
-            self._driver.finish.remote(request_ids, reason, self._id, after)
+            finish = self._driver.finish.remote
+            with contextlib.suppress(RuntimeError):  # closed just now
+                self._sender.submit(finish, request_ids, reason, self._id, after)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:
