@@ -86,11 +86,13 @@ def run_kind(url: str, port: int, kind: str, each: int, *, stream: bool) -> dict
 def wait_for(url: str, want: tuple[float, ...]) -> float:
     """Seconds until the engine holds no more than this; those that keep others waiting may end."""
     began = time.perf_counter()
-    while any(a > b for a, b in zip(now := held(url), want, strict=True)):
+    while True:
+        now = held(url)
+        if all(a <= b for a, b in zip(now, want, strict=True)):
+            return time.perf_counter() - began
         if time.perf_counter() - began > LIMIT_S:
             raise AssertionError(f"still held after {LIMIT_S} s: {now}, wanted {want}")
         time.sleep(0.02)
-    return time.perf_counter() - began
 
 
 def descriptors(session: int) -> dict[str, int]:
