@@ -23,12 +23,15 @@ import cluster
 import cluster.commands.bench
 import cluster.commands.doctor
 import cluster.commands.generate
+import cluster.serve.run
 import launch
 from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.commands.bench import BenchJob
 from cluster.commands.generate import GenerateJob
 from cluster.resources.session import SESSION
+from cluster.serve.run import ServeJob
 from configs.engine import EngineConfig
+from configs.serve import ServeConfig
 from scheduler.errors import EngineError
 from scheduler.params import SamplingParams
 
@@ -336,27 +339,36 @@ ENGINE_FLAGS = {
     "--ray-address",
     "--log-level",
 }
+SAMPLING_FLAGS = {
+    "--max-tokens",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--min-p",
+    "--repetition-penalty",
+    "--presence-penalty",
+    "--frequency-penalty",
+    "--stop",
+    "--min-tokens",
+    "--ignore-eos",
+    "--n",
+}
 FLAGS = {
-    "generate": (
+    "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--input", "--output", "--raw"},
+    "serve": (
         ENGINE_FLAGS
+        | SAMPLING_FLAGS
         | {
-            "--input",
-            "--output",
-            "--raw",
-            "--max-tokens",
-            "--temperature",
-            "--top-k",
-            "--top-p",
-            "--min-p",
-            "--repetition-penalty",
-            "--presence-penalty",
-            "--frequency-penalty",
-            "--stop",
-            "--min-tokens",
-            "--ignore-eos",
-            "--n",
+            "--host",
+            "--port",
+            "--replicas",
+            "--served-model-name",
+            "--api-key",
+            "--max-open-requests",
+            "--drain-timeout-s",
         }
     ),
+    "top": {"--url", "--once"},
     "bench": (
         ENGINE_FLAGS
         | {
@@ -451,6 +463,35 @@ def test_the_flags_of_a_command_are_these(command: str) -> None:
 
 def words(flags_and_values: dict[str, Any]) -> list[str]:
     return [str(word) for pair in flags_and_values.items() for word in pair]
+
+
+def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[ServeJob] = []
+    monkeypatch.setattr(cluster.serve.run, "run_serve", jobs.append)
+    monkeypatch.setenv("EAGLERAY_API_KEY", "from the environment")
+    flags = {
+        "--host": "::1",
+        "--port": 81,
+        "--replicas": 3,
+        "--served-model-name": "name",
+        "--max-open-requests": 5,
+        "--drain-timeout-s": 6.5,
+        "--temperature": 0.5,
+    }
+    values = [*words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(flags)]
+    assert invoke("serve", *values).exit_code == 0
+    assert invoke("serve", *values, "--api-key", "given").exit_code == 0
+    config = ServeConfig(
+        engine=ENGINE,
+        sampling={"temperature": 0.5},
+        replicas=3,
+        served_model_name="name",
+        api_key="from the environment",
+        max_open_requests=5,
+        drain_timeout_s=6.5,
+    )
+    assert jobs[0] == ServeJob(config=config, host="::1", port=81)
+    assert jobs[1].config.api_key == "given"
 
 
 def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

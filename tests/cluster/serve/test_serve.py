@@ -185,7 +185,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
     finished: list[str] = []
 
     def stream() -> None:
-        sent = LONG | {"stream": True, "max_tokens": 300}
+        sent = LONG | {"stream": True, "max_tokens": 100}
         with httpx.stream("POST", f"{program.url}/v1/completions", json=sent, timeout=60) as got:
             each = (line for line in got.iter_lines() if line)
             started.append(next(each))
