@@ -1,8 +1,10 @@
 """`launch.py serve`: start an application, wait for a signal, finish what runs, and leave nothing.
 
-checked before Serve starts     configuration, checkpoint, port, resources, a name in use
-first SIGTERM or Ctrl-C         new requests get 503, running ones finish, then everything ends
-second one                      everything ends at once
+Configuration, checkpoint, port, resources and a name in use are checked before Serve starts.
+
+SIGTERM or Ctrl-C while it starts      everything ends at once
+the first one once it serves           new requests get 503, running ones finish, then it ends
+a second one                           everything ends at once
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,16 +21,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from cluster.client.setup import prepare
 from cluster.resources.placement import check_room, pick_device
 from cluster.resources.session import SESSION
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
+from scheduler.params import SamplingParams
 
 APP_NAME = "eagleray"
-# Read by Ray Serve when it is imported; the environment of the user comes first.
-SERVE_ENVIRONMENT = {
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-}
 DRAIN_GRACE_S = 5.0
 
 logger = logging.getLogger("eagleray")
@@ -50,34 +49,44 @@ def run_serve(job: ServeJob) -> None:
     """
     began = time.perf_counter()
     _check_port(job.host, job.port)
-    os.environ.update({k: v for k, v in SERVE_ENVIRONMENT.items() if k not in os.environ})
-    from cluster.client.setup import prepare  # loads the checkpoint's configuration
-    from scheduler.params import SamplingParams
-
     prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
-    with _signals() as stopping:
+    with _signals() as signals:
         size = job.config.engine.tensor_parallel_size
         lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
         try:
             check_room(
                 size, pick_device(job.config.engine.device, size), groups=job.config.replicas
             )
-            _serve(job, stopping, began, ends_with_ray=SESSION.owns(lease))
+            _serve(job, signals, began, ends_with_ray=SESSION.owns(lease))
         finally:
             SESSION.release(lease)
 
 
-def _serve(job: ServeJob, stopping: threading.Event, began: float, *, ends_with_ray: bool) -> None:
+class _Signals:
+    """What SIGTERM and SIGINT do: see the table at the top."""
+
+    def __init__(self) -> None:
+        self.is_serving = False
+        self.stopping = threading.Event()
+
+    def handle(self, number: int, _: FrameType | None) -> None:
+        if self.stopping.is_set() or not self.is_serving:
+            raise KeyboardInterrupt
+        self.stopping.set()
+
+
+def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: bool) -> None:
+    """Serve until a signal, and finish. `ends_with_ray`: nothing of Ray's outlives this program."""
     from ray import serve
 
     from cluster.serve.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    running = _status()
+    running = serve.status()
     if APP_NAME in running.applications:
         raise ConfigError(
             f"an application named {APP_NAME!r} runs in this Ray cluster already; delete it with"
-            f" 'serve shutdown' or join another cluster"
+            " 'serve shutdown' or join another cluster"
         )
     is_ours = not running.proxies
     try:
@@ -92,17 +101,36 @@ def _serve(job: ServeJob, stopping: threading.Event, began: float, *, ends_with_
             )
         except RuntimeError as error:
             raise EngineError(f"the application did not start: {_reason() or error}") from error
+        signals.is_serving = True
         seconds = time.perf_counter() - began
         logger.info("ready on http://%s:%d after %.1f s", job.host, job.port, seconds)
-        while not stopping.wait(1.0):
+        while not signals.stopping.wait(1.0):
             pass
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
-    finally:
+    except KeyboardInterrupt:
+        if ends_with_ray:
+            raise  # Serve would wait for the requests that run
+        _kill_replicas()
         serve.delete(APP_NAME)
-        # HAProxy is a process of its own, which only this ends.
-        if is_ours and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
-            serve.shutdown()
+        raise
+    except BaseException:
+        serve.delete(APP_NAME)
+        raise
+    serve.delete(APP_NAME)
+    # HAProxy is a process of its own, which only this ends.
+    if is_ours and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
+        serve.shutdown()
+
+
+def _kill_replicas() -> None:
+    """End the replicas, and with them their engines, whatever they are doing."""
+    import ray
+    from ray.util import list_named_actors
+
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 
 def _drain(handle: Any, limit_s: float) -> None:
@@ -115,15 +143,11 @@ def _drain(handle: Any, limit_s: float) -> None:
         logger.warning("%d outputs did not end within %g s", left, limit_s)
 
 
-def _status() -> Any:
-    from ray import serve
-
-    return serve.status()
-
-
 def _reason() -> str:
     """What Serve says about the deployment that failed."""
-    application = _status().applications.get(APP_NAME)
+    from ray import serve
+
+    application = serve.status().applications.get(APP_NAME)
     if application is None:
         return ""
     messages = [deployment.message for deployment in application.deployments.values()]
@@ -144,19 +168,14 @@ def _check_port(host: str, port: int) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second one ends the program."""
-    stopping = threading.Event()
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        if stopping.is_set():
-            raise KeyboardInterrupt
-        stopping.set()
-
-    kept = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+def _signals() -> Iterator[_Signals]:
+    """Handlers of SIGTERM and SIGINT for the block."""
+    signals = _Signals()
+    kept = {
+        number: signal.signal(number, signals.handle) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
-        yield stopping
+        yield signals
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-        sys.stdout.flush()

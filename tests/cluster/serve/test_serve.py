@@ -209,6 +209,21 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
     wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
 
 
+def test_a_second_sigterm_ends_everything_within_five_seconds() -> None:
+    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+    program.wait_until_ready()
+    with httpx.stream(
+        "POST", f"{program.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
+    ) as got:
+        assert next(got.iter_lines()).startswith("data: ")
+        program.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert program.process.poll() is None
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(5) == 130
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
