@@ -3,9 +3,10 @@
     python -m benchmarks.serving --model DIR [--tp 2] [--streams 1,16,64] [--rounds 5] [--ways W]
 
 Ways, one after the other in each round: `in-process` (LLM.astream), `uvicorn` (the API in the
-process of the engine's client), `serve` (Ray Serve's own proxy), `serve-grpc` (the same, with gRPC
-to the replica), `haproxy` (HAProxy in front of the replicas). Prints one JSON line per round, way
-and number of streams, then the medians, with processor milliseconds per token by process.
+process of the engine's client), `direct` (launch.py serve: the replica listens), and through Ray
+Serve's proxy: `serve`, `serve-grpc` (the same, with gRPC to the replica), `haproxy`. Prints one
+JSON line per round, way and number of streams, then the medians, with processor milliseconds per
+token by process.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from benchmarks.http_load import Timings, run_streams
+from cluster.resources.session import LOCAL_RAY
 from configs.paths import CHECKOUT
 
 PROMPT_TOKENS = 32
 WAYS: dict[str, dict[str, str]] = {
     "in-process": {},
     "uvicorn": {},
+    "direct": {},
     "serve": {"RAY_SERVE_PROXY_USE_GRPC": "0"},
     "serve-grpc": {"RAY_SERVE_PROXY_USE_GRPC": "1"},
     "serve-one-loop": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"},
@@ -103,13 +109,15 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
     if way == "uvicorn":
         command = [sys.executable, "-m", "benchmarks.serving", "--child-port", str(port)]
         command += ["--model", args.model, "--tp", str(args.tp)]
-    else:
+    elif way == "direct":
         command = [sys.executable, "launch.py", "serve", "--port", str(port), "--model", args.model]
         command += ["--tp", str(args.tp), "--max-model-len", "1024"]
+    else:
+        command = [str(Path(sys.executable).with_name("serve")), "run", str(_file(args, port))]
     server = subprocess.Popen(
         command,
         cwd=CHECKOUT,
-        env=os.environ | WAYS[way],
+        env=os.environ | LOCAL_RAY | WAYS[way],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,7 +128,7 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
         seen = []
         for line in server.stdout:
             seen.append(line)
-            if line.startswith("ready on"):
+            if line.startswith("ready on") or "is ready at" in line:
                 break
         else:
             raise SystemExit(f"{way} did not start: {''.join(seen[-5:])}")
@@ -145,6 +153,18 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
             server.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
+
+
+def _file(args: argparse.Namespace, port: int) -> Path:
+    """configs/serve.yaml for this model and port."""
+    file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
+    file["http_options"]["port"] = port
+    del file["logging_config"]  # which would not say when it is ready
+    options = engine_options(args) | {"model": args.model}
+    file["applications"][0]["args"] = {"engine": options}
+    path = Path(tempfile.mkdtemp()) / "serve.yaml"
+    path.write_text(yaml.safe_dump(file))
+    return path
 
 
 def _measure_in_process(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:

@@ -52,6 +52,9 @@ class ServeConfig:
         at_most=MAX_TIMEOUT_S,
     )
 
+    # Host and port where the replica itself listens; without them requests come through Serve.
+    listen: tuple[str, int] | None = None
+
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             if "flag" in each.metadata:
@@ -72,7 +75,7 @@ class ServeConfig:
         """Build from decoded YAML or JSON: `engine` is a mapping of engine options. An unknown key
         raises `ConfigError` naming the known keys.
         """
-        known = [each.name for each in dataclasses.fields(cls)]
+        known = [each.name for each in dataclasses.fields(cls) if each.name != "listen"]
         unknown = [key for key in values if key not in known]
         if unknown:
             raise ConfigError(

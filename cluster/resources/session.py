@@ -84,8 +84,10 @@ class RaySession:
         return ray.is_initialized() and _running() == lease
 
     def owns(self, lease: str) -> bool:
-        """Whether the Ray of this lease is one we started, which ends with its last lease."""
-        return lease == self._ours
+        """Whether the Ray of this lease is a local one that we started, which ends with its last
+        lease.
+        """
+        return lease == self._ours and self._address == "local"
 
     def release(self, lease: str) -> None:
         """Leave; the last engine stops the Ray that we started."""

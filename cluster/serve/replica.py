@@ -8,12 +8,14 @@ proxy, calls of a handle reach the methods; both are admitted by the same count.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 
 import ray
+import uvicorn
 from ray import serve
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
@@ -31,6 +33,7 @@ from scheduler.params import SamplingParams
 NAME = "engine"
 METRICS_PERIOD_S = 5.0
 GATHER_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 75
 
 
 class EngineReplica:
@@ -51,7 +54,7 @@ class EngineReplica:
             model_name=config.model_name,
             version=importlib.metadata.version("eagleray"),
             api_key=config.api_key,
-            echo_request_id=False,  # Serve's proxy does
+            echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
             limits=ApiLimits(
                 max_open=config.max_open_requests,
                 max_body_bytes=config.max_body_bytes,
@@ -61,6 +64,7 @@ class EngineReplica:
         )
         self._api.gather_metrics = self._gather_metrics
         self._reporting = asyncio.create_task(self._report_metrics())
+        self._listening = asyncio.create_task(_listen(self._api, config.listen))
 
     def __serve_build_asgi_app__(self) -> Api:
         return self._api
@@ -114,6 +118,8 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises when the engine is dead, so that Serve replaces this replica."""
+        if self._listening.done():
+            self._listening.result()
         await self._api.stats()
 
     async def _gather_metrics(self) -> list[list[Family]]:
@@ -131,6 +137,29 @@ class EngineReplica:
         while True:
             await asyncio.sleep(METRICS_PERIOD_S)
             to_ray.report(await self._api.families())
+
+
+async def _listen(api: Api, where: tuple[str, int] | None) -> None:
+    """Serve HTTP from this process, if it is to. Serve's proxy would handle each event of a stream
+    as a Ray object, which takes as much of the processor as a small model does.
+    """
+    if where is None:
+        return
+    host, port = where
+    server = uvicorn.Server(
+        uvicorn.Config(
+            api,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+    )
+    setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 (Serve has its own)
+    await server.serve()
 
 
 def _outputs_of(params: SamplingParams | None) -> int:

@@ -9,6 +9,7 @@ a second one                           everything ends at once
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ from scheduler.params import SamplingParams
 
 APP_NAME = "eagleray"
 DRAIN_GRACE_S = 5.0
+LISTEN_TIMEOUT_S = 10.0
 
 logger = logging.getLogger("eagleray")
 
@@ -88,19 +90,22 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
             f"an application named {APP_NAME!r} runs in this Ray cluster already; delete it with"
             " 'serve shutdown' or join another cluster"
         )
-    is_ours = not running.proxies
+    is_ours = not running.applications
+    # A single engine on this machine listens itself; otherwise Serve's proxy spreads the requests.
+    is_direct = ends_with_ray and job.config.replicas == 1
+    listen = (job.host, job.port) if is_direct else None
+    config = dataclasses.replace(job.config, listen=listen)
     try:
         serve.start(
-            proxy_location="HeadOnly",
+            proxy_location="Disabled" if is_direct else "HeadOnly",
             http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         try:
-            handle = serve.run(
-                application(job.config), name=APP_NAME, route_prefix="/", blocking=False
-            )
+            handle = serve.run(application(config), name=APP_NAME, route_prefix="/", blocking=False)
         except RuntimeError as error:
             raise EngineError(f"the application did not start: {_reason() or error}") from error
+        _wait_until_it_listens(job)
         signals.is_serving = True
         seconds = time.perf_counter() - began
         logger.info("ready on http://%s:%d after %.1f s", job.host, job.port, seconds)
@@ -121,6 +126,22 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     # HAProxy is a process of its own, which only this ends.
     if is_ours and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
         serve.shutdown()
+
+
+def _wait_until_it_listens(job: ServeJob) -> None:
+    until = time.monotonic() + LISTEN_TIMEOUT_S
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(job.host, job.host)
+    while True:
+        try:
+            socket.create_connection((host, job.port), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"nothing listens on {job.host}:{job.port} {LISTEN_TIMEOUT_S:g} s after the"
+                    f" application has started: {error}"
+                ) from None
+            time.sleep(0.05)
 
 
 def _kill_replicas() -> None:
