@@ -89,20 +89,23 @@ def exchange(rng: random.Random, server: Server) -> str:
     head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{extra}"
     raw = f"{head}Content-Length: {length}\r\n\r\n".encode() + data
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-        if rng.random() < 0.1:
-            connection.sendall(raw[: rng.randrange(len(raw))])
-            return "left while sending"
-        connection.sendall(raw)
-        if rng.random() < 0.1:
-            connection.recv(rng.randrange(1, 400))
-            return "left while reading"
-        if length != str(len(data)):
-            connection.shutdown(socket.SHUT_WR)
+        leaves, left_after = rng.random(), rng.randrange(1, 400)
         answer = b""
         try:
+            if leaves < 0.1:
+                connection.sendall(raw[: rng.randrange(len(raw))])
+                return "left while sending"
+            connection.sendall(raw)
+            if leaves < 0.2:
+                connection.recv(left_after)
+                return "left while reading"
+            if length != str(len(data)):
+                connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(65536):
                 answer += part
-        except ConnectionResetError:  # refused before the whole body had arrived
+        except TimeoutError:
+            raise
+        except OSError:  # refused and closed before the whole body had arrived
             assert len(data) > MAX_BODY_BYTES or length != str(len(data)), raw[:500]
             return "closed"
     if not answer and length != str(len(data)):
