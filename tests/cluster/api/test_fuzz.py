@@ -19,7 +19,7 @@ def test_wrong_requests_are_answered_and_leave_nothing() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_requests_made_from_the_document_are_answered() -> None:
+def test_requests_made_from_the_document_are_answered(tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "schemathesis"
     with serve(echo_number) as server:
         command = [
@@ -27,6 +27,8 @@ def test_requests_made_from_the_document_are_answered() -> None:
             *("--checks", "not_a_server_error", "--seed", "1", "--no-color"),
             *("--phases", "fuzzing"),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         assert server.api.admission.num_open == 0
