@@ -160,6 +160,7 @@ class Api:
         self.limits = limits or ApiLimits()
         self.admission = Admission(self.limits)
         self.metrics = ApiMetrics()
+        self.metrics.open.set_function(lambda: self.admission.num_open)
         self.gather_metrics: Gather | None = None  # of all processes that serve, this one included
         self._client = client
         self._served = Served(
@@ -255,12 +256,8 @@ class Api:
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         with self.admission.admit(job.num_outputs):
-            self.metrics.open.inc(job.num_outputs)
-            try:
-                run = self._stream if job.streamed else self._answer_whole
-                await exchange.unless_left(run(exchange, job))
-            finally:
-                self.metrics.open.dec(job.num_outputs)
+            run = self._stream if job.streamed else self._answer_whole
+            await exchange.unless_left(run(exchange, job))
 
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
