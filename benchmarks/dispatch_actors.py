@@ -52,8 +52,10 @@ class TimedDriver(Driver):
 class OneCoreRankActor(RankActor):
     """Computes on one core and leaves the others to driver and Ray."""
 
-    def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
-        return super().start(address, place, len(os.sched_getaffinity(0)))
+    def start(
+        self, address: tuple[str, int], place: int, ranks_on_node: int, epoch: int, gpus: list[str]
+    ) -> WorkerReport:
+        return super().start(address, place, len(os.sched_getaffinity(0)), epoch, gpus)
 
 
 class OneCoreDriver(TimedDriver):
@@ -99,8 +101,10 @@ class SleepingWorker(Worker):
 
 
 class SleepingRankActor(RankActor):
-    def __init__(self, config: ResolvedConfig, rank: int) -> None:
-        super().__init__(config, rank)
+    def __init__(
+        self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
+    ) -> None:
+        super().__init__(config, rank, engine_id, is_spare)
         self._worker = SleepingWorker(config, rank)
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.http_load import Timings, run_streams
+from benchmarks.http_load import Timings, free_port, run_streams
 from cluster.resources.session import LOCAL_RAY
 from configs.paths import CHECKOUT
 
@@ -103,9 +102,7 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
     """One line per number of streams, of one start of a way."""
     if way == "in-process":
         return _measure_in_process(args, seed)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     if way == "uvicorn":
         command = [sys.executable, "-m", "benchmarks.serving", "--child-port", str(port)]
         command += ["--model", args.model, "--tp", str(args.tp)]

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.errors import EaglerayError
+from scheduler.errors import EaglerayError, EngineError
 from scheduler.messages import Deltas, TokenLogprobs
 
 
@@ -26,12 +26,22 @@ class News:
     error: EaglerayError | None = None
 
     def extend(self, later: News) -> None:
-        """Add what came after."""
+        """Add what came after; tokens that are here already are skipped. Raises `EngineError` if
+        any are missing between.
+        """
+        known = self.first_index + len(self.token_ids) - later.first_index
+        if known < 0 and later.token_ids:
+            raise EngineError(
+                f"tokens {self.first_index + len(self.token_ids)} to {later.first_index - 1} are"
+                " missing"
+            )
+        token_ids = later.token_ids[known:] if later.token_ids else []
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later.logprobs
+            held = self.logprobs or [None] * len(self.token_ids)
+            self.logprobs = held + later.logprobs[known:]
         elif self.logprobs is not None:
-            self.logprobs += [None] * len(later.token_ids)
-        self.token_ids += later.token_ids
+            self.logprobs += [None] * len(token_ids)
+        self.token_ids += token_ids
         self.num_cached_tokens = later.num_cached_tokens
         self.finish_reason = later.finish_reason or self.finish_reason
         self.error = later.error or self.error

@@ -3,7 +3,9 @@
 a remote function raised one of our errors      that error itself
 it raised anything else                         EngineError with the cause
 no answer in time                               NoAnswerError
-the actor has died, or Ray was shut down        EngineDeadError
+the connection was lost                         LostCallError, a NoAnswerError
+the actor has died                              DriverDiedError, an EngineDeadError
+Ray was shut down                               EngineDeadError
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 
@@ -20,7 +28,17 @@ CALL_TIMEOUT_S = 30.0
 
 
 class NoAnswerError(EngineError):
-    """A call to the driver, or to the place where the ranks run, was not answered in time."""
+    """A call to the driver, or to the place where the ranks run, was not answered in time or was
+    lost: whether it was carried out is not known.
+    """
+
+
+class DriverDiedError(EngineDeadError):
+    """The driver's process is gone. Its owner may start another one."""
+
+
+class LostCallError(NoAnswerError):
+    """The connection was lost: the call may have been carried out, and may be made again."""
 
 
 def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
@@ -40,8 +58,10 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
         if isinstance(cause, EaglerayError):
             raise cause from None
         raise EngineError(f"could not {what}: {cause}") from error
+    except ActorUnavailableError as error:
+        raise LostCallError(f"could not {what}: the connection was lost ({error})") from None
     except RayActorError as error:
-        raise EngineDeadError(f"could not {what}: the driver has died ({error})") from error
+        raise DriverDiedError(f"could not {what}: the driver has died ({error})") from error
     except RayError as error:
         raise EngineDeadError(f"could not {what}: {error}") from error
 
@@ -62,6 +82,6 @@ def failures(refs: Sequence[Any], patience_s: float) -> dict[int, Exception]:
         if ref in done:
             try:
                 ray.get(ref)
-            except (RayTaskError, RayActorError) as failure:
+            except RayError as failure:
                 found[place] = cause_of(failure)
     return found

@@ -117,6 +117,19 @@ class EngineConfig:
         None, flag="--ray-address", help="Ray cluster to join; local for a new one."
     )
     start_timeout_s: float = option(300.0, above=0, at_most=MAX_TIMEOUT_S)
+    stuck_after_s: float = option(
+        20.0,
+        flag="--stuck-after-s",
+        help="Time without any progress after which the ranks are replaced.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
+    spares: str = option(
+        "warm",
+        flag="--spares",
+        help="off, or warm: a process per rank that is ready to take its place.",
+        choices=("off", "warm"),
+    )
     step_timeout_s: float = option(120.0, above=0, at_most=MAX_TIMEOUT_S)
     frontend_timeout_s: float = option(60.0, above=0, at_most=MAX_TIMEOUT_S)
     log_level: str = option("info", flag="--log-level", choices=LOG_LEVELS)

@@ -82,6 +82,15 @@ class Engine:
             self._sequences.pop(seq.request_id, None)
         return output
 
+    def start_epoch(self) -> list[Sequence]:
+        """The executor has lost what it held. Sequences go on under the next epoch, once there is
+        an executor for it; returns those that this ends (see `Scheduler.start_epoch`).
+        """
+        convicted = self.scheduler.start_epoch()
+        for seq in convicted:
+            self._sequences.pop(seq.request_id, None)
+        return convicted
+
     def check(self) -> None:
         """Raise AssertionError unless the laws of the scheduler hold and no sequence is lost."""
         self.scheduler.check()

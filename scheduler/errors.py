@@ -8,6 +8,7 @@
     └── EngineError              a fault of ours
         ├── WorkerError          a rank failed, or its result is wrong
         ├── StepTimeoutError     a step outlived its limit
+        ├── RequestFailedError   ranks died whenever this request ran
         └── EngineDeadError      the engine has stopped and will not come back
 
 A message says what was asked, what is possible and what to do. All of them pickle: the message is
@@ -54,6 +55,10 @@ class WorkerError(EngineError):
 
 class StepTimeoutError(EngineError):
     """A step did not finish within its limit."""
+
+
+class RequestFailedError(EngineError):
+    """Ranks died each time this request ran, also when it ran alone. The engine goes on."""
 
 
 class EngineDeadError(EngineError):

@@ -116,7 +116,9 @@ class EngineStats:
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
     that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
-    num_admitted sequences, step_seconds the parts of `StepResult.seconds`.
+    num_admitted sequences, step_seconds the parts of `StepResult.seconds`. is_ready: the ranks
+    answer, and if there is work it moves; state and num_recoveries are those of the group of ranks;
+    step_age_s is the time since the last result while steps are under way.
     """
 
     num_running: int
@@ -130,6 +132,10 @@ class EngineStats:
     num_admitted: int = 0
     queue_s: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
+    is_ready: bool = True
+    state: str = "serving"
+    num_recoveries: int = 0
+    step_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

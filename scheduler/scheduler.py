@@ -11,6 +11,10 @@ submitted plan: a sequence that has finished meanwhile drops its token, a preemp
 Because every rank runs the steps in order, blocks and slots can be reused as soon as they are given
 back here. An end by length is known in advance, so no step runs past it.
 
+A crash is a strike for the sequences that ran (`start_epoch`). With two strikes a sequence is a
+suspect: it runs alone until it has a token, which clears it; two more crashes alone convict it. So
+a request that kills a rank fails by itself, after at most four crashes, and nobody else does.
+
 At most one running sequence is in the middle of its prompt, and it is the last one, so every other
 sequence makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors,
 time or Ray. One thread.
@@ -37,6 +41,7 @@ from scheduler.messages import (
 )
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
+SUSPECT_STRIKES, CONVICTED_STRIKES = 2, 4
 RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
 
 
@@ -109,6 +114,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.submitted: deque[_Submitted] = deque()  # steps whose result is unread
+        self.suspects: list[Sequence] = []  # in order of arrival; the first one runs alone
         self.stats = SchedulerStats()
         self.epoch = 0
         self._next_step_id = 0
@@ -145,6 +151,8 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         self._end(seq, reason)
+        if seq in self.suspects:
+            self.suspects.remove(seq)
 
     @property
     def has_unfinished(self) -> bool:
@@ -157,9 +165,13 @@ class Scheduler:
         result is read.
         """
         step = _Step(budget=self.limits.max_num_batched_tokens)
-        self._schedule_running(step)
-        if not step.preempted:  # blocks are scarce, so nothing else is admitted
-            self._schedule_waiting(step)
+        if self.suspects and self.suspects[0].status is WAITING:
+            self.waiting.remove(self.suspects[0])  # nobody else has a slot
+            self._admit(self.suspects[0], step)
+        else:
+            self._schedule_running(step)
+            if not step.preempted and not self.suspects:  # preempted: blocks are scarce
+                self._schedule_waiting(step)
         if not step.slots:
             return None
         plan = self._plan(step)
@@ -204,27 +216,35 @@ class Scheduler:
             output.logprobs = [by_sequence[seq] for seq in output.sequences]
         if output.finished:
             self.running = [seq for seq in self.running if seq.status is RUNNING]
+        if self.suspects:
+            self._clear_suspects()
         return output
 
-    def start_epoch(self) -> None:
+    def start_epoch(self) -> list[Sequence]:
         """All submitted steps are lost and the workers' caches are empty: every sequence starts
-        again, in order.
+        again, in order. Returns the sequences that this ends, with the reason "error".
 
         Tokens whose result was not read are forgotten; they will be sampled again.
         """
+        convicted = self._strike(self.running) if self.submitted else []
+        for seq in convicted:
+            self.finish(seq, "error")
         self.submitted.clear()
         for seq in reversed(self.running):
             self._give_back(seq)
             seq.status = WAITING
             self.waiting.appendleft(seq)
         self.running.clear()
+        self.waiting = deque(sorted(self.waiting, key=_arrival))  # a suspect ran out of turn
         for seq in self.waiting:
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
+        self.suspects = [seq for seq in self.waiting if seq.strikes >= SUSPECT_STRIKES]
         self.block_manager.clear_index()
         self._released_slots.clear()
         self._next_step_id = 0
         self.epoch += 1
+        return convicted
 
     def snapshot(self) -> EngineStats:
         """What the scheduler holds at the moment, and its counters."""
@@ -241,6 +261,29 @@ class Scheduler:
             queue_s=self.stats.queue_s,
             step_seconds=dict(self.stats.step_seconds),
         )
+
+    # -- suspects ----------------------------------------------------------------------------------
+
+    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
+        """Steps in which these ran were lost. Returns those that are convicted."""
+        for seq in blamed:
+            has_moved = len(seq.token_ids) > seq.tokens_at_strike
+            seq.strikes = 1 if has_moved else seq.strikes + 1
+            seq.tokens_at_strike = len(seq.token_ids)
+        return [seq for seq in blamed if seq.strikes >= CONVICTED_STRIKES]
+
+    def _clear_suspects(self) -> None:
+        """Whoever has ended or got a token is no suspect any more, and waits in line again."""
+        seq = self.suspects[0]
+        if seq.status is not FINISHED and len(seq.token_ids) <= seq.tokens_at_strike:
+            return
+        del self.suspects[0]
+        seq.strikes = 0
+        if seq.status is RUNNING:
+            self.running.remove(seq)
+            self._give_back(seq)
+            seq.status = WAITING
+            self.waiting = deque(sorted((*self.waiting, seq), key=_arrival))
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -435,7 +478,11 @@ class Scheduler:
             assert seq.num_total == len(seq.token_ids) + seq.num_pending, (
                 f"tokens in flight were miscounted: {seq}"
             )
-        arrivals = [seq.arrival for seq in (*self.running, *self.waiting)]
+        assert not self.suspects or self.running in ([], self.suspects[:1]), (
+            f"a suspect does not run alone: {self.running}, suspects {self.suspects}"
+        )
+        in_line = self.waiting if self.suspects else (*self.running, *self.waiting)
+        arrivals = [seq.arrival for seq in in_line]
         assert arrivals == sorted(arrivals), f"not in order of arrival: {arrivals}"
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(limits.max_num_seqs)), f"slots were lost or duplicated: {slots}"
@@ -444,6 +491,10 @@ class Scheduler:
             f"in the middle of its prompt, but not last: {in_prompt}"
         )
         self.block_manager.check(self.running)
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

@@ -52,7 +52,9 @@ class Sequence:
         "slot",
         "status",
         "stop_token_ids",
+        "strikes",
         "token_ids",
+        "tokens_at_strike",
     )
 
     def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
@@ -76,6 +78,8 @@ class Sequence:
         self.num_total = len(self.token_ids)
         self.num_cached_tokens: int | None = None  # from the first admission
         self.num_preemptions = 0
+        self.strikes = 0  # crashes it took part in since it last got a token
+        self.tokens_at_strike = -1
 
     @property
     def num_output_tokens(self) -> int:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from configs.paths import CHECKOUT
@@ -30,17 +31,30 @@ def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str)
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = kernels.first_step(torch_dtype(dtype))
-    if group.size > 1 and calls:
-        calls.insert(1, compile_all_reduce)
+    calls = _calls_of_first_step(kernels, group.size, dtype)
     for i, call in enumerate(calls):
         turn, place = divmod(i, group.size)
         # Back and forth, because the slowest come first: 0, 1, 1, 0, 0, 1, 1, ...
         if group.rank == (place if turn % 2 == 0 else group.size - 1 - place):
             call()
+            group.progress.num_compiled += 1
     group.barrier()
     for call in calls:
         call()
+        group.progress.num_compiled += 1
+
+
+def load_first_step(kernels: Kernels, size: int, dtype: str) -> None:
+    """Make the same kernels ready in a process without a group; they are cached already."""
+    for call in _calls_of_first_step(kernels, size, dtype):
+        call()
+
+
+def _calls_of_first_step(kernels: Kernels, size: int, dtype: str) -> list[Callable[[], object]]:
+    calls: list[Callable[[], object]] = list(kernels.first_step(torch_dtype(dtype)))
+    if size > 1 and calls:
+        calls.insert(1, compile_all_reduce)
+    return calls
 
 
 def compile_all_reduce() -> None:

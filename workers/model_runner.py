@@ -22,6 +22,7 @@ from kernels.metadata import AttentionMetadata
 from kernels.reference.sampling import MAX_LISTED
 from scheduler.messages import StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
+from workers import faults
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, room_for
 from workers.batch.state import BatchState, StepRows
@@ -95,6 +96,7 @@ class ModelRunner:
         rows = self.state.take(plan)
         prepared = time.perf_counter()
         hidden_RE, places_R = self._forward(rows)
+        faults.reach("sample", self.model.group.rank)
         forwarded = time.perf_counter()
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
         if not len(rows.sampling_slots_R):

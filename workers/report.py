@@ -20,3 +20,4 @@ class WorkerReport:
     seconds: dict[str, float]
     num_kv_blocks: int
     ledger: KVCacheLedger
+    checkpoint: str = ""  # changes when the files of the checkpoint do

@@ -26,15 +26,17 @@ from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
+from workers import faults
 from workers.batch.kv_cache import gpu_budget, torch_dtype
 from workers.batch.kv_plan import plan_kv_cache
-from workers.compilation import compile_first_step, compile_other_steps_beside
+from workers.compilation import compile_first_step, compile_other_steps_beside, load_first_step
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
-from workers.models.loader import LoadingBar, load_weights
+from workers.models.loader import LoadingBar, fingerprint, load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
+from workers.progress import Progress
 from workers.report import GRACE_S, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Worker:
         self.config = config
         self.rank = rank
         self.epoch = 0
-        self.phase = "start"  # what the start is doing; read from any thread
+        self.progress = Progress()
         self._device: Device | None = None  # opened on the thread that will launch
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
@@ -71,10 +73,21 @@ class Worker:
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
 
-    def start(self, address: Address | None, num_threads: int | None = None) -> WorkerReport:
+    def warm(self) -> None:
+        """In a process that may have to take over: load compiled kernels. Needs no peers."""
+        size = self.config.engine.tensor_parallel_size
+        kernels = find_kernels(self.config)
+        kernels.set_num_threads(1)
+        load_first_step(kernels, size, self.config.dtype)
+
+    def start(
+        self, address: Address | None, num_threads: int | None = None, epoch: int = 0
+    ) -> WorkerReport:
         """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the
-        same time, on the thread that will launch. Raises `ConfigError` or `WorkerError`.
+        same time, on the thread that will launch; the steps of `epoch` follow. Raises `ConfigError`
+        or `WorkerError`.
         """
+        self.epoch = epoch
         engine = self.config.engine
         kernels = find_kernels(self.config)
         if num_threads is not None:
@@ -87,6 +100,7 @@ class Worker:
                 address,
                 device.torch,
                 engine.start_timeout_s,
+                self.progress,
             )
         with self._phase("compile"):
             compile_first_step(kernels, group, self.config.dtype)
@@ -109,6 +123,7 @@ class Worker:
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
+            checkpoint=fingerprint(Path(self.config.model_dir)),
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -116,9 +131,10 @@ class Worker:
         device, group, kernels, model = self._device, self._group, self._kernels, self._model
         if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
-        self.phase = "allocate_cache"
-        self._runner = None  # frees the memory of an earlier one first
-        self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
+        with self._phase("allocate_cache"):
+            self._runner = None  # frees the memory of an earlier one first
+            self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
+        self.progress.phase = "steps"
 
     def compile_other_steps_beside(self) -> None:
         """On the first rank of a CPU: fill the cache of compiled kernels with what only other steps
@@ -134,6 +150,8 @@ class Worker:
         try:
             self._check_turn(plan)
             assert self._runner is not None
+            self.progress.step_id = plan.step_id
+            faults.reach("step", self.rank)
             outcome: PendingStep | Exception = self._runner.run(plan)
         except Exception as error:
             outcome = error
@@ -177,6 +195,7 @@ class Worker:
             raise WorkerError(
                 f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
             ) from outcome
+        faults.reach("reply", self.rank)
         started = time.perf_counter()
         # One after another, as the device runs them: a step's clock starts when its turn comes.
         with self._finishing:
@@ -255,15 +274,22 @@ class Worker:
     def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
         config = self.config
         model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
-        bar = LoadingBar() if self.rank == 0 else None
-        load_weights(model.slices(), Path(config.model_dir), config.model, bar)
+        bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
+
+        def loaded(done: int, total: int) -> None:
+            self.progress.loaded_bytes = done
+            if bar is not None:
+                bar(done, total)
+
+        load_weights(model.slices(), Path(config.model_dir), config.model, loaded)
         model.pack()
         return model
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        self.phase = name
+        self.progress.phase = name
+        faults.reach(name, self.rank)
         try:
             yield
         finally:

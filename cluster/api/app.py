@@ -265,6 +265,8 @@ class Api:
         writer = job.make_writer(generations)
         outputs = await self._client.wait_async(generations)
         for output in outputs:
+            if output.error is not None:
+                raise output.error
             self.metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
         timing.end()
         await exchange.answer(200, encode_json(writer.body()).encode())

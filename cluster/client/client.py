@@ -73,14 +73,16 @@ class Client:
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
-        """The finished requests. Raises the error of the first that failed and aborts the
-        others.
+        """The finished requests; one that failed has its `error`. Raises the error if all of them
+        failed.
         """
         try:
-            return [generation.result() for generation in generations]
+            for generation in generations:
+                generation.done.exception()
         except BaseException:
             self.abort(generations)
             raise
+        return _outputs(generations)
 
     async def submit_async(
         self,
@@ -102,11 +104,12 @@ class Client:
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:
         """`wait` for an event loop; canceling it aborts the requests."""
+        ended = (asyncio.wrap_future(generation.done) for generation in generations)
         try:
-            await asyncio.gather(*(asyncio.wrap_future(g.done) for g in generations))
+            await asyncio.gather(*ended, return_exceptions=True)
         finally:
             self.abort(generations)
-        return [generation.output() for generation in generations]
+        return _outputs(generations)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -161,3 +164,11 @@ class Client:
     def _abort_submitted(self, submitted: asyncio.Future[list[Generation]]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
             self.abort(submitted.result())
+
+
+def _outputs(generations: list[Generation]) -> list[RequestOutput]:
+    outputs = [generation.output() for generation in generations]
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors and len(errors) == len(outputs):
+        raise errors[0]
+    return outputs

@@ -4,45 +4,80 @@ more.
 One background thread polls while anything is outstanding. News goes to the outputs of its
 generation, whose sinks run on that thread. `Generation.done` completes once, with or without an
 error.
+
+A frontend holds each request with all tokens it has received. When the driver has died and its
+owner has a new one (`replace`), it sends every unfinished request again, in order of arrival and
+with its tokens, and the streams go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import pickle
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.news import unpack
-from cluster.ray_errors import CALL_TIMEOUT_S, NoAnswerError, call
+from cluster.ray_errors import (
+    CALL_TIMEOUT_S,
+    DriverDiedError,
+    LostCallError,
+    NoAnswerError,
+    call,
+)
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
-from scheduler.messages import Deltas, EngineStats
+from scheduler.messages import Deltas, EngineStats, Request
 
 logger = logging.getLogger("eagleray")
 
 POLL_WAIT_S = 5.0
-MAX_LOST_POLLS = 2
+LOST_CALL_PAUSE_S = 0.2
+
+Replace = Callable[[Any, EaglerayError, bool], Any]
+
+
+def _cannot_replace(driver: Any, error: EaglerayError, has_served: bool) -> Any:
+    raise error
 
 
 class Frontend:
     """Requests of one process to one driver. Any thread may call."""
 
-    def __init__(self, driver: Any, is_reachable: Callable[[], bool] = lambda: True) -> None:
-        """`is_reachable`: whether this process is still part of the driver's cluster."""
+    def __init__(
+        self,
+        driver: Any,
+        is_reachable: Callable[[], bool] = lambda: True,
+        replace: Replace = _cannot_replace,
+        answer_limit_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """`is_reachable`: whether this process is still part of the driver's cluster. `replace`
+        takes a driver that has died or does not answer, why, and whether there was any news from
+        it; it returns a new one, or raises.
+        `answer_limit_s`: how long the driver may take beyond what it was asked to wait.
+        """
         self._driver = driver
         self._is_reachable = is_reachable
+        self._replace_driver = replace
+        self._answer_limit_s = answer_limit_s
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
         # Ray cancels what a canceled call of an actor has called: in a served replica, the news
         # that a request has been canceled. A call from a thread of its own belongs to no other.
         self._sender = ThreadPoolExecutor(1, "eagleray-finish")
         self._active: dict[str, tuple[Generation, OutputFollower]] = {}
+        self._accepted: set[str] = set()  # those the driver has taken
+        self._ended: Any = None  # a driver that has died
+        self._has_news = False  # from the present driver
         self._changed = threading.Condition()
+        self._reviving = threading.Lock()
         self._closed = False
         self._acknowledged = 0
         self._thread = threading.Thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
@@ -58,18 +93,16 @@ class Frontend:
             for generation in generations:
                 for output in generation.outputs:
                     self._active[output.request.request_id] = (generation, output)
-        submitted: Any = None
+        submitted: list[Any] = []
         try:
-            submitted = self._driver.submit.remote(self._id, requests)
-            call(submitted, "submit requests")
+            while not self._accept(self._send(requests, submitted), requests):
+                pass  # that driver has been replaced since
         except BaseException as error:
             self._forget(generations)
             if isinstance(error, NoAnswerError) or not isinstance(error, EaglerayError):
                 # The driver may still take them.
                 self._finish([r.request_id for r in requests], "abort", after=submitted)
             raise
-        with self._changed:
-            self._changed.notify_all()
 
     def abort(self, generations: list[Generation]) -> None:
         """End generations; they keep what they have, with `finish_reason` "abort". Does not wait
@@ -92,7 +125,7 @@ class Frontend:
         self._after_news.append(callback)
 
     def stats(self) -> EngineStats:
-        """The driver's counters. Raises `EngineDeadError`."""
+        """The driver's counters. Raises `EngineDeadError`, `NoAnswerError`."""
         self._check_reachable()
         counters: EngineStats = call(self._driver.stats.remote(), "read the counters")
         return counters
@@ -114,20 +147,90 @@ class Frontend:
         if self._closed or not self._is_reachable():
             raise EngineDeadError("the engine was shut down; start a new one")
 
-    def _finish(self, request_ids: list[str], reason: str, after: Any = None) -> None:
-        """Tell the driver that these requests are no longer needed, once the call `after` has
+    def _send(self, requests: list[Request], submitted: list[Any]) -> Any:
+        """Submit, again if the call was lost and to the next driver if this one has died. The ref
+        of each call goes to `submitted`. Returns the driver that has them.
+        """
+        until = time.monotonic() + self._answer_limit_s
+        while True:
+            driver = self._driver
+            try:
+                submitted.append(driver.submit.remote(self._id, requests))
+                call(submitted[-1], "submit requests", self._answer_limit_s)
+                return driver
+            except LostCallError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(LOST_CALL_PAUSE_S)
+            except DriverDiedError as error:
+                submitted.clear()
+                self._revive(driver, error)
+            self._check_reachable()
+
+    def _accept(self, driver: Any, requests: list[Request]) -> bool:
+        """Note that the driver has these requests. False if it is the driver no more."""
+        with self._changed:
+            if driver is not self._driver:
+                return False
+            self._accepted.update(r.request_id for r in requests if r.request_id in self._active)
+            self._changed.notify_all()
+            return True
+
+    def _finish(self, request_ids: list[str], reason: str, after: Iterable[Any] = ()) -> None:
+        """Tell the driver that these requests are no longer needed, once the calls `after` have
         ended. Does not wait.
         """
         if request_ids and not self._closed and self._is_reachable():
             finish = self._driver.finish.remote
             with contextlib.suppress(RuntimeError):  # closed just now
-                self._sender.submit(finish, request_ids, reason, self._id, after)
+                self._sender.submit(finish, request_ids, reason, self._id, *after)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:
             for generation in generations:
                 for request_id in generation.request_ids:
-                    self._active.pop(request_id, None)
+                    self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self._active.pop(request_id, None)
+        self._accepted.discard(request_id)
+
+    # -- a new driver ------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Notice the death of the driver also when there are no requests."""
+        driver = self._driver
+        ended = driver.wait_for_end.remote().future()
+        ended.add_done_callback(lambda _: self._note_end(driver))
+
+    def _note_end(self, driver: Any) -> None:
+        with self._changed:
+            self._ended = driver
+            self._changed.notify_all()
+
+    def _revive(self, driver: Any, error: EaglerayError) -> None:
+        """Have the owner replace this driver, unless another thread has done so, and send every
+        accepted request again. Raises `EngineDeadError` if there is no new driver.
+        """
+        with self._reviving:
+            while self._driver is driver:
+                self._check_reachable()
+                new = self._replace_driver(driver, error, self._has_news)
+                self._has_news = False
+                with self._changed:
+                    self._check_reachable()
+                    self._driver, self._acknowledged = new, 0
+                    again = [self._active[i][1] for i in self._active if i in self._accepted]
+                try:
+                    self.follow()
+                    if again:
+                        requests = [_continued(output) for output in again]
+                        call(new.submit.remote(self._id, requests), "submit requests again")
+                except (DriverDiedError, NoAnswerError) as failure:
+                    driver, error = new, failure
+                else:
+                    ids = (output.request.request_id for output in again)
+                    self._finish([i for i in ids if i not in self._active], "abort")
 
     # -- polling thread ----------------------------------------------------------------------------
 
@@ -138,29 +241,43 @@ class Frontend:
             self.close()
 
     def _poll_while_open(self) -> None:
-        num_lost = 0
         while self._wait_for_work():
+            with self._reviving:  # what is outstanding has been sent to this driver
+                driver, acknowledged = self._driver, self._acknowledged
             try:
                 self._check_reachable()
-                reply = self._driver.poll.remote(self._id, self._acknowledged, POLL_WAIT_S)
-                limit_s = POLL_WAIT_S + CALL_TIMEOUT_S
+                if driver is self._ended:
+                    raise DriverDiedError("the driver has died")
+                reply = driver.poll.remote(self._id, acknowledged, POLL_WAIT_S)
+                limit_s = POLL_WAIT_S + self._answer_limit_s
                 deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
-                self._acknowledged = deltas.up_to
-                self._take(deltas)
-                num_lost = 0
-            except NoAnswerError as error:
-                num_lost += 1  # a lost reply loses nothing: the next poll brings its content again
-                if num_lost > MAX_LOST_POLLS:
-                    self._fail_all(error)
+                if driver is self._driver:  # otherwise its requests were sent to the next one
+                    self._acknowledged = deltas.up_to
+                    self._has_news = self._has_news or bool(deltas.request_ids)
+                    self._take(deltas)
+            except LostCallError:  # nothing is lost: the next poll brings its content again
+                time.sleep(LOST_CALL_PAUSE_S)
+            except (DriverDiedError, NoAnswerError) as error:
+                self._revive_or_fail(driver, error)
             except EaglerayError as error:
                 self._fail_all(error)
             except Exception as error:  # a bug here must not leave callers waiting
                 logger.exception("the polling thread failed")
                 self._fail_all(_frontend_failed(error))
 
+    def _revive_or_fail(self, driver: Any, error: EaglerayError) -> None:
+        try:
+            self._revive(driver, error)
+        except EaglerayError as failure:
+            with self._changed:
+                request_ids = list(self._active)
+                self._ended = None  # there will be no other; a request that comes tries again
+            self._fail_all(failure)
+            self._finish(request_ids, "abort")  # it may still run them
+
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not self._active and not self._closed:
+            while not (self._accepted or self._driver is self._ended or self._closed):
                 self._changed.wait()
             return not self._closed
 
@@ -182,7 +299,7 @@ class Frontend:
                     failed += generation.request_ids
                     self._forget([generation])
                 if output.completion.finish_reason is not None:
-                    self._active.pop(request_id, None)
+                    self._drop(request_id)
         self._news_handled()
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
@@ -191,6 +308,7 @@ class Frontend:
         with self._changed:
             generations = {id(g): g for g, _ in self._active.values()}
             self._active.clear()
+            self._accepted.clear()
         for generation in generations.values():
             generation.fail(error)
         self._news_handled()
@@ -198,6 +316,15 @@ class Frontend:
     def _news_handled(self) -> None:
         for callback in self._after_news:
             callback()
+
+
+def _continued(output: OutputFollower) -> Request:
+    """The request with the tokens that are here already."""
+    request = output.request
+    done = array("i", output.completion.token_ids)
+    return dataclasses.replace(
+        request, token_ids=request.token_ids[: request.num_prompt_tokens] + done
+    )
 
 
 def _frontend_failed(error: Exception) -> EngineError:

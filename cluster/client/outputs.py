@@ -47,13 +47,15 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A finished request. `outputs` holds `n` completions; `text` and the like are those of the
-    first.
+    first. If it failed, `error` says why, and `outputs` holds what there was by then, with the
+    `finish_reason` "error".
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    error: EaglerayError | None = None
 
     @property
     def text(self) -> str:
@@ -187,11 +189,14 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """The request as far as it has come."""
+        error = self.done.exception() if self.done.done() else None
+        assert error is None or isinstance(error, EaglerayError)
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=self.completions,
             num_cached_tokens=self.num_cached_tokens,
+            error=error,
         )
 
     def end(self) -> None:
@@ -201,5 +206,8 @@ class Generation:
 
     def fail(self, error: EaglerayError) -> None:
         """Complete the future with an error; does nothing if it is complete."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = "error"
         with contextlib.suppress(InvalidStateError):
             self.done.set_exception(error)

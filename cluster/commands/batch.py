@@ -105,6 +105,8 @@ def output_line(index: int, output: RequestOutput) -> str:
         line["outputs"] = [_completion(completion) for completion in output.outputs]
     line["num_prompt_tokens"] = len(output.prompt_token_ids)
     line["num_cached_tokens"] = output.num_cached_tokens
+    if output.error is not None:
+        line["error"] = str(output.error)
     return json.dumps(line, ensure_ascii=False)
 
 

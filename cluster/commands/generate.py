@@ -101,6 +101,8 @@ def _from_prompt(prompt: str, *, chat: bool) -> BatchRequest:
 def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
     if job.input is None and job.output is None:
         for prompt, output in zip(job.prompts, outputs, strict=True):
+            if output.error is not None:
+                logger.error("%r failed: %s", prompt, output.error)
             for completion in output.outputs:
                 print(f"> {prompt}\n{completion.text}\n")
         return

@@ -1,14 +1,15 @@
 """The driver actor: it owns the scheduler, and with it every token of one engine.
 
-An actor shell around two parts. The *event loop* serves the frontends: it checks requests, passes
+An actor shell around three parts. The *event loop* serves the frontends: it checks requests, passes
 them on as commands, and answers polls (`frontends.py`). The *engine thread* runs the step loop
-(`loop.py`). A failed step ends the engine: every request ends with an error that says why, and the
-ranks are killed.
+(`loop.py`). The *supervisor* (`supervisor.py`) replaces ranks that fail, and the requests go on. A
+fault of the engine itself ends it: every request ends with an error that says why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import pickle
@@ -18,10 +19,12 @@ import time
 from ray.util.placement_group import PlacementGroup
 
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import EngineLoop, Finish, NewsByFrontend, Submit
+from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
+from cluster.engine.processes import ProcessId, mark
 from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
-from cluster.engine.worker_group import WorkerGroup
+from cluster.engine.supervisor import Supervisor
+from cluster.engine.worker_group import RankMaker
 from cluster.limits import limits_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
@@ -41,33 +44,49 @@ class Driver:
     """Run as a Ray actor; every method but `start` answers without waiting for a step."""
 
     rank_actor: type[RankActor] = RankActor
+    make_supervisor: type[Supervisor] = Supervisor
 
-    def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+    def __init__(self, config: ResolvedConfig, placement: PlacementGroup, engine_id: str) -> None:
         gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
-        self._group = WorkerGroup(config, placement, self.rank_actor)
+        self._engine_id = engine_id
+        self._maker = RankMaker(config, placement, engine_id, self.rank_actor)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
         self._limits: SchedulerLimits | None = None
         self._engine_loop: EngineLoop | None = None
+        self._supervisor: Supervisor | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._process: ProcessId | None = None
         self._dead: str | None = None
 
     async def start(self) -> EngineReport:
         """Start the ranks and the step loop. Raises what kept them from starting."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._process = mark(self._engine_id)
         self._event_loop = asyncio.get_running_loop()
-        try:
-            report = await asyncio.to_thread(self._group.start)
-        except BaseException:
-            self._group.close()
-            raise
+        self._supervisor = self.make_supervisor(
+            self._maker,
+            busy_since_s=lambda: self._loop().busy_since_s,
+            has_work=lambda: self._loop().engine.has_work,
+            on_group=lambda group: self._loop().post(Resume(executor=group)),
+            on_lost=lambda epoch, _: self._loop().post(Lost(epoch=epoch)),
+            on_dead=self._die,
+        )
+        group, report = await asyncio.to_thread(self._supervisor.start)
         self._limits = limits_of(self._config, report.num_blocks)
         ahead = self._config.engine.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)
-        engine = Engine(scheduler, self._group, num_steps_ahead=ahead)
-        self._engine_loop = EngineLoop(engine, self._deliver_soon, self._die)
+        engine = Engine(scheduler, group, num_steps_ahead=ahead)
+        self._engine_loop = EngineLoop(
+            engine,
+            self._deliver_soon,
+            self._die,
+            on_lost=self._supervisor.step_failed,
+            on_applied=self._supervisor.applied,
+        )
+        self._supervisor.watch()
         gc.freeze()  # so that no later collection walks over the blocks
         gc.enable()
         self._engine_loop.start()
@@ -77,14 +96,26 @@ class Driver:
             limits=self._limits,
             seconds=report.seconds,
             lines=report.lines,
+            checkpoint=report.checkpoint,
         )
+
+    async def processes(self) -> dict[str, ProcessId]:
+        """The processes of this engine by name: `driver`, and `rank 0` and so on of this epoch."""
+        assert self._supervisor is not None and self._process is not None
+        return {"driver": self._process} | self._supervisor.processes()
+
+    async def wait_for_end(self) -> None:
+        """Never returns: the call fails when this process ends."""
+        await asyncio.Event().wait()
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
-        `EngineDeadError`.
+        `EngineDeadError`. A frontend that did not hear the answer may send the same again: what is
+        here already is not queued twice.
         """
         limits, loop = self._alive()
         request_ids: set[str] = set()
+        requests = [r for r in requests if not self._frontends.has(frontend_id, r.request_id)]
         for request in requests:
             check_request(request, limits)
             if request.request_id in request_ids or self._frontends.knows(request.request_id):
@@ -94,12 +125,13 @@ class Driver:
         loop.post(Submit(frontend_id=frontend_id, requests=requests))
 
     async def finish(
-        self, request_ids: list[str], reason: str, frontend_id: str, after: None = None
+        self, request_ids: list[str], reason: str, frontend_id: str, *after: None
     ) -> None:
         """End requests that their frontend no longer needs ("abort", or "stop" where a stop string
         matched).
 
-        `after` is the ref of a `submit` that is still on its way: Ray makes this call wait for it.
+        `after` are the refs of `submit` calls that are still on their way: Ray makes this call wait
+        for them.
         """
         self._frontends.remove(frontend_id, request_ids)
         if self._engine_loop is not None:
@@ -115,17 +147,30 @@ class Driver:
     async def stats(self) -> EngineStats:
         """What the scheduler has done and holds. Raises `EngineDeadError`."""
         _, loop = self._alive()
-        return loop.stats()
+        assert self._supervisor is not None
+        busy_since_s = loop.busy_since_s
+        return dataclasses.replace(
+            loop.stats(),
+            is_ready=self._supervisor.is_ready,
+            state=self._supervisor.recovery.state.value,
+            num_recoveries=self._supervisor.recovery.num_recoveries,
+            step_age_s=time.monotonic() - busy_since_s if busy_since_s is not None else 0.0,
+        )
 
     async def shutdown(self) -> None:
-        """Stop the step loop and kill the ranks."""
+        """Stop the step loop and end the ranks."""
         if self._engine_loop is not None:
             self._engine_loop.stop()
-        self._group.close()
+        if self._supervisor is not None:
+            await asyncio.to_thread(self._supervisor.stop)
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.join, STOP_TIMEOUT_S)
 
     # -- event loop --------------------------------------------------------------------------------
+
+    def _loop(self) -> EngineLoop:
+        assert self._engine_loop is not None
+        return self._engine_loop
 
     def _alive(self) -> tuple[SchedulerLimits, EngineLoop]:
         if self._dead is not None or self._limits is None or self._engine_loop is None:
@@ -155,13 +200,11 @@ class Driver:
         self._event_loop.call_soon_threadsafe(self._frontends.deliver, news)
 
     def _die(self, error: Exception) -> None:
-        """End every request with the error. The ranks may hang in a collective, so they are
-        killed.
-        """
+        """End every request with the error, and the ranks. Also on the supervisor's thread."""
         reason = (
             str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
         )
         logger.error("the engine stops: %s", reason, exc_info=error)
-        assert self._event_loop is not None
+        assert self._event_loop is not None and self._supervisor is not None
         self._event_loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")
-        self._group.close()
+        self._supervisor.end()

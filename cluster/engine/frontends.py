@@ -23,6 +23,7 @@ class _Frontend:
     mailbox: Mailbox = field(default_factory=Mailbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     last_seen_s: float = field(default_factory=time.monotonic)
+    num_polls: int = 0  # that wait for news now
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
     def fail(self, request_ids: list[str], error: EaglerayError) -> None:
@@ -42,6 +43,14 @@ class Frontends:
         """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
+        self._looked_s = time.monotonic()
+
+    def has(self, frontend_id: str, request_id: str) -> bool:
+        """Whether this frontend has sent this request already, and may still hear of it."""
+        frontend = self._frontends.get(frontend_id)
+        return frontend is not None and (
+            request_id in frontend.request_ids or frontend.mailbox.holds(request_id)
+        )
 
     def knows(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
@@ -56,13 +65,16 @@ class Frontends:
         frontend = self._frontends.get(frontend_id)
         if frontend is not None:
             frontend.request_ids.difference_update(request_ids)
+            for request_id in request_ids:
+                frontend.mailbox.drop(request_id)
 
     async def collect(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
         """Everything new for a frontend as soon as there is something, or nothing after `wait_s`.
 
-        Raises `EngineError` for a frontend that was silent for so long that it was forgotten.
+        Raises `EngineError` for a frontend that was silent for so long that it was forgotten: one
+        polls for requests that were accepted.
         """
-        if acknowledged and frontend_id not in self._frontends:
+        if frontend_id not in self._frontends:
             raise EngineError(
                 f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were"
                 " aborted"
@@ -70,8 +82,12 @@ class Frontends:
         frontend = self._seen(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.has_news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(frontend.has_news.wait(), min(wait_s, self._timeout_s / 2))
+            frontend.num_polls += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(frontend.has_news.wait(), wait_s)
+            finally:
+                frontend.num_polls -= 1
         frontend.last_seen_s = time.monotonic()
         return frontend.mailbox.collect(acknowledged)
 
@@ -97,8 +113,15 @@ class Frontends:
         frontend.
         """
         dropped = {}
+        now_s = time.monotonic()
+        # While this process was stopped, nobody could be heard: that is nobody's silence.
+        stalled_s = max(0.0, now_s - self._looked_s - max(2.0, self._timeout_s / 2))
+        self._looked_s = now_s
         for frontend_id, frontend in list(self._frontends.items()):
-            silent_s = time.monotonic() - frontend.last_seen_s
+            frontend.last_seen_s += stalled_s
+            if frontend.num_polls:
+                frontend.last_seen_s = now_s
+            silent_s = now_s - frontend.last_seen_s
             if silent_s > self._timeout_s and frontend.request_ids:
                 dropped[frontend_id] = list(frontend.request_ids)
                 message = (

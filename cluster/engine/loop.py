@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.news import News
-from scheduler.engine import Engine
+from scheduler.engine import Engine, Executor
+from scheduler.errors import RequestFailedError, StepTimeoutError, WorkerError
 from scheduler.messages import EngineStats, Request
 from scheduler.scheduler import StepOutput
 from scheduler.sequence import Sequence
@@ -22,6 +24,8 @@ from scheduler.sequence import Sequence
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
 # a request would have to wait.
 CHECK_AFTER_S = 1.0
+# How often the frontend of a request that is wanted whole hears of its tokens.
+CHECKPOINT_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -44,7 +48,21 @@ class Finish:
     reason: str
 
 
-Command = Submit | Finish
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The ranks of an epoch are gone."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """There are ranks again."""
+
+    executor: Executor
+
+
+Command = Submit | Finish | Lost | Resume
 
 
 class EngineLoop:
@@ -55,15 +73,23 @@ class EngineLoop:
         engine: Engine,
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
+        on_lost: Callable[[int, str], None] = lambda epoch, why: None,
+        on_applied: Callable[[int], None] = lambda epoch: None,
     ) -> None:
-        """`deliver` receives the news of each step, `on_failure` the error that ended the loop.
-        Both are called on the loop's thread.
+        """`deliver` receives the news of each step, `on_failure` the error that ended the loop,
+        `on_lost` the epoch whose ranks failed and why, `on_applied` the epoch of each result. All
+        are called on the loop's thread.
+
+        When its ranks fail, the loop goes on taking commands, and steps follow after `Resume`.
         """
         self.engine = engine
         self._deliver = deliver
-        self._on_failure = on_failure
+        self._on_failure, self._on_lost, self._on_applied = on_failure, on_lost, on_applied
+        self._has_ranks = True
+        self.busy_since_s: float | None = None  # steps are under way, and none has ended since
         self._owners: dict[str, str] = {}  # frontend id of each request
-        self._final_only: set[str] = set()  # request ids
+        self._final_only: dict[str, int] = {}  # by request id, number of tokens that were sent
+        self._checkpoint_s = 0.0  # when they were
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -101,12 +127,44 @@ class EngineLoop:
             while self._wait_for_work():
                 while self._inbox:
                     self._obey(self._inbox.popleft())
-                output = self.engine.step()
-                if output is not None and (news := self._news(output)):
-                    self._deliver(news)
+                if self._has_ranks:
+                    self._step()
         except Exception as error:
             if not self._stopping:
                 self._on_failure(error)
+
+    def _step(self) -> None:
+        if self.busy_since_s is None:
+            self.busy_since_s = time.monotonic()
+        try:
+            output = self.engine.step()
+        except (WorkerError, StepTimeoutError) as error:  # anything else is a bug
+            if not self._stopping:
+                self._on_lost(self.engine.scheduler.epoch, str(error))
+                self._lose_ranks()
+            return
+        if output is None:
+            self.busy_since_s = None
+            return
+        self.busy_since_s = time.monotonic() if self.engine.has_work else None
+        self._on_applied(self.engine.scheduler.epoch)
+        if news := self._news(output):
+            self._deliver(news)
+
+    def _lose_ranks(self) -> None:
+        """Every sequence waits for the next epoch, but those that have killed ranks again and
+        again.
+        """
+        self._has_ranks, self.busy_since_s = False, None
+        for seq in self.engine.start_epoch():
+            owner = self._owners[seq.request_id]
+            news = _news_of(seq, seq.num_output_tokens, [])
+            news.error = RequestFailedError(
+                f"ranks failed {seq.strikes} times while request {seq.request_id} ran without"
+                " getting a token, twice when it ran alone; all other requests go on"
+            )
+            self._forget(seq.request_id)
+            self._deliver({owner: {seq.request_id: news}})
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is a command to carry out or a step to run; False when the loop is to
@@ -114,7 +172,8 @@ class EngineLoop:
         """
 
         def awake() -> bool:
-            return self.engine.has_work or bool(self._inbox) or self._stopping
+            has_steps = self._has_ranks and self.engine.has_work
+            return has_steps or bool(self._inbox) or self._stopping
 
         with self._wake:
             is_idle = not self._wake.wait_for(awake, CHECK_AFTER_S)
@@ -130,10 +189,22 @@ class EngineLoop:
                 self.engine.finish(request_id, command.reason)
                 self._forget(request_id)
             return
+        if isinstance(command, Lost):
+            if command.epoch == self.engine.scheduler.epoch and self._has_ranks:
+                self._lose_ranks()
+            return
+        if isinstance(command, Resume):
+            self.engine.executor = command.executor
+            self._has_ranks = True
+            return
         for request in command.requests:
             self._owners[request.request_id] = command.frontend_id
             if request.final_only:
-                self._final_only.add(request.request_id)
+                if not self._final_only:
+                    self._checkpoint_s = time.monotonic()
+                self._final_only[request.request_id] = (
+                    len(request.token_ids) - request.num_prompt_tokens
+                )
             seq = self.engine.add(request)
             if seq.finish_reason is not None:  # it was sent again with tokens that end it already
                 end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
@@ -149,18 +220,28 @@ class EngineLoop:
                 of_request = _news_of(seq, seq.num_output_tokens - 1, [token])
                 of_request.logprobs = [entry] if entry is not None else None
                 news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = of_request
+        whole = [seq for seq in output.finished if seq.request_id in self._final_only]
+        if self._final_only and time.monotonic() - self._checkpoint_s > CHECKPOINT_S:
+            # Their frontends need what is done so far if this process dies.
+            self._checkpoint_s = time.monotonic()
+            whole += [
+                seq
+                for seq in output.sequences
+                if seq.request_id in self._final_only and seq.finish_reason is None
+            ]
+        for seq in whole:
+            sent = self._final_only[seq.request_id]
+            self._final_only[seq.request_id] = seq.num_output_tokens
+            news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = _news_of(
+                seq, sent, seq.token_ids[seq.num_prompt_tokens + sent :]
+            )
         for seq in output.finished:
-            if seq.request_id in self._final_only:
-                tokens = seq.token_ids[seq.num_prompt_tokens :]
-                news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = _news_of(
-                    seq, 0, tokens
-                )
             self._forget(seq.request_id)
         return news
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
-        self._final_only.discard(request_id)
+        self._final_only.pop(request_id, None)
 
 
 def _news_of(seq: Sequence, first_index: int, token_ids: list[int]) -> News:

@@ -32,6 +32,15 @@ class Mailbox:
         else:
             held.extend(news)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether there is news of a request that the frontend has not confirmed."""
+        return request_id in self._new or request_id in self._sent
+
+    def drop(self, request_id: str) -> None:
+        """Nobody wants news of this request any more."""
+        self._new.pop(request_id, None)
+        self._sent.pop(request_id, None)
+
     def collect(self, acknowledged: int) -> Deltas:
         """Everything the frontend does not have, given the number of the last reply it received."""
         if acknowledged == self._sent_number:

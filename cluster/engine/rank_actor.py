@@ -4,6 +4,7 @@ process only.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.engine.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
+from workers.progress import Progress
 from workers.report import WorkerReport
 
 if TYPE_CHECKING:
     from scheduler.messages import StepPlan
+    from workers.worker import Worker
 
 SWITCH_INTERVAL_S = (
     0.0002  # Ray's threads must hand the interpreter back to the computing thread within this time
@@ -27,44 +31,62 @@ SWITCH_INTERVAL_S = (
 
 
 class RankActor:
-    """One rank in its own process.
+    """One rank in its own process, or a spare that can become one.
 
     A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the
     next step starts the moment the last one ends, whatever Ray still has to do to return that one's
-    result. Concurrency groups: the default one for control, and `steps`, with one thread per step
-    that may be under way.
+    result. Concurrency groups: the default one for control, `steps`, with one thread per step that
+    may be under way, and `watch`, which answers whatever the others do.
     """
 
-    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
+    ) -> None:
         # Importing torch and compiling create nothing that has to be collected, but many objects to
         # look at: the collector takes a sixth of the start. It is on again once the cache is there.
         gc.disable()
-        # Imported here, because the driver imports this module and does not need torch.
-        from workers.worker import Worker
-
+        self._process = mark(engine_id)
         logging.basicConfig(level=config.engine.log_level.upper())
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        # Ray does this itself, unless it was told not to for the sake of other work in the cluster
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._config = config
-        self._worker = Worker(config, rank)
+        self._rank = rank
+        self._is_spare = is_spare
+        self._gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        show_gpus(self._gpus)
+        self._worker: Worker | None = None
+        self._ready = threading.Event()  # everything is imported
         self._computing = ThreadPoolExecutor(1, "rank")
         self._turn = threading.Condition()
         self._next_step = 0
+        if is_spare:
+            threading.Thread(target=self._warm, name="warm", daemon=True).start()
+        else:
+            self._import()
+
+    def identify(self) -> tuple[ProcessId, list[str]]:
+        """This process, and the GPUs that Ray gave it."""
+        return self._process, self._gpus
+
+    def wait_until_warm(self) -> ProcessId:
+        """Returns when a spare could take over at once."""
+        self._imported()
+        return self._process
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Rank 0: listen on a port the system picks."""
-        return self._worker.open_rendezvous(ray.util.get_node_ip_address())
+        return self._imported().open_rendezvous(ray.util.get_node_ip_address())
 
-    def start(self, address: tuple[str, int], place: int, ranks_on_node: int) -> WorkerReport:
+    def start(
+        self, address: tuple[str, int], place: int, ranks_on_node: int, epoch: int, gpus: list[str]
+    ) -> WorkerReport:
         """Meet the other ranks and load. The ranks of a node share its cores; this one is number
-        `place` of them.
+        `place` of them. `gpus`: those that Ray gave the first process of this rank.
         """
+        worker = self._imported()
+        show_gpus(gpus)  # a spare had none
 
         def start() -> WorkerReport:
-            return self._worker.start(address, take_cores(place, ranks_on_node))
+            return worker.start(address, take_cores(place, ranks_on_node), epoch)
 
         return self._computing.submit(start).result()
 
@@ -72,15 +94,23 @@ class RankActor:
         """See `Worker.allocate_cache`. The first rank then starts compiling the remaining kernels
         in the background.
         """
-        self._computing.submit(self._worker.allocate_cache, num_blocks).result()
+        worker = self._imported()
+        self._computing.submit(worker.allocate_cache, num_blocks).result()
         gc.freeze()  # what exists now lives as long as the process, so no collection looks at it
         gc.enable()
-        self._worker.compile_other_steps_beside()
+        worker.compile_other_steps_beside()
 
-    @ray.method(concurrency_group="steps")
-    def phase(self) -> str:
-        """Which phase of the start is running."""
-        return self._worker.phase
+    @ray.method(concurrency_group="watch")
+    def wait_for_end(self) -> None:
+        """Never returns: the call fails when this process ends."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> Progress:
+        """How far this rank is."""
+        if self._worker is None:
+            return Progress(phase="imports")
+        return dataclasses.replace(self._worker.progress)
 
     @ray.method(concurrency_group="steps")
     def step(self, data: bytes) -> bytes:
@@ -90,15 +120,50 @@ class RankActor:
         Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on as they
         are, and its own pickling is slower.
         """
+        worker = self._imported()
         plan: StepPlan = pickle.loads(data)
         with self._turn:
             limit_s = self._config.engine.step_timeout_s
             self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
             # Out of turn, it fails with an error that says so.
-            self._computing.submit(self._worker.launch, plan)
+            self._computing.submit(worker.launch, plan)
             self._next_step = plan.step_id + 1
             self._turn.notify_all()
-        return pickle.dumps(self._worker.result(plan.step_id, plan.epoch), protocol=5)
+        return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
+
+    def _import(self) -> None:
+        # Imported here, because the driver imports this module and does not need torch.
+        from workers.worker import Worker
+
+        self._worker = Worker(self._config, self._rank)
+        if not self._is_spare:
+            self._ready.set()
+
+    def _warm(self) -> None:
+        """On a thread that runs only when nobody else wants the core: the engine that serves must
+        not slow down. The thread that computes later does not inherit that.
+        """
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        self._import()
+        assert self._worker is not None
+        try:
+            self._worker.warm()
+        finally:
+            self._ready.set()
+
+    def _imported(self) -> Worker:
+        self._ready.wait()
+        assert self._worker is not None
+        return self._worker
+
+
+def show_gpus(gpus: list[str]) -> None:
+    """Let this process see these GPUs. Ray does this itself for those it gives, unless it was told
+    not to for the sake of other work in the cluster.
+    """
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
 def take_cores(place: int, num_places: int) -> int:

@@ -11,10 +11,12 @@ from scheduler.limits import SchedulerLimits
 class EngineReport:
     """What a client needs to know of a started engine.
 
-    seconds: of each phase of the start, by name. lines: for the log.
+    checkpoint: changes when the files of the checkpoint do. seconds: of each phase of the start, by
+    name. lines: for the log.
     """
 
     device: str
     limits: SchedulerLimits
     seconds: dict[str, float]
     lines: tuple[str, ...]
+    checkpoint: str = ""

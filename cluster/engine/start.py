@@ -9,26 +9,34 @@ import dataclasses
 import logging
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
+from cluster.engine.processes import end_marked
+from cluster.engine.recovery import Recovery, State
 from cluster.engine.report import EngineReport
 from cluster.ray_errors import CALL_TIMEOUT_S, call
 from cluster.resources.placement import actor_environment, pick_device, place
 from cluster.resources.session import SESSION
 from configs.engine import ResolvedConfig
-from scheduler.errors import EaglerayError
+from scheduler.errors import ClientError, ConfigError, EaglerayError, EngineDeadError
 from workers.configuration import has_cuda, resolve_config
 
 SHUTDOWN_TIMEOUT_S = 2.0
+MAX_IDLE_DEATHS = 5
 
 logger = logging.getLogger("eagleray")
 
@@ -47,16 +55,21 @@ class EngineProcesses:
         stack = contextlib.ExitStack()
         self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # also at exit
         try:
-            self.driver, self.frontend, self.report = _start(setup, placement, stack)
+            self._owner, self.frontend, self.report = _start(setup, placement, stack)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def driver(self) -> Any:
+        """The driver actor. It is another one after its death."""
+        return self._owner.driver
+
 
 def _start(
     setup: EngineSetup, placement: PlacementGroup | None, stack: contextlib.ExitStack
-) -> tuple[Any, Frontend, EngineReport]:
-    """(driver, frontend, report); what has to be undone goes onto the stack."""
+) -> tuple[DriverOwner, Frontend, EngineReport]:
+    """(owner, frontend, report); what has to be undone goes onto the stack."""
     began = time.perf_counter()
     size = setup.config.tensor_parallel_size
     lease = SESSION.connect(setup.config.ray_address, size)
@@ -66,23 +79,105 @@ def _start(
     if placement is None:
         placement = place(size, device)
         stack.callback(_while_held, lease, remove_placement_group, placement)
-    driver = start_driver(_resolve(setup, device, placement), placement)
-    frontend = Frontend(driver, lambda: SESSION.holds(lease))
+    owner = DriverOwner(_resolve(setup, device, placement), placement)
+    frontend = Frontend(
+        owner.driver,
+        lambda: SESSION.holds(lease),
+        owner.replace,
+        max(CALL_TIMEOUT_S, setup.config.stuck_after_s),
+    )
     # No thread of ours may be inside Ray when Ray stops.
     stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
-    stack.callback(_while_held, lease, _stop_driver, driver)
+    stack.callback(_while_held, lease, DriverOwner.stop, owner)
     stack.callback(frontend.close)
-    limit_s = setup.config.start_timeout_s + CALL_TIMEOUT_S
-    report: EngineReport = call(driver.start.remote(), "start the engine", limit_s)
+    report = owner.start()
+    frontend.follow()
     for line in report.lines:
         logger.info(line)
     total = time.perf_counter() - began
     seconds = {"ray": connected - began, **report.seconds, "all": total}
     logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
-    return driver, frontend, dataclasses.replace(report, seconds=seconds)
+    return owner, frontend, dataclasses.replace(report, seconds=seconds)
 
 
-def start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
+class DriverOwner:
+    """Has one driver at a time, in one placement group. When it dies, the next one follows in the
+    same place, after every process of the last has been ended.
+    """
+
+    def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+        self._config = config
+        self._placement = placement
+        self._engine_id = uuid.uuid4().hex
+        self._report: EngineReport | None = None
+        self._num_idle_deaths = 0
+        self._is_stopped = False
+        self.driver = start_driver(config, placement, self._engine_id)
+
+    def start(self) -> EngineReport:
+        """Start the engine. Raises what kept it from starting."""
+        limit_s = self._config.engine.start_timeout_s + CALL_TIMEOUT_S
+        report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
+        if self._report is None:
+            self._report = report
+            # The next driver's ranks get as many blocks, whatever else has come onto the device.
+            options = dataclasses.replace(
+                self._config.engine, num_kv_blocks=report.limits.num_blocks
+            )
+            self._config = dataclasses.replace(self._config, engine=options)
+        elif report.checkpoint != self._report.checkpoint:
+            raise ConfigError(
+                "the files of the checkpoint have changed since the engine started, so requests"
+                " cannot go on; start a new engine"
+            )
+        return report
+
+    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
+        """A new driver in place of one that is dead or stuck. Raises `EngineDeadError` when none
+        could be started, naming each attempt, or when one after another died without any news.
+        """
+        logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
+        if self._report is None:
+            raise error  # it has never served
+        self._num_idle_deaths = 0 if has_served else self._num_idle_deaths + 1
+        if self._num_idle_deaths > MAX_IDLE_DEATHS:
+            raise EngineDeadError(
+                f"{self._num_idle_deaths} drivers died one after another before they had any news;"
+                f" the last one: {error}"
+            )
+        recovery = Recovery(time.monotonic)
+        recovery.fault(str(error))
+        while True:
+            self._end_processes()
+            recovery.fenced()
+            while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
+                time.sleep(min(0.1, recovery.wait_s()))
+            if recovery.state is State.DEAD or self._is_stopped:
+                raise EngineDeadError(f"no driver could be started: {recovery.report()}")
+            self.driver = start_driver(self._config, self._placement, self._engine_id)
+            try:
+                self.start()
+            except ClientError as failure:
+                raise EngineDeadError(str(failure)) from failure
+            except EaglerayError as failure:
+                recovery.fault(str(failure))
+            else:
+                return self.driver
+
+    def stop(self) -> None:
+        """End the driver, and whatever is left of its ranks."""
+        self._is_stopped = True
+        with contextlib.suppress(EaglerayError):  # it may be dead; what is left is ended next
+            call(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
+        self._end_processes()
+
+    def _end_processes(self) -> None:
+        ray.kill(self.driver)
+        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
+        end_marked(self._engine_id, set(by_bundle.values()))
+
+
+def start_driver(config: ResolvedConfig, placement: PlacementGroup, engine_id: str) -> Any:
     """A handle on a new driver actor, in the first bundle of the placement group."""
     return (
         ray.remote(Driver)
@@ -96,7 +191,7 @@ def start_driver(config: ResolvedConfig, placement: PlacementGroup) -> Any:
                 placement, placement_group_bundle_index=0
             ),
         )
-        .remote(config, placement)
+        .remote(config, placement, engine_id)
     )
 
 
@@ -133,11 +228,3 @@ def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
     """Close, but not in a fork of the process that owns the engine."""
     if os.getpid() == pid:
         stack.close()
-
-
-def _stop_driver(driver: Any) -> None:
-    with contextlib.suppress(
-        EaglerayError
-    ):  # it may already be dead; whatever is left is killed next
-        call(driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
-    ray.kill(driver)

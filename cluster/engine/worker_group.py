@@ -1,4 +1,4 @@
-"""The ranks of one engine as Ray actors, and the executor that sends them plans.
+"""The ranks of one epoch as Ray actors, and the executor that sends them plans.
 
 One call per step and rank brings the plan and takes the result. A plan is pickled once; a large one
 (long prompts) is put into the object store once and passed as a ref. The group waits for the result
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.engine.processes import ProcessId, end_all
 from cluster.engine.rank_actor import RankActor
 from cluster.ray_errors import failures
 from cluster.resources.placement import actor_environment
 from configs.engine import ResolvedConfig
-from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
+from scheduler.errors import ClientError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
 from workers.report import GRACE_S, WorkerReport
 
@@ -31,46 +32,106 @@ INLINE_PLAN_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """How the ranks came up: size of the cache in blocks, seconds by phase, lines for the log."""
+    """How the ranks came up: size of the cache in blocks, seconds by phase, lines for the log, and
+    what every later epoch must find again.
+    """
 
     num_blocks: int
     seconds: dict[str, float]
     lines: tuple[str, ...]
+    checkpoint: str = ""
+    gpus: tuple[tuple[str, ...], ...] = ()
 
 
-class WorkerGroup:
-    """All ranks of one engine; an `Executor` for `scheduler.engine.Engine`."""
+@dataclass(slots=True)
+class RankHandle:
+    """One rank's actor, and its process once that is known."""
+
+    actor: Any
+    process: ProcessId | None = None
+
+
+class RankMaker:
+    """Creates the actors of one engine's ranks, each in its bundle."""
 
     def __init__(
         self,
         config: ResolvedConfig,
         placement: PlacementGroup,
+        engine_id: str,
         rank_actor: type[RankActor] = RankActor,
     ) -> None:
-        self._config = config
-        self._rank_actor = rank_actor
+        self.config = config
+        self.size = config.engine.tensor_parallel_size
         self._placement = placement
-        self._ranks: list[Any] = []
+        self._engine_id = engine_id
+        self._rank_actor = rank_actor
+
+    def create(self, rank: int, *, is_spare: bool = False) -> RankHandle:
+        """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
+        remote: Any = ray.remote  # ray's type hints lack concurrency_groups
+        groups = {"steps": self.config.engine.num_steps_ahead + 1, "watch": 2}
+        on_gpu = self.config.device == "cuda"
+        actor = remote(concurrency_groups=groups)(self._rank_actor).options(
+            num_cpus=0 if is_spare else 1,
+            num_gpus=1 if on_gpu and not is_spare else 0,
+            max_restarts=0,
+            max_task_retries=0,
+            enable_task_events=False,
+            runtime_env=actor_environment(),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=rank
+            ),
+        )
+        return RankHandle(actor.remote(self.config, rank, self._engine_id, is_spare))
+
+    def ranks_on_node(self) -> list[tuple[int, int]]:
+        """For each rank, how many ranks before it share its node, and how many ranks the node
+        has.
+        """
+        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = [by_bundle[rank] for rank in range(self.size)]
+        return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
+
+
+class WorkerGroup:
+    """All ranks of one epoch; an `Executor` for `scheduler.engine.Engine`."""
+
+    def __init__(
+        self, maker: RankMaker, epoch: int = 0, spares: Seq[RankHandle | None] = ()
+    ) -> None:
+        """`spares`: for each rank a spare that takes its place, where there is one."""
+        self.epoch = epoch
+        self._maker = maker
+        self._config = maker.config
+        self._spares = [*spares, *[None] * (maker.size - len(spares))]
+        self.ranks: list[RankHandle] = []
         self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
+        self._is_closed = False
 
-    def start(self) -> GroupReport:
-        """Start all ranks together and give them their caches.
+    def start(self, first: GroupReport | None = None) -> GroupReport:
+        """Start all ranks together and give them their caches; `first` is the report of the
+        engine's first epoch.
 
-        Raises the first rank's error, naming the rank, or `WorkerError` saying what each rank was
+        Raises the error of the rank at fault, naming it, or `WorkerError` saying what each rank was
         doing when the time was up.
         """
         began, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
-        size = self._config.engine.tensor_parallel_size
-        self._ranks = [self._create(rank) for rank in range(size)]
-        on_node = self._ranks_on_node()
-        address = self._ranks[0].open_rendezvous.remote()
-        starting = [
-            actor.start.remote(address, *on_node[rank]) for rank, actor in enumerate(self._ranks)
-        ]
+        self.ranks = [spare or self._maker.create(rank) for rank, spare in enumerate(self._spares)]
         try:
+            gpus = self._identify(limit_s, first)
+            on_node = self._maker.ranks_on_node()
+            address = self.ranks[0].actor.open_rendezvous.remote()
+            starting = [
+                rank.actor.start.remote(address, *on_node[i], self.epoch, list(gpus[i]))
+                for i, rank in enumerate(self.ranks)
+            ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
             num_blocks = min(report.num_kv_blocks for report in reports)
-            allocating = [actor.allocate_cache.remote(num_blocks) for actor in self._ranks]
+            if first is not None:
+                _check_same(first, reports)
+                num_blocks = first.num_blocks
+            allocating = [rank.actor.allocate_cache.remote(num_blocks) for rank in self.ranks]
             left_s = max(0.0, limit_s - (time.perf_counter() - began))
             self._all(allocating, "allocate the KV cache", left_s)
         except StepTimeoutError:
@@ -83,6 +144,8 @@ class WorkerGroup:
             num_blocks=num_blocks,
             seconds={"processes": max(0.0, total - sum(slowest.values())), **slowest},
             lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
+            checkpoint=reports[0].checkpoint,
+            gpus=gpus,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -90,7 +153,8 @@ class WorkerGroup:
         data: Any = pickle.dumps(plan, protocol=5)
         if len(data) > INLINE_PLAN_BYTES:
             data = ray.put(data)
-        self._pending[plan.step_id] = [actor.step.remote(data) for actor in self._ranks]
+        if not self._is_closed:
+            self._pending[plan.step_id] = [rank.actor.step.remote(data) for rank in self.ranks]
 
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before was read already.
@@ -99,7 +163,9 @@ class WorkerGroup:
         rank enough time to report that itself.
         """
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
-        refs = self._pending.pop(step_id)
+        refs = self._pending.pop(step_id, None)
+        if refs is None:
+            raise WorkerError(f"step {step_id} was not run: epoch {self.epoch} has ended")
         answers = self._all(refs, f"step {step_id}", limit_s)
         results: list[StepResult] = [pickle.loads(data) for data in answers]
         digests = [result.digest for result in results]
@@ -110,43 +176,28 @@ class WorkerGroup:
         return results[0]
 
     def close(self) -> None:
-        """Kill every rank."""
-        for actor in self._ranks:
-            ray.kill(actor)
-        self._ranks = []
-        self._pending.clear()
-
-    def _create(self, rank: int) -> Any:
-        remote: Any = ray.remote  # ray's type hints lack concurrency_groups
-        steps = self._config.engine.num_steps_ahead + 1
-        actor = remote(concurrency_groups={"steps": steps})(self._rank_actor).options(
-            num_cpus=1,
-            num_gpus=1 if self._config.device == "cuda" else 0,
-            max_restarts=0,
-            max_task_retries=0,
-            enable_task_events=False,
-            runtime_env=actor_environment(),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=rank
-            ),
-        )
-        return actor.remote(self._config, rank)
-
-    def _ranks_on_node(self) -> list[tuple[int, int]]:
-        """For each rank, how many ranks before it share its node, and how many ranks the node
-        has.
+        """End every rank for certain; steps that are under way fail. Any thread. Raises
+        `EngineError` if a process does not die.
         """
-        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
-        nodes = [by_bundle[rank] for rank in range(len(self._ranks))]
-        return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
+        self._is_closed = True
+        end_ranks(self.ranks)
+
+    def _identify(self, limit_s: float, first: GroupReport | None) -> tuple[tuple[str, ...], ...]:
+        """Learn the processes; returns the GPUs of each rank."""
+        identities = self._all(
+            [rank.actor.identify.remote() for rank in self.ranks], "create the ranks", limit_s
+        )
+        for rank, (process, _) in zip(self.ranks, identities, strict=True):
+            rank.process = process
+        return first.gpus if first is not None else tuple(tuple(gpus) for _, gpus in identities)
 
     def _phases(self) -> str:
-        """Which phase of the start each rank is in."""
-        refs = [actor.phase.remote() for actor in self._ranks]
+        """What each rank is doing."""
+        refs = [rank.actor.progress.remote() for rank in self.ranks]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         return ", ".join(
             (
-                f"rank {rank} is at {ray.get(ref)}"
+                f"rank {rank} is at {ray.get(ref).describe()}"
                 if ref in done
                 else f"the process of rank {rank} does not answer"
             )
@@ -166,15 +217,37 @@ class WorkerGroup:
             raise StepTimeoutError(
                 f"{what} did not finish within {limit_s:g} s on rank {late}"
             ) from None
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             raise _explained(error, refs, what) from error
 
 
+def end_ranks(ranks: Seq[RankHandle]) -> None:
+    """End actors and see their processes dead."""
+    for rank in ranks:
+        ray.kill(rank.actor)  # so that Ray knows, also of those whose process has not begun
+    end_all([rank.process for rank in ranks if rank.process is not None])
+
+
+def _check_same(first: GroupReport, reports: list[WorkerReport]) -> None:
+    """Raise unless a later epoch has what the first one had."""
+    if any(report.checkpoint != first.checkpoint for report in reports):
+        raise ClientError(
+            "the files of the checkpoint have changed since the engine started, so requests cannot"
+            " go on; start a new engine"
+        )
+    num_blocks = min(report.num_kv_blocks for report in reports)
+    if num_blocks < first.num_blocks:
+        raise WorkerError(
+            f"there is memory for {num_blocks} KV blocks, but the engine began with"
+            f" {first.num_blocks}: something else uses the device"
+        )
+
+
 def _explained(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> EaglerayError:
-    """The cause, with the message of each rank that failed."""
+    """The cause, with the message of each rank that failed. What the user can mend comes first."""
     by_rank = failures(refs, patience_s=1.0)
-    first = next(iter(by_rank.values()), error)
-    if isinstance(first, EaglerayError) and not isinstance(first, WorkerError):
-        return first
+    for cause in by_rank.values():
+        if isinstance(cause, ClientError):
+            return cause
     listed = "; ".join(f"rank {rank}: {type(m).__name__}: {m}" for rank, m in by_rank.items())
     return WorkerError(f"{what} failed: {listed or error}")

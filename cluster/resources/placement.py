@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError
 from workers.configuration import has_cuda
+from workers.faults import VARIABLE as FAULTS
 
 PLACEMENT_TIMEOUT_S = 30.0
 
@@ -29,7 +30,9 @@ def actor_environment() -> dict[str, Any]:
     here: the driver has none, but the ranks it starts have.
     """
     inherited = os.environ.get("PYTHONPATH")
-    return {"env_vars": {"PYTHONPATH": f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)}}
+    path = f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)
+    faults = os.environ.get(FAULTS)  # set by tests alone
+    return {"env_vars": {"PYTHONPATH": path} | ({FAULTS: faults} if faults else {})}
 
 
 def pick_device(device: str, tensor_parallel_size: int) -> str:

@@ -219,20 +219,73 @@ class SentAgainCountsAsPrompt(Scheduler):
 class EpochKeepsTokensInFlight(Scheduler):
     """After a lost step, sequences wait for tokens that will never come."""
 
-    def start_epoch(self) -> None:
+    def start_epoch(self) -> list[Sequence]:
         pending = {id(seq): seq.num_pending for seq in (*self.running, *self.waiting)}
-        super().start_epoch()
+        convicted = super().start_epoch()
         for seq in self.waiting:
             seq.num_pending = pending[id(seq)]
             seq.num_total += seq.num_pending
+        return convicted
 
 
 class EpochReordersArrivals(Scheduler):
     """After a lost step, later arrivals go first."""
 
-    def start_epoch(self) -> None:
-        super().start_epoch()
+    def start_epoch(self) -> list[Sequence]:
+        convicted = super().start_epoch()
         self.waiting.reverse()
+        return convicted
+
+
+class NoQuarantine(Scheduler):
+    """Suspects run with all others, who are convicted with them."""
+
+    def start_epoch(self) -> list[Sequence]:
+        convicted = super().start_epoch()
+        self.suspects = []
+        return convicted
+
+
+class NeverConvicts(Scheduler):
+    """What kills ranks does so for ever."""
+
+    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
+        super()._strike(blamed)
+        return []
+
+
+class ConvictsSuspects(Scheduler):
+    """Whoever ran at two crashes fails."""
+
+    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
+        super()._strike(blamed)
+        return [seq for seq in blamed if seq.strikes >= 2]
+
+
+class BlamesWaiting(Scheduler):
+    """Those that did not run get strikes too."""
+
+    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
+        return super()._strike([*blamed, *self.waiting])
+
+
+class SuspectsKeepTheirSlot(Scheduler):
+    """A suspect that was cleared goes on beside the next one."""
+
+    def _clear_suspects(self) -> None:
+        seq = self.suspects[0]
+        if seq.status is SequenceStatus.FINISHED or len(seq.token_ids) > seq.tokens_at_strike:
+            del self.suspects[0]
+
+
+class ForgetsSuspects(Scheduler):
+    """A suspect is cleared, but never runs again."""
+
+    def _clear_suspects(self) -> None:
+        seq = self.suspects[0]
+        super()._clear_suspects()
+        if seq not in self.suspects and seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
 
 
 # -- engine ----------------------------------------------------------------------------------------

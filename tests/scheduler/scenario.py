@@ -8,7 +8,7 @@ determined by the `Random` that is passed in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import xxhash
@@ -40,7 +40,9 @@ WEAK_HASHES: tuple[HashFunction, ...] = (_constant, _few_values, _last_token_onl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Sizes, requests in order of arrival, how often each fault occurs until `num_fault_steps`."""
+    """Sizes, requests in order of arrival, how often each fault occurs until `num_fault_steps`, and
+    the ids of requests that end every step in which they run.
+    """
 
     limits: SchedulerLimits
     num_steps_ahead: int
@@ -49,6 +51,7 @@ class Scenario:
     loss_probability: float
     finish_probability: float
     num_fault_steps: int
+    poison: frozenset[str]
 
 
 def draw_scenario(rng: Random) -> Scenario:
@@ -56,7 +59,7 @@ def draw_scenario(rng: Random) -> Scenario:
     weak = rng.random() < 0.3
     small_alphabet = weak or rng.random() < 0.2
     requests = _Requests(rng, limits, small_alphabet=small_alphabet, growing=rng.random() < 0.4)
-    return Scenario(
+    scenario = Scenario(
         limits=limits,
         num_steps_ahead=rng.choice((0, 1, 1, 2)),
         hash_function=rng.choice(WEAK_HASHES) if weak else xxhash.xxh3_128_intdigest,
@@ -64,7 +67,10 @@ def draw_scenario(rng: Random) -> Scenario:
         loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
         finish_probability=rng.choice((0.0, 0.02, 0.1)),
         num_fault_steps=rng.randint(5, 150),
+        poison=frozenset(),
     )
+    poison = rng.sample(scenario.requests, rng.choice((0, 0, 0, 0, 1, 2)))
+    return replace(scenario, poison=frozenset(request.request_id for request in poison))
 
 
 def _draw_limits(rng: Random) -> SchedulerLimits:

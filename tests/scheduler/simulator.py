@@ -6,14 +6,15 @@ again; steps are lost, which ends their epoch; results arrive up to two steps la
 comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the laws
 below are checked on the way. A violation raises AssertionError with the seed in its message. When
 arrivals and faults are over, everything must finish within a number of steps computed from the
-sizes.
+sizes. Some requests are poison: every step in which they run is lost.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence moves in every step,
 unless its last token is in flight; no step has more tokens than the budget, or more rows than
 `max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
 delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
 until the expected end, with the expected reason; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache.
+whatever the prefix index names is in the cache; poison fails after at most four crashes, and nobody
+else does unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
 from scheduler.messages import Request, StepPlan, StepResult, ints
-from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.scheduler import CONVICTED_STRIKES, Scheduler, StepOutput
 from scheduler.sequence import Sequence, SequenceStatus
 from tests.scheduler.fake_model import DIGEST_BYTES, SALTS, FakeRank, extend_digests, generate
 from tests.scheduler.scenario import draw_scenario
@@ -60,6 +61,7 @@ class SimulationReport:
     ended_outside: int = 0
     sent_again: int = 0
     refused: int = 0
+    convicted: int = 0
     worst_preemptions: int = 0
     worst_percent_of_bound: int = 0
 
@@ -77,6 +79,10 @@ class StepLostError(Exception):
     """What the executor raises when a rank is lost."""
 
 
+class PoisonError(StepLostError):
+    """What it raises when a request kills a rank."""
+
+
 @dataclass(slots=True)
 class Client:
     """One request as its frontend sees it. `expected` is the prompt followed by the whole
@@ -90,6 +96,8 @@ class Client:
     expected_reason: str
     ended: bool = False
     num_cached_tokens: int | None = None  # from the first admission
+    num_crashes: int = 0  # that it caused
+    num_losses: int = 0  # steps lost without its fault since its last token
 
 
 def run_seed(
@@ -156,6 +164,7 @@ class Simulation:
     def launch(self, plan: StepPlan) -> None:
         self._audit(plan)
         self._maybe_lose()
+        self._lose_to_poison(plan)
         self.results.append(self.rank.run(plan))
 
     def result(self, step_id: int) -> StepResult:
@@ -169,6 +178,16 @@ class Simulation:
         if self._faulty and self.rng.random() < self.scenario.loss_probability:
             raise StepLostError
 
+    def _lose_to_poison(self, plan: StepPlan) -> None:
+        slots = {seq.slot: seq.request_id for seq in self.scheduler.running}
+        poison = self.scenario.poison.intersection(slots[slot] for slot in plan.slots)
+        for request_id in poison:
+            client = self.clients[request_id]
+            client.num_crashes += 1
+            assert client.num_crashes <= CONVICTED_STRIKES, f"crashed too often: {client}"
+        if poison:
+            raise PoisonError
+
     @property
     def _faulty(self) -> bool:
         return self.num_turns <= self.scenario.num_fault_steps
@@ -179,8 +198,8 @@ class Simulation:
         self.clock_s += self.rng.uniform(0.5, 1.5)
         try:
             output = self.engine.step()
-        except StepLostError:
-            self._start_epoch()
+        except StepLostError as error:
+            self._start_epoch(by_poison=isinstance(error, PoisonError))
             return
         if output is None:
             assert not self.scheduler.has_unfinished, (
@@ -192,15 +211,24 @@ class Simulation:
         self.report.steps += 1
         self._deliver(output)
 
-    def _start_epoch(self) -> None:
+    def _start_epoch(self, *, by_poison: bool) -> None:
         """Clients come and go while the ranks start again."""
+        if not by_poison:
+            for sequence in self.scheduler.running:
+                self.clients[sequence.request_id].num_losses += 1
         self.report.lost_steps += len(self.scheduler.submitted)
         self.report.epochs_lost += 1
         self.results.clear()
         self.rank.restart(self.rng)
         self._arrive()
         self._interfere()
-        self.scheduler.start_epoch()
+        for sequence in self.engine.start_epoch():
+            client = self.clients[sequence.request_id]
+            is_poison = sequence.request_id in self.scenario.poison
+            assert is_poison or client.num_losses >= 2, f"convicted without guilt: {sequence}"
+            assert sequence.finish_reason == "error"
+            client.ended = True
+            self.report.convicted += 1
 
     def _arrive(self) -> None:
         while self.arriving and self.arriving[0].arrival_s <= self.clock_s:
@@ -268,6 +296,7 @@ class Simulation:
                 f" {sequence}"
             )
             client.tokens.append(token)
+            client.num_losses = 0
             if len(client.tokens) == len(client.expected):
                 complete.append(sequence)
         assert complete == output.finished, (
@@ -374,6 +403,8 @@ class Simulation:
                     num_chunks = -(-len(self._limit_of(client.sequence)) // budget)
                     num_tokens = len(self._limit_of(client.sequence)) - len(client.tokens)
                     bound += num_chunks + num_tokens + self.scenario.num_steps_ahead + 2
+            # Each crash starts everything again, and each suspect runs alone.
+            bound *= 1 + 2 * CONVICTED_STRIKES * len(self.scenario.poison)
             self.calm_since, self.last_turn = self.num_turns, self.num_turns + bound
         assert self.last_turn is None or self.num_turns <= self.last_turn, (
             "not live: unfinished after the last turn"

@@ -19,6 +19,7 @@ from configs.paths import CHECKOUT
 from kernels.interface import Kernels
 from workers.compilation import compile_first_step, compile_other_steps_beside
 from workers.parallel.group import TensorParallelGroup
+from workers.progress import Progress
 
 
 class RecordedKernels:
@@ -36,6 +37,7 @@ class RecordedGroup:
 
     def __init__(self, rank: int, size: int, ran: list[int | str]) -> None:
         self.rank, self.size, self.ran = rank, size, ran
+        self.progress = Progress()
 
     def barrier(self) -> None:
         self.ran.append("barrier")

@@ -55,6 +55,13 @@ def load_weights(
     return done
 
 
+def fingerprint(model_dir: Path) -> str:
+    """Names, sizes and times of change of the weight files."""
+    files = sorted(model_dir.glob("*.safetensors*"))
+    stats = [(file.name, file.stat()) for file in files]
+    return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+
+
 class LoadingBar:
     """Progress of loading on standard error: a bar on a terminal, otherwise a line per quarter for
     large checkpoints.

@@ -16,6 +16,7 @@ import torch
 from configs.model import ModelConfig
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
+from workers import faults
 from workers.models.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -155,6 +156,7 @@ class Qwen3:
     ) -> None:
         self.model = model
         self.kernels = kernels
+        self.group = group
         self.embedding = VocabParallelEmbedding(
             "model.embed_tokens", model.vocab_size, model.hidden_size, group, dtype
         )
@@ -188,7 +190,9 @@ class Qwen3:
         residual_TE = self.embedding(token_ids_T)
         x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
         following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, next_norm, cache in zip(self.layers, following, kv, strict=True):
+        for i, (layer, next_norm, cache) in enumerate(zip(self.layers, following, kv, strict=True)):
+            self.group.progress.enter_layer(i)
+            faults.reach("forward", self.group.rank)
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
             x_TE = layer.mlp(x_TE)

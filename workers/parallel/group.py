@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scheduler.errors import WorkerError
+from workers import faults
+from workers.progress import Progress
 
 if TYPE_CHECKING:
     from workers.parallel.shared_memory import SharedMemoryReducer
@@ -71,7 +73,15 @@ class TensorParallelGroup:
     group of one.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, backend: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: Any = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.progress = progress or Progress()
         self.rank = rank
         self.size = size
         self.device = device
@@ -99,6 +109,7 @@ class TensorParallelGroup:
         address: Address | None,
         device: torch.device,
         timeout_s: float,
+        progress: Progress | None = None,
     ) -> TensorParallelGroup:
         """Join the group that meets at `address`; returns when every rank has joined.
 
@@ -115,6 +126,7 @@ class TensorParallelGroup:
                 size,
                 device,
                 _connect(rank, size, address, device, timedelta(seconds=timeout_s)),
+                progress,
             )
             group.barrier()
         except RuntimeError as error:
@@ -135,6 +147,8 @@ class TensorParallelGroup:
         """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every
         rank.
         """
+        self.progress.num_collectives += 1
+        faults.reach("collective", self.rank)
         if self._reducer is not None:
             return self._reducer.all_reduce(tensor)
         return self._reduce(tensor, "SUM")

@@ -322,7 +322,7 @@ class FakeDriver:
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
         self.finish = self  # `finish.remote` is not waited for
 
-    def remote(self, request_ids: list[str], reason: str, frontend_id: str, after: object) -> None:
+    def remote(self, request_ids: list[str], reason: str, frontend_id: str, *after: object) -> None:
         self.told.append((request_ids, reason))
 
     def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
@@ -473,7 +473,7 @@ def test_an_abort_tells_the_driver_and_keeps_what_there_is(
     frontend.abort([generation])
     generation.done.result(timeout=WAIT_S)
     assert generation.completions[0].finish_reason == "abort"
-    assert driver.told == [(generation.request_ids, "abort")]
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
 
 
 def test_an_abort_after_the_end_changes_nothing(

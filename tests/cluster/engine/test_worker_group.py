@@ -19,7 +19,7 @@ from cluster.engine import worker_group
 from cluster.engine.driver import Driver
 from cluster.engine.rank_actor import RankActor
 from cluster.engine.start import start_driver
-from cluster.engine.worker_group import WorkerGroup
+from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
 from cluster.resources.placement import actor_environment, pick_device, place
 from scheduler.engine import Engine
@@ -54,7 +54,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9
     )
     placement = place(2, "cpu")
-    group = WorkerGroup(config, placement)
+    group = WorkerGroup(RankMaker(config, placement, "test"))
     try:
         engine = Engine(
             Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
@@ -88,7 +88,7 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5
     )
     placement = place(2, "cpu")
-    group = WorkerGroup(config, placement)
+    group = WorkerGroup(RankMaker(config, placement, "test"))
     try:
         engine = Engine(
             Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
@@ -98,8 +98,9 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
             Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling)
         )
         engine.step()
-        stuck = ray.get(group._ranks[1].__ray_call__.remote(lambda _: os.getpid()))
-        os.kill(stuck, signal.SIGSTOP)
+        stuck = group.ranks[1].process
+        assert stuck is not None
+        os.kill(stuck.pid, signal.SIGSTOP)
         began = time.monotonic()
         # Its peer waits for it in the next step, unless the result of this step was still missing.
         told = (
@@ -119,11 +120,12 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     users_ray: None, small_model: SmallModel
 ) -> None:
     placement = place(2, "cpu")
-    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2), placement)
+    maker = RankMaker(config_of(small_model.path, tensor_parallel_size=2), placement, "test")
+    group = WorkerGroup(maker)
     try:
-        group._ranks = [group._create(rank) for rank in range(2)]
-        # Its peer does not arrive.
-        group._ranks[0].start.remote(group._ranks[0].open_rendezvous.remote(), 0, 2)
+        group.ranks = [maker.create(rank) for rank in range(2)]
+        first = group.ranks[0].actor
+        first.start.remote(first.open_rendezvous.remote(), 0, 2, 0, [])  # its peer does not arrive
         wait_until(
             lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
             "the rendezvous",
@@ -136,7 +138,8 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
 
 def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
     placement: Any = None
-    group = WorkerGroup(config_of(small_model.path, tensor_parallel_size=2, **options), placement)
+    config = config_of(small_model.path, tensor_parallel_size=2, **options)
+    group = WorkerGroup(RankMaker(config, placement, "test"))
     group._pending[7] = refs
     return group
 
@@ -193,7 +196,7 @@ class SeeingDriver(Driver):
     rank_actor = SeeingRankActor
 
     async def visible_gpus(self) -> list[str | None]:
-        actors = [self._group._create(rank) for rank in range(2)]
+        actors = [self._maker.create(rank).actor for rank in range(2)]
         return [await actor.visible_gpus.remote() for actor in actors]
 
 
@@ -211,7 +214,7 @@ def test_each_rank_sees_the_gpu_that_ray_gave_it(
         monkeypatch.setattr("cluster.engine.start.actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = place(2, "cuda")
-    driver = start_driver(config, placement)
+    driver = start_driver(config, placement, "test")
     try:
         assert sorted(ray.get(driver.visible_gpus.remote(), timeout=30)) == ["0", "1"]
     finally:

@@ -1,0 +1,124 @@
+"""A server that is offered ten times what it can do: does it still do all it can?
+
+    python -m benchmarks.overload --model DIR [--tp 2] [--times 10] [--seconds 60]
+        [--tokens 64] [--open 64]
+
+First `--open` clients send one request after another: the saturated rate. Then requests come at
+`--times` that rate, at random moments, and what does not fit among `--open` outputs is refused.
+Prints one JSON line: output tokens per second of both, and how fast a refusal is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import machine
+from benchmarks.http_load import free_port, quantile
+from benchmarks.serving import bodies
+from benchmarks.serving_load import OURS, running
+
+RAMP = 0.2  # share of the time that is not counted: the batch fills up
+
+
+@dataclass
+class Seen:
+    """When each request was answered, and how long a refusal took."""
+
+    finished: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+    def tokens_per_s(self, begin: float, end: float, tokens: int) -> float:
+        return tokens * sum(begin <= at < end for at in self.finished) / (end - begin)
+
+
+async def send(port: int, body: dict[str, Any], seen: Seen) -> None:
+    """One request that wants the whole answer, on a connection of its own."""
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + data)
+    answer = await reader.read(-1)
+    writer.close()
+    now = time.perf_counter()
+    if answer.startswith(b"HTTP/1.1 200"):
+        seen.finished.append(now)
+    elif answer.startswith(b"HTTP/1.1 503"):
+        seen.refused_s.append(now - began)
+    else:
+        seen.other.append(answer[:200].decode(errors="replace"))
+
+
+async def saturate(port: int, args: argparse.Namespace) -> float:
+    """Output tokens per second while `--open` clients send one request after another."""
+    seen, begin = Seen(), time.perf_counter()
+    end = begin + args.seconds
+
+    async def client(seed: int) -> None:
+        number = 0
+        while time.perf_counter() < end:
+            [body] = bodies(1, args.tokens, 1000 * seed + number)
+            await send(port, body, seen)
+            number += 1
+
+    await asyncio.gather(*map(client, range(args.open)))
+    assert not seen.other and not seen.refused_s, seen.other[:1]
+    return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
+
+
+async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[float, Seen]:
+    """Output tokens per second while requests come at `rate` per second."""
+    seen, begin, rng = Seen(), time.perf_counter(), random.Random(0)
+    end, at, number = begin + args.seconds, begin, 10**6
+    sent = []
+    while (at := at + rng.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        [body] = bodies(1, args.tokens, number)
+        sent.append(asyncio.ensure_future(send(port, body, seen)))
+        number += 1
+    await asyncio.gather(*sent)
+    return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens), seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A server that is offered too much.")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
+    parser.add_argument("--open", type=int, default=64, help="outputs that may run or wait")
+    args = parser.parse_args()
+    port = free_port()
+    command = OURS.format(python=sys.executable, model=args.model, port=port, tp=args.tp)
+    with running(f"{command} --max-open-requests {args.open}", port):
+        saturated = asyncio.run(saturate(port, args))
+        rate = args.times * saturated / args.tokens
+        kept, seen = asyncio.run(overload(port, rate, args))
+    line = {
+        "machine": machine(),
+        "saturated_tokens_per_s": round(saturated, 1),
+        "offered_requests_per_s": round(rate, 1),
+        "tokens_per_s": round(kept, 1),
+        "share": round(kept / saturated, 3),
+        "refused": len(seen.refused_s),
+        "refusal_ms_p50": round(1e3 * quantile(seen.refused_s, 0.5), 1),
+        "refusal_ms_p99": round(1e3 * quantile(seen.refused_s, 0.99), 1),
+        "other_answers": seen.other[:3],
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

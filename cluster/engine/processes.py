@@ -1,0 +1,180 @@
+"""Processes of an engine, wherever they run: who they are, how they are ended for certain, and what
+they are doing.
+
+`ray.kill` asks a process to end, and one that is stopped does not answer. Here whoever does not go
+soon is ended by SIGKILL, and all are seen dead, on their own nodes. A mark (an open file with the
+engine's name) finds those whose ids are not known.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.ray_errors import call
+from cluster.resources.placement import actor_environment
+from scheduler.errors import EngineError
+
+END_TIMEOUT_S = 10.0
+# Time for what Ray was told to end: Ray reports a process that is killed otherwise as a fault.
+GRACE_S = 0.2
+STACKS_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """One process for all time: its number may be used again, but not with the same start."""
+
+    node_id: str
+    pid: int
+    started: int  # clock ticks since the machine started
+    marked_fd: int = -1
+
+    def is_here(self) -> bool:
+        return self.node_id == ray.get_runtime_context().get_node_id()
+
+
+def mark(engine_id: str) -> ProcessId:
+    """Mark this process as one of an engine's; SIGUSR2 makes it write the Python stack of each of
+    its threads into the mark, without the interpreter's help.
+    """
+    descriptor = os.memfd_create(f"eagleray-{engine_id}")
+    faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
+    pid = os.getpid()
+    return ProcessId(
+        node_id=ray.get_runtime_context().get_node_id(),
+        pid=pid,
+        started=_started(pid),
+        marked_fd=descriptor,
+    )
+
+
+def end_all(processes: list[ProcessId]) -> None:
+    """End processes, each on its node, and return when they are dead. Raises `EngineError` naming
+    those that are not.
+    """
+    by_node: dict[str, list[tuple[int, int]]] = {}
+    for process in processes:
+        by_node.setdefault(process.node_id, []).append((process.pid, process.started))
+    for node_id, pids in by_node.items():
+        on_node(node_id, end_here, pids)
+
+
+def end_marked(engine_id: str, node_ids: set[str]) -> None:
+    """End every process of an engine on these nodes, as `end_all`."""
+    for node_id in node_ids:
+        on_node(node_id, end_marked_here, engine_id)
+
+
+def describe(process: ProcessId) -> str:
+    """State of a process, and the Python stacks of its threads if it can still write them."""
+    return str(on_node(process.node_id, describe_here, process))
+
+
+def on_node(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function on a node. On a node that is gone there is nothing to do: None."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*arguments)
+    if node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+        return None
+    there = ray.remote(function).options(
+        num_cpus=0,
+        max_retries=3,
+        runtime_env=actor_environment(),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    return call(there.remote(*arguments), f"run {function.__name__} on node {node_id}")
+
+
+# -- on the node itself ----------------------------------------------------------------------------
+
+
+def end_here(processes: list[tuple[int, int]]) -> None:
+    """See `end_all`."""
+    alive: dict[int, int] = {}  # pid by descriptor
+    for pid, started in processes:
+        with suppress(OSError):  # it is gone already
+            descriptor = os.pidfd_open(pid)
+            alive[descriptor] = pid
+            if _started(pid) != started:  # another process has its number now
+                del alive[descriptor]
+                os.close(descriptor)
+    try:
+        _wait_for_ends(alive, GRACE_S)
+        for descriptor in alive:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        _wait_for_ends(alive, END_TIMEOUT_S)
+        if alive:
+            raise EngineError(
+                f"processes {sorted(alive.values())} did not end within {END_TIMEOUT_S:g} s of"
+                " SIGKILL"
+            )
+    finally:
+        for descriptor in alive:
+            os.close(descriptor)
+
+
+def _wait_for_ends(alive: dict[int, int], limit_s: float) -> None:
+    """Take out those that end in time."""
+    poll, until = select.poll(), time.monotonic() + limit_s
+    for descriptor in alive:
+        poll.register(descriptor, select.POLLIN)
+    while alive and (left_s := until - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(1e3 * left_s):
+            poll.unregister(descriptor)
+            os.close(descriptor)
+            del alive[descriptor]
+
+
+def end_marked_here(engine_id: str) -> None:
+    """See `end_marked`."""
+    end_here([(pid, _started(pid)) for pid in marked_here(engine_id) if pid != os.getpid()])
+
+
+def marked_here(engine_id: str) -> list[int]:
+    """Living processes of an engine on this machine."""
+    target, found = Path(f"/memfd:eagleray-{engine_id} (deleted)"), []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with suppress(OSError):
+                if any(link.readlink() == target for link in (path / "fd").iterdir()):
+                    found.append(int(path.name))
+    return found
+
+
+def describe_here(process: ProcessId) -> str:
+    """See `describe`."""
+    pid = process.pid
+    try:
+        if _started(pid) != process.started:
+            return "it is gone"
+        state = Path(f"/proc/{pid}/status").read_text().split("State:", 1)[1].split("\n")[0].strip()
+        written = Path(f"/proc/{pid}/fd/{process.marked_fd}")
+        before = written.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+        until = time.monotonic() + STACKS_TIMEOUT_S
+        while written.stat().st_size == before and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)  # until all threads are written
+        stacks = written.read_bytes()[before:].decode(errors="replace").strip()
+    except (OSError, IndexError):
+        return "it is gone"
+    return f"state {state}\n{stacks or 'it wrote no stacks'}"
+
+
+def _started(pid: int) -> int:
+    """When a process began. Raises `OSError` if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[19])

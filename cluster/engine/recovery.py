@@ -1,0 +1,94 @@
+"""What happens after a rank is lost, as a state machine without processes, threads or a clock of
+its own.
+
+    SERVING ---fault---> FENCING ---all dead---> ASSEMBLING ---ready---> SERVING
+                            ^                      |   ^
+                            |--------fault---------|   |
+                            '--all dead-> BACKOFF -----'  when due
+    any ---no result for `GIVE_UP_AFTER_S`, or an error that trying again does not mend---> DEAD
+
+An *epoch* is a set of processes. The next one begins when every process of the last one has been
+seen dead. The first attempt follows at once, later ones after growing delays. An applied result
+ends the count of attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
+GIVE_UP_AFTER_S = 300.0
+
+
+class State(Enum):
+    SERVING = "serving"
+    FENCING = "fencing"
+    ASSEMBLING = "assembling"
+    BACKOFF = "backoff"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class Recovery:
+    """The state of one engine's group of ranks. One thread."""
+
+    clock: Callable[[], float]
+    state: State = State.SERVING
+    num_recoveries: int = 0
+    attempts: list[str] = field(default_factory=list)  # since the last result, with their ends
+    _first_fault_s: float = 0.0
+    _due_s: float = 0.0
+
+    def fault(self, why: str) -> bool:
+        """A rank was lost, or a new group could not be assembled. False if that was known."""
+        if self.state not in (State.SERVING, State.ASSEMBLING):
+            return False
+        now_s = self.clock()
+        if not self.attempts:
+            self._first_fault_s = now_s
+        self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
+        self.state = State.FENCING
+        return True
+
+    def fenced(self) -> None:
+        """Every process of the last epoch is dead."""
+        assert self.state is State.FENCING, self.state
+        now_s = self.clock()
+        if now_s - self._first_fault_s > GIVE_UP_AFTER_S:
+            self.state = State.DEAD
+            return
+        delay_s = DELAYS_S[min(len(self.attempts), len(DELAYS_S)) - 1]
+        self._due_s = now_s + delay_s
+        self.state = State.BACKOFF if delay_s else State.ASSEMBLING
+
+    def wait_s(self) -> float:
+        """Seconds until the next attempt is due."""
+        return max(0.0, self._due_s - self.clock()) if self.state is State.BACKOFF else 0.0
+
+    def retry(self) -> bool:
+        """Whether the next attempt begins."""
+        if self.state is State.BACKOFF and self.clock() >= self._due_s:
+            self.state = State.ASSEMBLING
+            return True
+        return False
+
+    def assembled(self) -> None:
+        """A new group is ready."""
+        assert self.state is State.ASSEMBLING, self.state
+        self.num_recoveries += 1
+        self.state = State.SERVING
+
+    def progress(self) -> None:
+        """A result of the present epoch was applied."""
+        if self.state is State.SERVING:
+            self.attempts.clear()
+
+    def give_up(self) -> None:
+        """Trying again would change nothing."""
+        self.state = State.DEAD
+
+    def report(self) -> str:
+        """Why it ended, attempt by attempt."""
+        return "; ".join(self.attempts)

@@ -1,0 +1,73 @@
+"""Processes that can take the place of a rank: everything is imported and compiled kernels are
+loaded, which is most of what a start takes; they hold no weights and no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.engine.worker_group import RankHandle, RankMaker, end_ranks
+
+# They are made when the engine has served for a while: a program that generates once and ends
+# needs none.
+DELAY_S = 5.0
+ANSWER_S = 1.0
+
+logger = logging.getLogger("eagleray.driver")
+
+
+class Spares:
+    """One spare per rank, made in the background. One thread."""
+
+    def __init__(self, maker: RankMaker, kind: str) -> None:
+        self._maker = maker
+        self._wanted = kind != "off"
+        self._spares: list[RankHandle] = []
+        self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when they are
+        self._due_s = time.monotonic() + DELAY_S
+
+    def look(self) -> None:
+        """Make spares if it is time, and see whether they are ready."""
+        if self._wanted and not self._spares and time.monotonic() >= self._due_s:
+            spares = [self._maker.create(rank, is_spare=True) for rank in range(self._maker.size)]
+            self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
+            self._spares = spares
+        if self._warming:
+            done, _ = ray.wait(list(self._warming), num_returns=len(self._warming), timeout=0)
+            for ref in done:
+                with contextlib.suppress(RayError):  # it has died; `take` will see
+                    self._warming.pop(ref).process = ray.get(ref)
+
+    def ready(self) -> list[RankHandle]:
+        """Those that could take over at once. Any thread."""
+        return [spare for spare in self._spares if spare.process is not None]
+
+    def take(self) -> list[RankHandle | None]:
+        """The spares, by rank; None for one that does not answer. The next ones are made later."""
+        spares, self._spares = self._spares, []
+        self._warming = {}
+        self._due_s = time.monotonic()
+        asked = [spare.actor.identify.remote() for spare in spares]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        taken: list[RankHandle | None] = []
+        for spare, answer in zip(spares, asked, strict=True):
+            try:
+                spare.process, _ = ray.get(answer, timeout=0)
+                taken.append(spare)
+            except RayError as error:
+                logger.warning("a spare does not answer: %s", str(error).split("\n")[0])
+                end_ranks([spare])
+                taken.append(None)
+        return taken
+
+    def close(self) -> None:
+        """End them."""
+        spares, self._spares = self._spares, []
+        end_ranks(spares)

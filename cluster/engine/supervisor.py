@@ -1,0 +1,219 @@
+"""Keeps an engine supplied with a group of ranks: watches the group, and when it is lost ends what
+is left of it and assembles the next, beside the engine's thread.
+
+One thread runs the state machine of `recovery.py`. It owns the groups, the watch and the spares;
+the engine's thread runs steps on the group it was given and reports a step that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cluster.engine.processes import ProcessId
+from cluster.engine.recovery import Recovery, State
+from cluster.engine.spares import Spares
+from cluster.engine.watch import HEARTBEAT_S, Watch
+from cluster.engine.worker_group import GroupReport, RankMaker, WorkerGroup
+from scheduler.errors import ClientError, EaglerayError, EngineDeadError
+
+ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been ended
+
+logger = logging.getLogger("eagleray.driver")
+
+
+class Supervisor:
+    """`start` assembles the first group on the calling thread; after `watch` this one works."""
+
+    make_group: type[WorkerGroup] = WorkerGroup
+
+    def __init__(
+        self,
+        maker: RankMaker,
+        *,
+        busy_since_s: Callable[[], float | None],
+        has_work: Callable[[], bool],
+        on_group: Callable[[WorkerGroup], None],
+        on_lost: Callable[[int, str], None],
+        on_dead: Callable[[EaglerayError], None],
+    ) -> None:
+        """`on_lost` is told the epoch that has ended and why, `on_group` the next group, `on_dead`
+        that there will be none. All are called on this object's thread. `busy_since_s`: see
+        `Watch.look`.
+        """
+        self.recovery = Recovery(time.monotonic)
+        self._maker = maker
+        self._options = maker.config.engine
+        self._busy_since_s, self._has_work = busy_since_s, has_work
+        self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
+        self._group: WorkerGroup | None = None
+        self._watch: Watch | None = None
+        self._first: GroupReport | None = None
+        self._spares = Spares(maker, self._options.spares)
+        self._failed: tuple[int, str] | None = None  # epoch and reason, from the engine's thread
+        self._epoch = 0
+        self._applied = 0  # the last epoch of which a result was applied
+        self._assembling = ThreadPoolExecutor(1, "assemble")
+        self._assembly: Future[GroupReport] | None = None
+        self._changed = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def start(self) -> tuple[WorkerGroup, GroupReport]:
+        """The first group. Raises what kept it from starting, and leaves nothing."""
+        self._group = self.make_group(self._maker, epoch=0)
+        try:
+            self._first = self._group.start()
+        except BaseException:
+            self._group.close()
+            raise
+        return self._group, self._first
+
+    def watch(self) -> None:
+        """Begin to watch the first group."""
+        assert self._group is not None
+        self._watch = Watch(self._group, self._changed.set, self._options.stuck_after_s)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread and the ranks without waiting for the thread. Any thread."""
+        self._stopping = True
+        self._changed.set()
+        if self._group is not None:
+            self._group.close()
+
+    def step_failed(self, epoch: int, why: str) -> None:
+        """A step of this epoch failed. Any thread."""
+        self._failed = epoch, why
+        self._changed.set()
+
+    def applied(self, epoch: int) -> None:
+        """A result of this epoch was applied. Any thread; cheap."""
+        self._applied = epoch
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the ranks answer and, if there is work, a result of this epoch has come. Any
+        thread.
+        """
+        watch, group = self._watch, self._group
+        if self.recovery.state is not State.SERVING or watch is None or group is None:
+            return False
+        return watch.answers and (self._applied == group.epoch or not self._has_work())
+
+    def processes(self) -> dict[str, ProcessId]:
+        """Those of the present epoch that are known, and spares. Any thread."""
+        ranks = self._group.ranks if self._group is not None else []
+        found = {f"rank {i}": rank.process for i, rank in enumerate(ranks)}
+        found |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
+        return {name: process for name, process in found.items() if process is not None}
+
+    def stop(self) -> None:
+        """End the thread, the ranks and the spares. Raises `EngineError` if a process lives on."""
+        self._stopping = True
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(ASSEMBLY_END_S)
+        self._spares.close()
+        if self._group is not None:
+            self._group.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping and self.recovery.state is not State.DEAD:
+            wait_s = self.recovery.wait_s() or HEARTBEAT_S
+            self._changed.wait(min(wait_s, HEARTBEAT_S))
+            self._changed.clear()
+            try:
+                if not self._stopping:
+                    self._turn()
+            except Exception as error:  # a process that cannot be ended, or a bug here
+                logger.exception("the supervisor failed")
+                self._die(str(error))
+
+    def _turn(self) -> None:
+        """One look at the group, and whatever follows from it."""
+        recovery = self.recovery
+        if recovery.state is State.SERVING:
+            assert self._group is not None and self._watch is not None
+            if self._applied == self._group.epoch:
+                recovery.progress()
+            why = self._failed_step() or self._watch.look(self._busy_since_s())
+            if why is None:
+                self._spares.look()
+            else:
+                self._lose(why)
+        elif recovery.state is State.ASSEMBLING:
+            self._look_at_assembly()
+        elif recovery.state is State.BACKOFF and recovery.retry():
+            self._assemble()
+
+    def _failed_step(self) -> str | None:
+        failed, self._failed = self._failed, None
+        assert self._group is not None
+        return failed[1] if failed is not None and failed[0] == self._group.epoch else None
+
+    def _lose(self, why: str) -> None:
+        """End this epoch: every process of it is dead before the next begins."""
+        group = self._group
+        assert group is not None
+        if not self.recovery.fault(why):
+            return
+        began_s = time.monotonic()
+        logger.warning("epoch %d is lost: %s", group.epoch, why)
+        group.close()  # the engine's thread may wait for a step of it, which fails now
+        if self._assembly is not None:
+            self._assembly.exception(ASSEMBLY_END_S)
+            self._assembly = None
+        else:
+            self._on_lost(group.epoch, why)
+            self._epoch += 1
+        self._watch = None
+        self.recovery.fenced()
+        logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
+        if self.recovery.state is State.DEAD:
+            self._die(f"no result for too long; {self.recovery.report()}")
+        elif self.recovery.state is State.ASSEMBLING:
+            self._assemble()
+
+    def _assemble(self) -> None:
+        """Begin to assemble the next group."""
+        self._began_s = time.monotonic()
+        self._group = self.make_group(self._maker, epoch=self._epoch, spares=self._spares.take())
+        self._assembly = self._assembling.submit(self._group.start, self._first)
+        self._assembly.add_done_callback(lambda _: self._changed.set())
+
+    def _look_at_assembly(self) -> None:
+        group, assembly = self._group, self._assembly
+        assert group is not None and assembly is not None
+        if assembly.done():
+            error = assembly.exception()
+            if error is None:
+                self._serve(group)
+            elif isinstance(error, ClientError):  # such as a checkpoint that has changed
+                self._lose(str(error))
+                self._die(str(error))
+            else:
+                self._lose(f"the next group could not be assembled: {error}")
+            return
+        if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
+            self._watch = Watch(group, self._changed.set, self._options.stuck_after_s)
+        if self._watch is not None and (why := self._watch.look(self._began_s)) is not None:
+            self._lose(why)
+
+    def _serve(self, group: WorkerGroup) -> None:
+        self._assembly = None
+        if self._watch is None:
+            self._watch = Watch(group, self._changed.set, self._options.stuck_after_s)
+        self.recovery.assembled()
+        seconds = time.monotonic() - self._began_s
+        logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
+        self._on_group(group)
+
+    def _die(self, why: str) -> None:
+        self.recovery.give_up()
+        self._on_dead(EngineDeadError(why))

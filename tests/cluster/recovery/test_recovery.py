@@ -1,0 +1,127 @@
+"""An engine whose processes are killed: no request is lost, none repeats a token, and every output
+is what it would have been.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import LLM
+from cluster.engine.processes import ProcessId
+from tests.cluster.processes import command_of, wait_until
+from tests.cluster.recovery.load import History, Load, cases, compare
+from workers import faults
+
+pytestmark = pytest.mark.engine
+CASES = cases(16, tokens=120)
+LIMIT_S = 60.0
+OPTIONS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "num_kv_blocks": 160,
+    "max_num_seqs": 16,
+    "stuck_after_s": 2.0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def engine(users_ray: None, folder: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, str(folder))
+        with LLM(**OPTIONS) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(engine: LLM) -> list[History]:
+    """An undisturbed run."""
+    return Load(engine, CASES).wait(LIMIT_S)
+
+
+def processes_of(llm: LLM) -> dict[str, ProcessId]:
+    found: dict[str, ProcessId] = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    return found
+
+
+def kill(llm: LLM, name: str, number: int = signal.SIGKILL) -> int:
+    pid = processes_of(llm)[name].pid
+    os.kill(pid, number)
+    return pid
+
+
+def wait_until_ready(llm: LLM, limit_s: float = 30.0) -> None:
+    wait_until(lambda: llm.stats().is_ready, "the engine to be ready", limit_s)
+
+
+def wait_for_recovery(llm: LLM, epoch: int) -> None:
+    wait_until(lambda: llm.stats().num_recoveries > epoch, "the recovery", 30.0)
+
+
+def test_ranks_are_killed_under_load(
+    engine: LLM, expected: list[History], folder: Path, record_property: Any
+) -> None:
+    """A rank killed from outside, ranks that kill themselves in the middle of a step and while
+    they start, one that raises, one that stops.
+    """
+    load = Load(engine, CASES)
+    load.wait_for_news(10.0)
+    dead = kill(engine, "rank 1")
+    load.wait_for_news(10.0)
+    assert command_of(dead) is None
+    for point, action in (
+        ("forward.0", "kill 3"),
+        ("collective.1", "kill 5"),
+        ("sample.1", "raise"),
+        ("reply.0", "kill"),
+        ("step.0", "stop 2"),
+    ):
+        epoch = engine.stats().num_recoveries
+        (folder / point).write_text(action)
+        wait_until((folder / f"{point}.fired").exists, point, 20.0)
+        if point == "reply.0":
+            (folder / "load.1").write_text("kill")  # and again while the next epoch starts
+        wait_for_recovery(engine, epoch)
+        load.wait_for_news(20.0)
+    assert (folder / "load.1.fired").exists()
+    assert compare(CASES, load.wait(LIMIT_S), expected) == []
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_rank_that_dies_while_idle_is_replaced_before_the_next_request(
+    engine: LLM, expected: list[History]
+) -> None:
+    wait_until_ready(engine)
+    epoch = engine.stats().num_recoveries
+    kill(engine, "rank 0")
+    wait_until(lambda: not engine.stats().is_ready, "notice of the death", 1.0)
+    wait_for_recovery(engine, epoch)
+    wait_until_ready(engine)
+    began = time.monotonic()
+    engine.generate("Hello", CASES[0].params)
+    assert time.monotonic() - began < 3.0
+
+
+def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -> None:
+    load = Load(engine, CASES)
+    load.wait_for_news(10.0)
+    old = processes_of(engine)
+    kill(engine, "driver")
+    load.wait_for_news(30.0)
+    assert all(command_of(process.pid) is None for process in old.values())
+    assert compare(CASES, load.wait(LIMIT_S), expected) == []

@@ -1,0 +1,61 @@
+"""Points at which tests make a rank fail. They do nothing unless `EAGLERAY_FAULTS` names a folder.
+
+A test arms a point by writing the file `POINT.RANK` into that folder, with an action as content:
+`kill`, `stop` (SIGSTOP), `raise` or `loop`; a number after it passes that many times first. The
+rank that reaches the point renames the file to `POINT.RANK.fired` and acts, so each file acts once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+VARIABLE = "EAGLERAY_FAULTS"
+# The phases of a start, then what happens in a step.
+POINTS = (
+    "rendezvous",
+    "compile",
+    "load",
+    "kv_cache",
+    "wait_for_peers",
+    "allocate_cache",
+    "step",
+    "forward",
+    "collective",
+    "sample",
+    "reply",
+)
+_folder = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+_passed: dict[str, int] = {}
+
+
+def reach(point: str, rank: int) -> None:
+    """The rank is at this point."""
+    if _folder is not None:
+        _act(_folder / f"{point}.{rank}")
+
+
+def _act(armed: Path) -> None:
+    try:
+        action, _, after = armed.read_text().partition(" ")
+    except OSError:
+        return
+    passed = _passed[armed.name] = _passed.get(armed.name, 0) + 1
+    if passed <= int(after or 0):
+        return
+    _passed[armed.name] = 0
+    try:
+        armed.rename(f"{armed}.fired")
+    except OSError:
+        return  # another process was first
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise RuntimeError(f"made to fail at {armed.name}")
+    else:
+        while True:
+            time.sleep(0.01)

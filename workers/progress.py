@@ -1,0 +1,31 @@
+"""How far a rank has come, as counters that only grow: a rank whose counters move is not stuck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one rank is doing. Written by the thread that computes, read from any thread."""
+
+    phase: str = "start"
+    step_id: int = -1
+    layer: int = 0
+    num_layers: int = 0  # layers run so far, over all steps
+    num_collectives: int = 0
+    loaded_bytes: int = 0
+    num_compiled: int = 0
+
+    def enter_layer(self, layer: int) -> None:
+        """A layer of the forward pass begins."""
+        self.layer = layer
+        self.num_layers += 1
+
+    def describe(self) -> str:
+        """For a message."""
+        if self.phase == "load":
+            return f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
+        if self.phase == "steps":
+            return f"step {self.step_id}, layer {self.layer}"
+        return self.phase
