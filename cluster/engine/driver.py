@@ -184,7 +184,7 @@ class Driver:
             await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_S, limit_s / 4)))
             for frontend_id, request_ids in self._frontends.drop_silent().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
-                await self.finish(request_ids, "abort", frontend_id)
+                self._loop().post(Finish(request_ids=request_ids, reason="abort"))
 
     def _end_all(self, reason: str) -> None:
         """The engine is dead: every unfinished request ends with the reason, also those still in
