@@ -157,7 +157,7 @@ def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver:
     async def main() -> dict[str, EaglerayError]:
         await driver.start()
         await driver.submit("frontend", [request("a")])
-        await asyncio.sleep(2.5)  # silent for longer than 1 s, back before it is forgotten
+        await asyncio.sleep(1.6)  # silent for longer than 1 s, back before it is forgotten
         errors = await errors_of(driver, 1)
         await driver.shutdown()
         return errors
