@@ -25,11 +25,14 @@ check: $(VENV)/.ready
 simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)
 
-# What takes minutes: wrong requests, many streams, clients that leave.
+# What takes minutes: wrong requests, many streams, clients that leave, processes that die.
 soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.api.fuzz --requests 50000
 	$(BIN)/python -m tests.cluster.api.capacity
 	$(BIN)/python -m tests.cluster.serve.disconnects
+	$(BIN)/python -m tests.cluster.recovery.soak
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 0 --seed 1
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 2 --seed 2
 
 bench: $(VENV)/.ready
 	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \

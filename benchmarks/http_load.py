@@ -7,12 +7,27 @@ with the server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import shlex
+import signal
 import socket
+import subprocess
+import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from configs.paths import CHECKOUT
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -34,6 +49,48 @@ class Timings:
             "inter_token_ms_p99": round(1e3 * quantile(self.between_s, 0.99), 2),
             "failed": self.num_failed,
         }
+
+
+@contextmanager
+def running(
+    command: list[str], port: int, environment: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """A server for the block, ready when it answers `/v1/models`; its process, which leads a
+    session.
+    """
+    log = Path(tempfile.mkdtemp()) / "server.log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env=os.environ | (environment or {}),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + START_TIMEOUT_S
+        while not _answers(port):
+            if server.poll() is not None or time.monotonic() > until:
+                raise SystemExit(
+                    f"{shlex.join(command)} does not serve:\n{log.read_text()[-3000:]}"
+                )
+            time.sleep(0.5)
+        yield server.pid
+    finally:
+        server.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):  # what it has left behind
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 def quantile(values: list[float], q: float) -> float:

@@ -14,15 +14,16 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common import machine
-from benchmarks.http_load import free_port, quantile
+from benchmarks.http_load import free_port, quantile, running
 from benchmarks.serving import bodies
-from benchmarks.serving_load import OURS, running
+from benchmarks.serving_load import OURS
 
 RAMP = 0.2  # share of the time that is not counted: the batch fills up
 
@@ -102,7 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     port = free_port()
     command = OURS.format(python=sys.executable, model=args.model, port=port, tp=args.tp)
-    with running(f"{command} --max-open-requests {args.open}", port):
+    with running([*shlex.split(command), "--max-open-requests", str(args.open)], port):
         saturated = asyncio.run(saturate(port, args))
         rate = args.times * saturated / args.tokens
         kept, seen = asyncio.run(overload(port, rate, args))

@@ -16,9 +16,7 @@ import asyncio
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.http_load import Timings, free_port, run_streams
+from benchmarks.http_load import Timings, free_port, run_streams, running
 from cluster.resources.session import LOCAL_RAY
 from configs.paths import CHECKOUT
 
@@ -111,32 +109,15 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
         command += ["--tp", str(args.tp), "--max-model-len", "1024"]
     else:
         command = [str(Path(sys.executable).with_name("serve")), "run", str(_file(args, port))]
-    server = subprocess.Popen(
-        command,
-        cwd=CHECKOUT,
-        env=os.environ | LOCAL_RAY | WAYS[way],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert server.stdout is not None
-        seen = []
-        for line in server.stdout:
-            seen.append(line)
-            if line.startswith("ready on") or "is ready at" in line:
-                break
-        else:
-            raise SystemExit(f"{way} did not start: {''.join(seen[-5:])}")
+    with running(command, port, LOCAL_RAY | WAYS[way]) as pid:
         time.sleep(0.5)
         url = f"http://127.0.0.1:{port}"
         asyncio.run(run_streams(url, bodies(2, 8, seed + 10**6)))  # warm-up
         lines = []
         for streams in args.streams:
-            before = _cpu_by_process(server.pid)
+            before = _cpu_by_process(pid)
             timings = asyncio.run(run_streams(url, bodies(streams, args.tokens, seed + streams)))
-            used = _cpu_by_process(server.pid)
+            used = _cpu_by_process(pid)
             per_token = {
                 name: round(1e3 * (used[name] - before.get(name, 0.0)) / timings.num_tokens, 3)
                 for name in used
@@ -144,19 +125,12 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
             }
             lines.append({"way": way, "streams": streams} | timings.line() | {"cpu_ms": per_token})
         return lines
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
 
 
 def _file(args: argparse.Namespace, port: int) -> Path:
     """configs/serve.yaml for this model and port."""
     file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
     file["http_options"]["port"] = port
-    del file["logging_config"]  # which would not say when it is ready
     options = engine_options(args) | {"model": args.model}
     file["applications"][0]["args"] = {"engine": options}
     path = Path(tempfile.mkdtemp()) / "serve.yaml"

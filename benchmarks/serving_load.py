@@ -13,25 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine
-from benchmarks.http_load import free_port
-from configs.paths import CHECKOUT
+from benchmarks.http_load import free_port, running
 
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 60.0
 NUM_WARM_UP = 8
 NAME = "model"
 FIGURES = {
@@ -47,37 +38,6 @@ FIGURES = {
 }
 Load = tuple[int | str, int, float]  # share in percent, requests, requests per second
 OURS = "{python} launch.py serve --model {model} --port {port} --tp {tp} --served-model-name model"
-
-
-@contextmanager
-def running(command: str, port: int) -> Iterator[None]:
-    """A server for the block, ready when it answers `/v1/models`."""
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            shlex.split(command), cwd=CHECKOUT, stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + START_TIMEOUT_S
-        while not _answers(port):
-            if server.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{command} does not serve:\n{log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        yield
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 def load(args: argparse.Namespace, port: int, num: int, rate: float, seed: int) -> dict[str, Any]:
@@ -125,7 +85,7 @@ def main() -> None:
             python=sys.executable, model=args.model, port=port, tp=args.tp
         )
         lines = []
-        with running(command, port):
+        with running(shlex.split(command), port):
             load(args, port, NUM_WARM_UP, float("inf"), seed=99)
             for share, num, rate in loads:
                 seed = 0 if share == "saturated" else int(share)

@@ -313,11 +313,17 @@ class Api:
         await exchange.answer(200, b"{}")
 
     async def _health(self, exchange: Exchange) -> None:
-        """Ready: the engine answers, and requests are taken."""
+        """Ready: the ranks answer, work moves, and requests are taken."""
         if self.admission.is_draining:
             raise OverloadedError("the server is shutting down")
-        await self.stats()
-        await exchange.answer(200, b"{}")
+        stats = await self.stats()
+        if not stats.is_ready:
+            raise OverloadedError(
+                f"the ranks are {stats.state}, and the last result came {stats.step_age_s:.1f} s"
+                " ago; requests are kept and go on"
+            )
+        body = {"state": stats.state, "step_age_s": round(stats.step_age_s, 3)}
+        await exchange.answer(200, encode_json(body).encode())
 
     async def _show_version(self, exchange: Exchange) -> None:
         await exchange.answer(200, encode_json({"version": self._version}).encode())

@@ -32,6 +32,9 @@ ENGINE = {
         "Prompt tokens found in the prefix cache.",
         "num_cached_tokens",
     ),
+    "eagleray_ready": ("Whether the ranks answer and work moves.", "is_ready"),
+    "eagleray_step_age_seconds": ("Since the last result, while steps are run.", "step_age_s"),
+    "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
 }
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 

@@ -51,6 +51,8 @@ def _cannot_replace(driver: Any, error: EaglerayError, has_served: bool) -> Any:
 class Frontend:
     """Requests of one process to one driver. Any thread may call."""
 
+    make_thread: type[threading.Thread] = threading.Thread
+
     def __init__(
         self,
         driver: Any,
@@ -80,7 +82,7 @@ class Frontend:
         self._reviving = threading.Lock()
         self._closed = False
         self._acknowledged = 0
-        self._thread = threading.Thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
+        self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
@@ -148,24 +150,31 @@ class Frontend:
             raise EngineDeadError("the engine was shut down; start a new one")
 
     def _send(self, requests: list[Request], submitted: list[Any]) -> Any:
-        """Submit, again if the call was lost and to the next driver if this one has died. The ref
-        of each call goes to `submitted`. Returns the driver that has them.
+        """Submit to the driver, or to the next one if it has died. The ref of each call goes to
+        `submitted`. Returns the driver that has them.
         """
-        until = time.monotonic() + self._answer_limit_s
         while True:
             driver = self._driver
             try:
+                self._call_submit(driver, requests, submitted)
+                return driver
+            except (DriverDiedError, NoAnswerError) as error:
+                self._revive(driver, error)
+                submitted.clear()
+            self._check_reachable()
+
+    def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
+        """Submit, again if the call was lost: the driver takes no request twice."""
+        until = time.monotonic() + self._answer_limit_s
+        while True:
+            try:
                 submitted.append(driver.submit.remote(self._id, requests))
                 call(submitted[-1], "submit requests", self._answer_limit_s)
-                return driver
+                return
             except LostCallError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
-            except DriverDiedError as error:
-                submitted.clear()
-                self._revive(driver, error)
-            self._check_reachable()
 
     def _accept(self, driver: Any, requests: list[Request]) -> bool:
         """Note that the driver has these requests. False if it is the driver no more."""
@@ -224,8 +233,7 @@ class Frontend:
                 try:
                     self.follow()
                     if again:
-                        requests = [_continued(output) for output in again]
-                        call(new.submit.remote(self._id, requests), "submit requests again")
+                        self._call_submit(new, [_continued(output) for output in again], [])
                 except (DriverDiedError, NoAnswerError) as failure:
                     driver, error = new, failure
                 else:
@@ -242,28 +250,32 @@ class Frontend:
 
     def _poll_while_open(self) -> None:
         while self._wait_for_work():
-            with self._reviving:  # what is outstanding has been sent to this driver
-                driver, acknowledged = self._driver, self._acknowledged
-            try:
-                self._check_reachable()
-                if driver is self._ended:
-                    raise DriverDiedError("the driver has died")
-                reply = driver.poll.remote(self._id, acknowledged, POLL_WAIT_S)
-                limit_s = POLL_WAIT_S + self._answer_limit_s
-                deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
-                if driver is self._driver:  # otherwise its requests were sent to the next one
-                    self._acknowledged = deltas.up_to
-                    self._has_news = self._has_news or bool(deltas.request_ids)
-                    self._take(deltas)
-            except LostCallError:  # nothing is lost: the next poll brings its content again
-                time.sleep(LOST_CALL_PAUSE_S)
-            except (DriverDiedError, NoAnswerError) as error:
-                self._revive_or_fail(driver, error)
-            except EaglerayError as error:
-                self._fail_all(error)
-            except Exception as error:  # a bug here must not leave callers waiting
-                logger.exception("the polling thread failed")
-                self._fail_all(_frontend_failed(error))
+            self.poll()
+
+    def poll(self) -> None:
+        """Ask the driver once, and pass on what is new. The polling thread's own."""
+        with self._reviving:  # what is outstanding has been sent to this driver
+            driver, acknowledged = self._driver, self._acknowledged
+        try:
+            self._check_reachable()
+            if driver is self._ended:
+                raise DriverDiedError("the driver has died")
+            reply = driver.poll.remote(self._id, acknowledged, POLL_WAIT_S)
+            limit_s = POLL_WAIT_S + self._answer_limit_s
+            deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
+            if driver is self._driver:  # otherwise its requests were sent to the next one
+                self._acknowledged = deltas.up_to
+                self._has_news = self._has_news or bool(deltas.request_ids)
+                self._take(deltas)
+        except LostCallError:  # nothing is lost: the next poll brings its content again
+            time.sleep(LOST_CALL_PAUSE_S)
+        except (DriverDiedError, NoAnswerError) as error:
+            self._revive_or_fail(driver, error)
+        except EaglerayError as error:
+            self._fail_all(error)
+        except Exception as error:  # a bug here must not leave callers waiting
+            logger.exception("the polling thread failed")
+            self._fail_all(_frontend_failed(error))
 
     def _revive_or_fail(self, driver: Any, error: EaglerayError) -> None:
         try:

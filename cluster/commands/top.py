@@ -91,6 +91,8 @@ def table(url: str, last: Reading | None, now: Reading) -> Table:
         for name in now.parts
     }
     rows = {
+        "engines ready": f"{numbers['eagleray_ready']:.0f}",
+        "recoveries": f"{numbers['eagleray_recoveries_total']:.0f}",
         "running / waiting": f"{numbers['eagleray_num_requests_running']:.0f} /"
         f" {numbers['eagleray_num_requests_waiting']:.0f}",
         "output tokens": rate("eagleray_output_tokens_total"),

@@ -28,8 +28,8 @@ from cluster.engine.worker_group import RankMaker
 from cluster.limits import limits_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, EngineDeadError, RequestError
-from scheduler.limits import SchedulerLimits, check_request
+from scheduler.errors import EaglerayError, EngineDeadError
+from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats, Request
 from scheduler.scheduler import Scheduler
 
@@ -114,15 +114,9 @@ class Driver:
         here already is not queued twice.
         """
         limits, loop = self._alive()
-        request_ids: set[str] = set()
-        requests = [r for r in requests if not self._frontends.has(frontend_id, r.request_id)]
-        for request in requests:
-            check_request(request, limits)
-            if request.request_id in request_ids or self._frontends.knows(request.request_id):
-                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-            request_ids.add(request.request_id)
-        self._frontends.add(frontend_id, request_ids)
-        loop.post(Submit(frontend_id=frontend_id, requests=requests))
+        fresh = self._frontends.admit(frontend_id, requests, limits)
+        if fresh:
+            loop.post(Submit(frontend_id=frontend_id, requests=fresh))
 
     async def finish(
         self, request_ids: list[str], reason: str, frontend_id: str, *after: None

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from cluster.engine.loop import NewsByFrontend
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News
-from scheduler.errors import EaglerayError, EngineError
-from scheduler.messages import Deltas
+from scheduler.errors import EaglerayError, EngineError, RequestError
+from scheduler.limits import SchedulerLimits, check_request
+from scheduler.messages import Deltas, Request
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class _Frontend:
 class Frontends:
     """Every frontend that has called recently."""
 
+    make_frontend: type[_Frontend] = _Frontend
+
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
         it is forgotten.
@@ -45,20 +48,23 @@ class Frontends:
         self._frontends: dict[str, _Frontend] = {}
         self._looked_s = time.monotonic()
 
-    def has(self, frontend_id: str, request_id: str) -> bool:
-        """Whether this frontend has sent this request already, and may still hear of it."""
-        frontend = self._frontends.get(frontend_id)
-        return frontend is not None and (
-            request_id in frontend.request_ids or frontend.mailbox.holds(request_id)
-        )
-
-    def knows(self, request_id: str) -> bool:
-        """Whether an unfinished request has this id."""
-        return any(request_id in frontend.request_ids for frontend in self._frontends.values())
-
-    def add(self, frontend_id: str, request_ids: set[str]) -> None:
-        """Requests of a frontend were accepted."""
-        self._seen(frontend_id).request_ids |= request_ids
+    def admit(
+        self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
+    ) -> list[Request]:
+        """Note the requests of a frontend, all or none; returns those to queue: it may send again
+        what it has not heard of. Raises `RequestError` for one that cannot run.
+        """
+        fresh: dict[str, Request] = {}
+        for request in requests:
+            request_id = request.request_id
+            if self._has(frontend_id, request_id):
+                continue
+            check_request(request, limits)
+            if request_id in fresh or self._is_running(request_id):
+                raise RequestError(f"request id {request_id!r} is in use", "request_id")
+            fresh[request_id] = request
+        self._seen(frontend_id).request_ids.update(fresh)
+        return list(fresh.values())
 
     def remove(self, frontend_id: str, request_ids: list[str]) -> None:
         """A frontend no longer needs these requests."""
@@ -115,11 +121,10 @@ class Frontends:
         dropped = {}
         now_s = time.monotonic()
         # While this process was stopped, nobody could be heard: that is nobody's silence.
-        stalled_s = max(0.0, now_s - self._looked_s - max(2.0, self._timeout_s / 2))
+        has_stalled = now_s - self._looked_s > max(2.0, self._timeout_s / 2)
         self._looked_s = now_s
         for frontend_id, frontend in list(self._frontends.items()):
-            frontend.last_seen_s += stalled_s
-            if frontend.num_polls:
+            if has_stalled or frontend.num_polls:
                 frontend.last_seen_s = now_s
             silent_s = now_s - frontend.last_seen_s
             if silent_s > self._timeout_s and frontend.request_ids:
@@ -133,7 +138,17 @@ class Frontends:
                 del self._frontends[frontend_id]
         return dropped
 
+    def _has(self, frontend_id: str, request_id: str) -> bool:
+        """Whether this frontend has sent this request already, and may still hear of it."""
+        frontend = self._frontends.get(frontend_id)
+        return frontend is not None and (
+            request_id in frontend.request_ids or frontend.mailbox.holds(request_id)
+        )
+
+    def _is_running(self, request_id: str) -> bool:
+        return any(request_id in frontend.request_ids for frontend in self._frontends.values())
+
     def _seen(self, frontend_id: str) -> _Frontend:
-        frontend = self._frontends.setdefault(frontend_id, _Frontend())
+        frontend = self._frontends.setdefault(frontend_id, self.make_frontend())
         frontend.last_seen_s = time.monotonic()
         return frontend

@@ -125,13 +125,17 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                while self._inbox:
-                    self._obey(self._inbox.popleft())
-                if self._has_ranks:
-                    self._step()
+                self.turn()
         except Exception as error:
             if not self._stopping:
                 self._on_failure(error)
+
+    def turn(self) -> None:
+        """Carry out what the inbox holds, then run a step if there are ranks."""
+        while self._inbox:
+            self._obey(self._inbox.popleft())
+        if self._has_ranks:
+            self._step()
 
     def _step(self) -> None:
         if self.busy_since_s is None:

@@ -29,6 +29,8 @@ class Supervisor:
     """`start` assembles the first group on the calling thread; after `watch` this one works."""
 
     make_group: type[WorkerGroup] = WorkerGroup
+    make_watch: type[Watch] = Watch
+    make_spares: type[Spares] = Spares
 
     def __init__(
         self,
@@ -39,12 +41,14 @@ class Supervisor:
         on_group: Callable[[WorkerGroup], None],
         on_lost: Callable[[int, str], None],
         on_dead: Callable[[EaglerayError], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_lost` is told the epoch that has ended and why, `on_group` the next group, `on_dead`
         that there will be none. All are called on this object's thread. `busy_since_s`: see
         `Watch.look`.
         """
-        self.recovery = Recovery(time.monotonic)
+        self.recovery = Recovery(clock)
+        self._clock = clock
         self._maker = maker
         self._options = maker.config.engine
         self._busy_since_s, self._has_work = busy_since_s, has_work
@@ -52,7 +56,7 @@ class Supervisor:
         self._group: WorkerGroup | None = None
         self._watch: Watch | None = None
         self._first: GroupReport | None = None
-        self._spares = Spares(maker, self._options.spares)
+        self._spares = self.make_spares(maker, self._options.spares)
         self._failed: tuple[int, str] | None = None  # epoch and reason, from the engine's thread
         self._epoch = 0
         self._applied = 0  # the last epoch of which a result was applied
@@ -75,7 +79,7 @@ class Supervisor:
     def watch(self) -> None:
         """Begin to watch the first group."""
         assert self._group is not None
-        self._watch = Watch(self._group, self._changed.set, self._options.stuck_after_s)
+        self._watch = self._watch_of(self._group)
         self._thread.start()
 
     def end(self) -> None:
@@ -123,6 +127,9 @@ class Supervisor:
 
     # -- the thread --------------------------------------------------------------------------------
 
+    def _watch_of(self, group: WorkerGroup) -> Watch:
+        return self.make_watch(group, self._changed.set, self._options.stuck_after_s)
+
     def _run(self) -> None:
         while not self._stopping and self.recovery.state is not State.DEAD:
             wait_s = self.recovery.wait_s() or HEARTBEAT_S
@@ -130,12 +137,12 @@ class Supervisor:
             self._changed.clear()
             try:
                 if not self._stopping:
-                    self._turn()
+                    self.turn()
             except Exception as error:  # a process that cannot be ended, or a bug here
                 logger.exception("the supervisor failed")
                 self._die(str(error))
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """One look at the group, and whatever follows from it."""
         recovery = self.recovery
         if recovery.state is State.SERVING:
@@ -182,7 +189,7 @@ class Supervisor:
 
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
-        self._began_s = time.monotonic()
+        self._began_s = self._clock()
         self._group = self.make_group(self._maker, epoch=self._epoch, spares=self._spares.take())
         self._assembly = self._assembling.submit(self._group.start, self._first)
         self._assembly.add_done_callback(lambda _: self._changed.set())
@@ -201,16 +208,16 @@ class Supervisor:
                 self._lose(f"the next group could not be assembled: {error}")
             return
         if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
-            self._watch = Watch(group, self._changed.set, self._options.stuck_after_s)
+            self._watch = self._watch_of(group)
         if self._watch is not None and (why := self._watch.look(self._began_s)) is not None:
             self._lose(why)
 
     def _serve(self, group: WorkerGroup) -> None:
         self._assembly = None
         if self._watch is None:
-            self._watch = Watch(group, self._changed.set, self._options.stuck_after_s)
+            self._watch = self._watch_of(group)
         self.recovery.assembled()
-        seconds = time.monotonic() - self._began_s
+        seconds = self._clock() - self._began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
         self._on_group(group)
 

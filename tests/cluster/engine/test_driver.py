@@ -22,6 +22,7 @@ from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
 from cluster.engine.recovery import Recovery
 from cluster.engine.worker_group import GroupReport
+from cluster.limits import limits_of
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, RequestError
 from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
@@ -199,6 +200,71 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
     deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
     assert group.plans[0].admitted is not None and len(group.plans[0].admitted.slots) == 1
+
+
+def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
+    group: Any = CountingGroup()
+    driver._supervisor.group = group  # type: ignore[union-attr]
+
+    async def main() -> Deltas:
+        await driver.start()
+        both = [request("a"), replace(request("b"), final_only=True)]
+        await driver.submit("frontend", both)
+        await driver.submit("frontend", both)  # while they run
+        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
+            await asyncio.sleep(0.01)
+        await driver.submit("frontend", both)  # when they have ended, and nobody has heard of it
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert sum(len(p.admitted.slots) for p in group.plans if p.admitted is not None) == 2
+    assert deltas.num_tokens.tolist() == [5, 5]
+
+
+def test_what_a_frontend_has_ended_is_not_mixed_with_what_it_sends_again(driver: Driver) -> None:
+    group: Any = CountingGroup()
+    driver._supervisor.group = group  # type: ignore[union-attr]
+
+    async def main() -> Deltas:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        while not driver._frontends._frontends["frontend"].mailbox.has_news:
+            await asyncio.sleep(0.01)
+        await driver.finish(["a"], "stop", "frontend")
+        tokens = array("i", [1, 2, 3, 7])
+        again = replace(request("a"), token_ids=tokens)
+        await driver.submit("frontend", [again])
+        await asyncio.sleep(0.2)
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        await driver.shutdown()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert (deltas.first_indices.tolist(), deltas.num_tokens.tolist()) == ([1], [4])
+
+
+def test_a_frontend_that_waits_for_news_is_not_silent(driver: Driver) -> None:
+    async def main() -> int:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 3.5))
+        await driver.shutdown()
+        return len(deltas.request_ids)
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == 0
+
+
+def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontends = driver._frontends
+    frontends.admit("frontend", [request("a")], limits_of(driver._config, 64))
+    now_s = time.monotonic()
+    for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
+        monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
+        assert list(frontends.drop_silent()) == dropped
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:

@@ -1,0 +1,48 @@
+"""Kill a rank before your eyes while text keeps streaming: `python -m cluster.commands.lose_rank`.
+
+The text before and after is what the same request gives undisturbed, which is checked at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import ray
+
+from cluster.llm import LLM
+from scheduler.params import SamplingParams
+
+PROMPT = {"messages": [{"role": "user", "content": "Count on from 17."}]}
+PARAMS = SamplingParams(max_tokens=240, ignore_eos=True, temperature=0)
+KILL_AT = (60, 140)
+
+
+def main() -> None:
+    """Stream with two ranks, and kill one of them twice."""
+    logging.getLogger("eagleray").setLevel(logging.ERROR)
+    with LLM(tensor_parallel_size=2, dtype="float32", log_level="error") as llm:
+        expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+        token_ids: list[int] = []
+        worst_s, last_s = 0.0, time.monotonic()
+        for chunk in llm.stream(PROMPT, PARAMS):
+            now_s = time.monotonic()
+            worst_s, last_s = max(worst_s, now_s - last_s), now_s
+            print(chunk.text, end="", flush=True)
+            token_ids += chunk.token_ids
+            if len(token_ids) in KILL_AT:
+                driver = llm._engine.driver
+                process = ray.get(driver.processes.remote())["rank 1"]
+                os.kill(process.pid, signal.SIGKILL)
+                print(f"\n[process {process.pid}, rank 1, was killed]", flush=True)
+        print(
+            f"\n[{len(token_ids)} tokens, {llm.stats().num_recoveries} recoveries; the longest wait"
+            f" for a token took {worst_s:.1f} s;"
+            f" {'the same' if token_ids == expected else 'NOT the same'} tokens as without]"
+        )
+
+
+if __name__ == "__main__":
+    main()

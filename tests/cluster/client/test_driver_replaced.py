@@ -1,0 +1,217 @@
+"""A frontend whose driver dies, and whose owner starts another one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from cluster.client import frontend as frontend_module
+from cluster.client.frontend import Frontend
+from cluster.client.outputs import Chunk, Generation
+from cluster.client.requests import RequestBuilder
+from cluster.client.tokenizer import Tokenizer
+from cluster.ray_errors import DriverDiedError, LostCallError
+from scheduler.errors import EaglerayError, EngineDeadError
+from scheduler.messages import Request
+from scheduler.params import SamplingParams
+from tests.cluster.client.byte_tokenizer import ids
+from tests.cluster.client.test_outputs import (
+    LIMITS,
+    MODEL,
+    WAIT_S,
+    FakeDriver,
+    tokenizer,
+    wait_until,
+)
+
+__all__ = ["tokenizer"]  # a fixture
+DEAD = DriverDiedError("the driver has died")
+
+
+class MortalDriver(FakeDriver):
+    """A driver whose end can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end: Future[None] = Future()
+        self.wait_for_end = self  # `.remote().future()`
+
+    def remote(self, *arguments: Any) -> Any:
+        if arguments:
+            super().remote(*arguments)
+        return self
+
+    def future(self) -> Future[None]:
+        return self.end
+
+    def die(self) -> None:
+        self.poll_failure = self.refusal = DEAD
+        self.end.set_exception(DEAD)
+
+
+class Owner:
+    """Replaces drivers, as often as it is allowed to."""
+
+    def __init__(self) -> None:
+        self.drivers = [MortalDriver()]
+        self.may_replace = True
+        self.told: list[bool] = []
+        self.go = threading.Event()
+        self.go.set()
+
+    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
+        assert driver is self.drivers[-1]
+        self.told.append(has_served)
+        assert self.go.wait(WAIT_S)
+        if not self.may_replace:
+            raise EngineDeadError(f"no driver could be started: {error}")
+        self.drivers.append(MortalDriver())
+        return self.drivers[-1]
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
+    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(frontend_module, "LOST_CALL_PAUSE_S", 0.01)
+    return Owner()
+
+
+@pytest.fixture
+def frontend(owner: Owner) -> Iterator[Frontend]:
+    made = Frontend(owner.drivers[0], replace=owner.replace)
+    made.follow()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def builder(tokenizer: Tokenizer) -> RequestBuilder:
+    return RequestBuilder(MODEL, tokenizer, SamplingParams(seed=7), LIMITS, None)
+
+
+def ask(frontend: Frontend, builder: RequestBuilder, chunks: list[Chunk]) -> Generation:
+    generation = builder.build([1, 2, 3], None, chunks.append)
+    frontend.submit([generation])
+    return generation
+
+
+def tokens_of(request: Request) -> list[int]:
+    return request.token_ids[request.num_prompt_tokens :].tolist()
+
+
+def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arrival(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    chunks: list[list[Chunk]] = [[], [], []]
+    generations = [ask(frontend, builder, each) for each in chunks]
+    first, second, third = (generation.request_ids[0] for generation in generations)
+    owner.drivers[0].put(first, 0, *ids("Hello", " wor"))
+    owner.drivers[0].put(second, 0, *ids("Hello"), finish_reason="length")
+    wait_until(lambda: bool(chunks[0]) and generations[1].done.done())
+    owner.drivers[0].die()
+    wait_until(lambda: len(owner.drivers) == 2 and len(owner.drivers[1].requests) == 2)
+    again = owner.drivers[1].requests
+    assert [request.request_id for request in again] == [first, third]
+    assert [tokens_of(request) for request in again] == [ids("Hello", " wor"), []]
+    assert again[0].arrival_s < again[1].arrival_s and owner.told == [True]
+    owner.drivers[1].put(first, 2, *ids("ld"), finish_reason="length")
+    owner.drivers[1].put(third, 0, *ids("a"), finish_reason="length")
+    for generation in generations:
+        generation.done.result(timeout=WAIT_S)
+    assert [token for chunk in chunks[0] for token in chunk.token_ids] == ids("Hello", " wor", "ld")
+    assert generations[0].completions[0].text == "Hello world"
+
+
+def test_a_request_that_comes_while_the_driver_is_replaced_goes_to_the_next(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    owner.go.clear()
+    owner.drivers[0].die()
+    submitted = threading.Thread(target=ask, args=(frontend, builder, []), daemon=True)
+    submitted.start()
+    submitted.join(0.1)
+    assert submitted.is_alive()
+    owner.go.set()
+    submitted.join(WAIT_S)
+    assert len(owner.drivers[1].requests) == 1 and not owner.drivers[0].requests
+
+
+def test_a_driver_that_dies_while_idle_is_replaced_before_a_request_comes(
+    owner: Owner, frontend: Frontend
+) -> None:
+    owner.drivers[0].die()
+    wait_until(lambda: len(owner.drivers) == 2)
+
+
+def test_a_request_that_was_accepted_just_before_the_death_is_sent_again(
+    owner: Owner,
+    frontend: Frontend,
+    builder: RequestBuilder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept = frontend._accept
+
+    def accept_late(driver: Any, requests: list[Request]) -> bool:
+        if len(owner.drivers) == 1:
+            owner.drivers[0].die()
+            wait_until(lambda: frontend._driver is not driver)
+        return accept(driver, requests)
+
+    monkeypatch.setattr(frontend, "_accept", accept_late)
+    generation = ask(frontend, builder, [])
+    assert [r.request_id for r in owner.drivers[1].requests] == generation.request_ids
+
+
+def test_a_request_that_was_aborted_meanwhile_does_not_run_on(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+    owner.go.clear()
+    owner.drivers[0].die()
+    wait_until(lambda: bool(owner.told))
+    frontend.abort([generation])
+    owner.go.set()
+    wait_until(lambda: len(owner.drivers) == 2)
+    later = ask(frontend, builder, [])
+    running = {r.request_id for r in owner.drivers[1].requests}
+    ended = {i for request_ids, _ in owner.drivers[1].told for i in request_ids}
+    assert running - ended == set(later.request_ids)
+
+
+def test_without_a_new_driver_requests_fail_with_the_reason(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    owner.may_replace = False
+    generation = ask(frontend, builder, [])
+    owner.drivers[0].die()
+    with pytest.raises(EngineDeadError, match="no driver could be started: the driver has died"):
+        generation.done.result(timeout=WAIT_S)
+    assert generation.output().finish_reason == "error"
+
+
+def test_a_call_that_is_lost_is_made_again(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    chunks: list[Chunk] = []
+    generation = ask(frontend, builder, chunks)
+    driver.poll_failure = LostCallError("the connection was lost")
+    wait_until(lambda: frontend._thread.is_alive() and not generation.done.done())
+    driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
+    driver.poll_failure = None
+    generation.done.result(timeout=WAIT_S)
+    assert generation.completions[0].text == "Hello" and len(owner.drivers) == 1
+
+
+def test_requests_whose_sending_is_lost_are_sent_again(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    driver.refusal = LostCallError("the connection was lost")
+    threading.Timer(0.1, lambda: setattr(driver, "refusal", None)).start()
+    generation = ask(frontend, builder, [])
+    assert [r.request_id for r in driver.requests] == generation.request_ids

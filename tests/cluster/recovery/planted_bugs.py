@@ -1,0 +1,223 @@
+"""Faults of the control plane that the simulation must find: each class breaks the one it
+inherits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.client.frontend import Frontend
+from cluster.engine.frontends import Frontends, _Frontend
+from cluster.engine.loop import Command, EngineLoop, Lost, Resume
+from cluster.engine.mailbox import Mailbox
+from cluster.engine.recovery import Recovery, State
+from cluster.engine.supervisor import Supervisor
+from cluster.news import News, pack
+from scheduler.errors import EaglerayError
+from scheduler.limits import SchedulerLimits
+from scheduler.messages import Deltas, Request
+from tests.cluster.recovery.simulator import Parts
+
+
+class NoFence(Supervisor):
+    """The next group starts while processes of the last one may live."""
+
+    def _lose(self, why: str) -> None:
+        group = self._group
+        assert group is not None
+        close, group.close = group.close, lambda: None  # type: ignore[method-assign]
+        super()._lose(why)
+        group.close = close  # type: ignore[method-assign]
+
+
+class SameEpochAgain(Supervisor):
+    """The next group has the number of the last one."""
+
+    def _assemble(self) -> None:
+        self._epoch = 0
+        super()._assemble()
+
+
+class DeathsAreNotNoticed(Supervisor):
+    """Only a step that fails tells of a death: whoever dies or hangs in between is not replaced."""
+
+    def turn(self) -> None:
+        if self.recovery.state is State.SERVING and self._failed is None:
+            return
+        super().turn()
+
+
+class FailedStepsAreForgotten(Supervisor):
+    """The group of a failed step is taken for a good one."""
+
+    def step_failed(self, epoch: int, why: str) -> None:
+        assert self._group is not None
+        self._on_group(self._group)
+
+
+class FailedAssemblyServes(Supervisor):
+    """A group that could not be assembled is given to the engine."""
+
+    def _look_at_assembly(self) -> None:
+        if self._assembly is not None and self._assembly.done():
+            assert self._group is not None
+            self._serve(self._group)
+
+
+class LostIsIgnored(EngineLoop):
+    """An idle engine does not hear that its ranks are gone."""
+
+    def _obey(self, command: Command) -> None:
+        if not isinstance(command, Lost):
+            super()._obey(command)
+
+
+class LostIsNotCompared(EngineLoop):
+    """News of a loss that is known already starts another epoch."""
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Lost):
+            self._lose_ranks()
+        else:
+            super()._obey(command)
+
+
+class ResumesWithTheOldRanks(EngineLoop):
+    """Steps go on, on the group that is gone."""
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Resume):
+            self._has_ranks = True
+        else:
+            super()._obey(command)
+
+
+class ConvictionIsNotTold(EngineLoop):
+    """A request that is convicted just disappears."""
+
+    def _lose_ranks(self) -> None:
+        self._has_ranks, self.busy_since_s = False, None
+        self.engine.start_epoch()
+
+
+class CheckpointsAreNotCounted(EngineLoop):
+    """After a checkpoint only what follows it is sent, but from the first index on."""
+
+    def _news(self, output: Any) -> Any:
+        news = super()._news(output)
+        for by_request in news.values():
+            for request_id, item in by_request.items():
+                if request_id in self._final_only:
+                    item.first_index = 0
+        return news
+
+
+class NeverTriesAgain(Recovery):
+    """After a second failure it waits for ever."""
+
+    def retry(self) -> bool:
+        return False
+
+
+class RecoversOnce(Recovery):
+    """Later faults are taken for known ones."""
+
+    def fault(self, why: str) -> bool:
+        return self.num_recoveries == 0 and super().fault(why)
+
+
+class ForgetsWhatWasSent(Mailbox):
+    """A reply that is lost takes its tokens along."""
+
+    def collect(self, acknowledged: int) -> Deltas:
+        self._sent = {}
+        return super().collect(acknowledged)
+
+
+class TakesAnyAcknowledgement(Mailbox):
+    """An old acknowledgement is taken for one of the last reply."""
+
+    def collect(self, acknowledged: int) -> Deltas:
+        return super().collect(self._sent_number if acknowledged else 0)
+
+
+class NewReplacesSent(Mailbox):
+    """What was not acknowledged is replaced by what is new."""
+
+    def collect(self, acknowledged: int) -> Deltas:
+        if self._new:
+            self._sent, self._new = self._new, {}
+        self._sent_number = max(self._sent_number, acknowledged) + 1
+        return pack(self._sent_number, self._sent)
+
+
+class DeliversOnlyTheLast(Frontends):
+    """News that has not been fetched yet is overwritten."""
+
+    def deliver(self, news: dict[str, dict[str, News]]) -> None:
+        for frontend_id, by_request in news.items():
+            frontend = self._frontends.get(frontend_id)
+            if frontend is not None:
+                for request_id in by_request:
+                    frontend.mailbox._new.pop(request_id, None)
+        super().deliver(news)
+
+
+class SendsTwice(Frontends):
+    """What is sent again is queued again."""
+
+    def admit(
+        self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
+    ) -> list[Request]:
+        super().admit(frontend_id, requests, limits)
+        return requests
+
+
+class AcceptedByTheDead(Frontend):
+    """What a driver accepted before it died counts as accepted by the next."""
+
+    def _revive(self, driver: Any, error: EaglerayError) -> None:
+        waiting = [i for i in self._accepted if not self._active[i][1].completion.token_ids]
+        kept = {i: self._active.pop(i) for i in waiting}
+        super()._revive(driver, error)
+        self._active.update(kept)
+
+
+class LostPollsFail(Frontend):
+    """A poll whose answer was lost fails what is outstanding."""
+
+    def poll(self) -> None:
+        driver, before = self._driver, self._acknowledged
+        super().poll()
+        if driver is self._driver and self._acknowledged == before and self._accepted:
+            self._fail_all(EaglerayError("a poll was lost"))
+
+
+def _parts_of(broken: type) -> Parts:
+    for base, name in (
+        (EngineLoop, "loop"),
+        (Supervisor, "supervisor"),
+        (Recovery, "recovery"),
+        (Frontends, "frontends"),
+        (Frontend, "frontend"),
+    ):
+        if issubclass(broken, base):
+            changed: Any = {name: broken}
+            return Parts(**changed)
+
+    @dataclass(slots=True)
+    class BrokenFrontend(_Frontend):
+        mailbox: Mailbox = field(default_factory=broken)
+
+    class BrokenFrontends(Frontends):
+        make_frontend = BrokenFrontend
+
+    return Parts(frontends=BrokenFrontends)
+
+
+PLANTED = {
+    name: _parts_of(broken)
+    for name, broken in list(globals().items())
+    if isinstance(broken, type) and broken.__module__ == __name__
+}

@@ -1,0 +1,458 @@
+"""Deterministic simulation of the control plane: `python -m tests.cluster.recovery.simulator`.
+
+Real: scheduler, engine, engine loop, supervisor, state machine, mailboxes, the driver's record of
+its frontends, the frontend and its outputs. Simulated, from one random number generator per seed:
+ranks (`tests.scheduler.fake_model`), their deaths and how late these are noticed, hangs, groups
+that cannot be assembled or die while they are, calls that are lost before or after they are carried
+out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs them.
+
+Laws: every request ends, exactly once; its tokens are those of an undisturbed run, and its stream
+says each once; only poison fails, unless ranks were lost while a request ran alone; no group begins
+while a process of an older one lives; when the faults stop, everything ends within a bounded number
+of turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from cluster.client import frontend as frontend_module
+from cluster.client.frontend import Frontend
+from cluster.client.outputs import Chunk, Generation, OutputFollower
+from cluster.engine import loop as loop_module
+from cluster.engine import supervisor as supervisor_module
+from cluster.engine.frontends import Frontends
+from cluster.engine.loop import EngineLoop, Finish, Lost, Resume, Submit
+from cluster.engine.recovery import Recovery
+from cluster.engine.supervisor import Supervisor
+from cluster.engine.worker_group import GroupReport
+from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
+from scheduler.engine import Engine
+from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
+from scheduler.messages import Request, StepPlan, StepResult
+from scheduler.scheduler import CONVICTED_STRIKES, Scheduler
+from tests.scheduler.fake_model import FakeRank, generate
+from tests.scheduler.scenario import draw_scenario
+
+FAULTY_TURNS = 400
+EVENT_LOOP = asyncio.new_event_loop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The classes under test."""
+
+    scheduler: type[Scheduler] = Scheduler
+    loop: type[EngineLoop] = EngineLoop
+    supervisor: type[Supervisor] = Supervisor
+    recovery: type[Recovery] = Recovery
+    frontends: type[Frontends] = Frontends
+    frontend: type[Frontend] = Frontend
+
+
+class Now:
+    """An executor that runs at once, or when the world says so."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.done():
+                try:
+                    future.set_result(function(*arguments))
+                except EaglerayError as error:
+                    future.set_exception(error)
+
+        if self._world is None:
+            run()
+        else:
+            self._world.later.append(run)
+        return future
+
+    def shutdown(self, wait: bool = True) -> None:
+        pass
+
+
+class NoThread(threading.Thread):
+    """The world calls what would run on a thread."""
+
+    def start(self) -> None:
+        pass
+
+
+class Group:
+    """The ranks of one epoch."""
+
+    def __init__(self, maker: Any, epoch: int = 0, spares: Any = ()) -> None:
+        self.world: World = maker.world
+        self.epoch = epoch
+        self.ranks: list[Any] = []
+        self.is_closed = self.is_dead = self.hangs = False
+        self._results: deque[StepResult] = deque()
+        self._rank: FakeRank | None = None
+        self.world.groups.append(self)
+
+    def start(self, first: GroupReport | None = None) -> GroupReport:
+        world = self.world
+        older = [group for group in world.groups if group is not self and not group.is_closed]
+        assert not older, f"epoch {self.epoch} starts beside epoch {older[0].epoch}"
+        if self.is_closed or world.happens("rebuild_fails"):
+            raise WorkerError("rank 1 died while loading")
+        limits = world.scenario.limits
+        self._rank = FakeRank(
+            limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
+        )
+        self._rank.epoch = self.epoch
+        return GroupReport(num_blocks=limits.num_blocks, seconds={}, lines=())
+
+    def launch(self, plan: StepPlan) -> None:
+        if self.is_closed or self.is_dead:
+            return
+        running = {seq.slot: seq.request_id for seq in self.world.driver.scheduler.running}
+        guilty = self.world.poison.intersection(running[slot] for slot in plan.slots)
+        for request_id in guilty:
+            self.world.crashes[request_id] = self.world.crashes.get(request_id, 0) + 1
+        if guilty:
+            self.is_dead = True
+            return
+        assert self._rank is not None, "a group that was not started runs a step"
+        self._results.append(self._rank.run(plan))
+
+    def result(self, step_id: int) -> StepResult:
+        if self.is_closed or self.is_dead or not self._results:
+            raise WorkerError(f"step {step_id} failed: rank 1 died")
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Watch:
+    """Notices the death of a group at some look, and a hang after several."""
+
+    def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
+        self.group = group
+        self._looks = 0
+
+    answers = True
+
+    def look(self, busy_since_s: float | None) -> str | None:
+        group = self.group
+        if group.is_dead and group.world.rng.random() < 0.5:
+            return "rank 1 died"
+        self._looks = self._looks + 1 if group.hangs else 0
+        return "rank 0 has not moved" if self._looks > 3 else None
+
+
+class NoSpares:
+    """Groups are made of new processes."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
+    def take(self) -> list[Any]:
+        return []
+
+
+class Driver:
+    """What `cluster.engine.driver` puts together, without an actor."""
+
+    loop: EngineLoop
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_alive, self.is_stopped = True, False
+        self.frontends = world.parts.frontends(1e9)
+        self.scheduler = world.parts.scheduler(world.scenario.limits)
+        config = SimpleNamespace(engine=SimpleNamespace(spares="off", stuck_after_s=1.0))
+        maker: Any = SimpleNamespace(world=world, config=config, size=1)
+        kind = type(
+            "SimulatedSupervisor",
+            (world.parts.supervisor,),
+            {"make_group": Group, "make_watch": Watch, "make_spares": NoSpares},
+        )
+        self.supervisor = kind(
+            maker,
+            busy_since_s=lambda: self.loop.busy_since_s,
+            has_work=lambda: self.loop.engine.has_work,
+            on_group=lambda group: self.loop.post(Resume(executor=group)),
+            on_lost=lambda epoch, _: self.loop.post(Lost(epoch=epoch)),
+            on_dead=self.fail,
+            clock=lambda: world.now_s,
+        )
+        self.supervisor.recovery = world.parts.recovery(lambda: world.now_s)
+        self.supervisor._assembling = Now(world)
+        with world.calm():
+            group, _ = self.supervisor.start()
+        self.supervisor._watch = self.supervisor._watch_of(group)
+        engine = Engine(self.scheduler, group, num_steps_ahead=world.scenario.num_steps_ahead)
+        self.loop = world.parts.loop(
+            engine,
+            lambda news: world.later.append(lambda: self.frontends.deliver(news)),
+            self.fail,
+            on_lost=self.supervisor.step_failed,
+            on_applied=self.supervisor.applied,
+        )
+
+    def fail(self, error: Exception) -> None:
+        raise AssertionError(f"the engine died: {error}") from error
+
+    def turn(self) -> None:
+        group = self.supervisor._group
+        if not (group.hangs and not group.is_closed and self.loop._has_ranks):
+            self.loop.turn()
+
+    # Methods of the actor, as `call` runs them.
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("submit", "poll", "finish", "wait_for_end"):
+            raise AttributeError(name)
+        if name == "finish":
+            return SimpleNamespace(remote=lambda *arguments: self._finish(*arguments))
+        if name == "wait_for_end":
+            return SimpleNamespace(remote=lambda: SimpleNamespace(future=Future))
+        method = getattr(self, f"_{name}")
+        return SimpleNamespace(remote=lambda *arguments: (self, lambda: method(*arguments)))
+
+    def _submit(self, frontend_id: str, requests: list[Request]) -> None:
+        fresh = self.frontends.admit(frontend_id, requests, self.world.scenario.limits)
+        if fresh:
+            self.loop.post(Submit(frontend_id=frontend_id, requests=fresh))
+
+    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
+        import pickle
+
+        collected = self.frontends.collect(frontend_id, acknowledged, 0.0)
+        return pickle.dumps(EVENT_LOOP.run_until_complete(collected))
+
+    def _finish(self, request_ids: list[str], reason: str, frontend_id: str, *_: Any) -> None:
+        if self.is_alive:
+            self.frontends.remove(frontend_id, request_ids)
+            self.loop.post(Finish(request_ids=request_ids, reason=reason))
+
+
+@dataclass(slots=True)
+class Client:
+    """One request, and the stream its caller sees."""
+
+    request: Request
+    generation: Generation
+    chunks: list[Chunk] = field(default_factory=list)
+    is_aborted: bool = False
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, seed: int, parts: Parts) -> None:
+        self.rng = Random(seed)
+        self.parts = parts
+        self.scenario = draw_scenario(self.rng)
+        self.poison = self.scenario.poison
+        self.crashes: dict[str, int] = {}
+        self.probabilities = {
+            name: self.rng.choice((0.0, *values))
+            for name, values in {
+                "crash": (0.01, 0.03),
+                "hang": (0.005,),
+                "rebuild_fails": (0.2, 0.5),
+                "driver_dies": (0.003, 0.01),
+                "driver_stops": (0.003,),
+                "call_lost": (0.05, 0.2),
+                "reply_lost": (0.05, 0.2),
+                "abort": (0.01,),
+            }.items()
+        }
+        self.now_s = 0.0
+        self.num_turns = 0
+        self.num_losses = 0
+        self.is_calm = False
+        self.groups: list[Group] = []
+        self.later: deque[Callable[[], None]] = deque()
+        self.clients: list[Client] = []
+        self.arriving = deque(self.scenario.requests)
+        loop_module.CHECKPOINT_S = self.rng.choice((0.0, 1e9))
+        self.driver = Driver(self)
+        kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
+        self.frontend: Frontend = kind(self.driver, replace=self.replace)
+        self.frontend._sender = Now(self)
+
+    def happens(self, name: str) -> bool:
+        probability = 0.0 if self.is_calm else self.probabilities[name]
+        return self.rng.random() < probability
+
+    @contextlib.contextmanager
+    def calm(self) -> Any:
+        before, self.is_calm = self.is_calm, True
+        yield
+        self.is_calm = before
+
+    def call(self, ref: Any, what: str, limit_s: float = 0.0) -> Any:
+        """Stands in for `cluster.ray_errors.call`."""
+        driver, run = ref
+        if not driver.is_alive:
+            raise DriverDiedError(f"could not {what}: the driver has died")
+        if driver.is_stopped:
+            raise NoAnswerError(f"could not {what}: no answer")
+        if self.happens("call_lost"):
+            raise LostCallError(f"could not {what}: lost")
+        answer = run()
+        if self.happens("reply_lost"):
+            raise LostCallError(f"could not {what}: lost")
+        return answer
+
+    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Driver:
+        assert driver is self.driver and not (driver.is_alive and not driver.is_stopped)
+        driver.is_alive = False
+        for group in self.groups:
+            group.close()
+        self.later.clear()  # what was on its way to it or from it
+        self.driver = Driver(self)
+        return self.driver
+
+    def run(self) -> None:
+        bound = None
+        while self.arriving or not all(c.generation.done.done() for c in self.clients):
+            self.num_turns += 1
+            self.now_s += self.rng.uniform(0.0, 0.3)
+            self.is_calm = self.num_turns > FAULTY_TURNS
+            if self.is_calm and not self.arriving and bound is None:
+                tokens = sum(self.scenario.limits.max_total_tokens for _ in self.clients)
+                bound = self.num_turns + 3000 + 60 * tokens * (1 + 8 * len(self.poison))
+            assert bound is None or self.num_turns < bound, "not live"
+            self._move()
+        self._check()
+
+    def _move(self) -> None:
+        if self.arriving and self.rng.random() < 0.2:
+            self._arrive(self.arriving.popleft())
+        if self.happens("abort") and self.clients:
+            client = self.rng.choice(self.clients)
+            client.is_aborted = client.is_aborted or not client.generation.done.done()
+            self.frontend.abort([client.generation])
+        driver = self.driver
+        self._harm(driver)
+        if driver.is_alive and not driver.is_stopped:
+            if self.rng.random() < 0.7:
+                driver.turn()
+            if self.rng.random() < 0.4:
+                driver.supervisor.turn()
+            while self.later and self.rng.random() < 0.6:
+                self.later.popleft()()
+        if self.rng.random() < 0.3 and self.frontend._accepted:
+            self.frontend.poll()
+
+    def _harm(self, driver: Driver) -> None:
+        group = driver.supervisor._group
+        if self.happens("crash"):
+            group.is_dead = True
+            self.num_losses += 1
+        if self.happens("hang"):
+            group.hangs = True
+            self.num_losses += 1
+        if self.happens("driver_dies"):
+            driver.is_alive = False
+        if self.happens("driver_stops"):
+            driver.is_stopped = True
+
+    def _arrive(self, drawn: Request) -> None:
+        prompt = drawn.token_ids[: drawn.num_prompt_tokens]
+        request = Request(
+            request_id=drawn.request_id,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=drawn.sampling,
+            cache_salt=drawn.cache_salt,
+            final_only=self.rng.random() < 0.3,
+        )
+        chunks: list[Chunk] = []
+        follower = OutputFollower(request, 0, None, chunks.append)
+        client = Client(request, Generation(None, [follower]), chunks)
+        fits = len(prompt) < self.scenario.limits.max_total_tokens
+        try:
+            self.frontend.submit([client.generation])
+        except RequestError as error:
+            assert not fits, f"refused: {error}"
+            return
+        assert fits
+        self.clients.append(client)
+
+    def _check(self) -> None:
+        limits = self.scenario.limits
+        for client in self.clients:
+            request, done = client.request, client.generation.completions[0]
+            said = [token for chunk in client.chunks for token in chunk.token_ids]
+            assert said == done.token_ids, f"the stream of {request.request_id} repeats or lacks"
+            expected, reason = generate(
+                list(request.token_ids),
+                request.num_prompt_tokens,
+                request.sampling,
+                limits.max_total_tokens,
+            )
+            expected = expected[request.num_prompt_tokens :]
+            assert done.token_ids == expected[: len(done.token_ids)], f"wrong: {request}"
+            error = client.generation.done.exception()
+            if error is not None:
+                guilty = request.request_id in self.poison
+                innocent_may = self.num_losses >= 2 and isinstance(error, RequestFailedError)
+                assert guilty or innocent_may, f"{request.request_id} failed: {error}"
+                assert isinstance(error, RequestFailedError), f"{type(error)}: {error}"
+            elif not client.is_aborted:
+                assert request.request_id not in self.poison, "poison did not fail"
+                assert (done.token_ids, done.finish_reason) == (expected, reason), "incomplete"
+        num_drivers = 1 + sum(group.epoch == 0 for group in self.groups[1:])
+        for request_id, count in self.crashes.items():
+            assert count <= CONVICTED_STRIKES * num_drivers, f"{request_id} crashed {count} times"
+
+
+def run_seed(seed: int, parts: Parts | None = None) -> None:
+    """Play one seed. Raises AssertionError naming the seed and the law."""
+    levels = [(each.logger, each.logger.level) for each in (supervisor_module, frontend_module)]
+    for logger, _ in levels:
+        logger.setLevel("CRITICAL")
+    checkpoint_s = loop_module.CHECKPOINT_S
+    try:
+        world = World(seed, parts or Parts())
+        with patch.multiple(frontend_module, call=world.call, LOST_CALL_PAUSE_S=0.0):
+            world.run()
+            world.frontend.close()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    finally:
+        loop_module.CHECKPOINT_S = checkpoint_s
+        for logger, level in levels:
+            logger.setLevel(level)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Simulate the control plane.")
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    for seed in range(args.first, args.first + args.seeds):
+        run_seed(seed)
+    taken = time.perf_counter() - began
+    print(f"{args.seeds} seeds, 0 violations, {1e3 * taken / args.seeds:.1f} ms per seed")
+
+
+if __name__ == "__main__":
+    main()

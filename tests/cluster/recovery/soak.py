@@ -1,0 +1,227 @@
+"""Faults of every kind under load: `python -m tests.cluster.recovery.soak [--faults 60]`.
+
+An engine at tp 2 with a tight cache runs 32 requests at once, again and again, while processes are
+killed and stopped: at every fault point, while idle, twice in a row, both ranks, a spare with its
+rank, the driver, the driver while the ranks come back. Every output is compared with an undisturbed
+run, as exactly as T4's rule allows. At the end what the engine holds must be what it held before.
+Prints one JSON line; fails on the first request that is lost, repeats a token, is wrong, or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.common import machine
+from cluster import LLM
+from cluster.engine.processes import ProcessId
+from tests.cluster.processes import command_of, family
+from tests.cluster.recovery.load import Load, cases, compare
+from workers import faults
+
+STUCK_AFTER_S = 2.0
+RECOVERY_LIMIT_S = 60.0
+ROUND_LIMIT_S = 240.0
+
+
+class Soak:
+    """One engine, and what was done to it."""
+
+    def __init__(self, llm: LLM, folder: Path, seed: int) -> None:
+        self.llm = llm
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.done: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, list[float]] = collections.defaultdict(list)
+        self.kinds = [
+            *(f"at {point}" for point in faults.POINTS),
+            "rank",
+            "rank",
+            "both ranks",
+            "rank and spare",
+            "twice",
+            "stop",
+            "stop and continue",
+            "driver",
+            "driver stopped",
+            "driver while recovering",
+            "idle",
+        ]
+
+    def processes(self) -> dict[str, ProcessId]:
+        while True:  # the driver may be another one by now
+            with contextlib.suppress(ray.exceptions.RayError):
+                found: dict[str, ProcessId] = ray.get(
+                    self.llm._engine.driver.processes.remote(), timeout=5
+                )
+                return found
+            time.sleep(0.1)
+
+    def signal(self, name: str, number: int = signal.SIGKILL) -> int:
+        process = self.processes().get(name)
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+        return process.pid
+
+    def arm(self, point: str, action: str = "kill") -> Path:
+        rank = self.rng.randrange(2)
+        (self.folder / f"{point}.{rank}").write_text(f"{action} {self.rng.randrange(4)}")
+        return self.folder / f"{point}.{rank}.fired"
+
+    def cause(self, kind: str, load: Load) -> None:
+        """Cause one fault, and wait until tokens flow again."""
+        began = time.monotonic()
+        if kind.startswith("at "):
+            point = kind[3:]
+            fired = self.arm(point, self.rng.choice(("kill", "kill", "raise", "stop")))
+            # What happens in a start needs a start.
+            if point not in ("step", "forward", "collective", "sample", "reply"):
+                fired.with_suffix("").write_text("kill")
+                self.signal("rank 0")
+            self.wait_for(fired.exists, f"{point} to be reached", load)
+            fired.unlink()
+        elif kind == "rank":
+            self.signal(f"rank {self.rng.randrange(2)}")
+        elif kind == "both ranks":
+            self.signal("rank 0")
+            self.signal("rank 1")
+        elif kind == "rank and spare":
+            self.signal("spare 1")
+            self.signal("rank 1")
+        elif kind == "twice":
+            self.signal("rank 0")
+            load.wait_for_news(RECOVERY_LIMIT_S)
+            self.signal("rank 1")
+        elif kind == "stop":
+            self.signal("rank 1", signal.SIGSTOP)
+        elif kind == "stop and continue":
+            pid = self.signal("rank 0", signal.SIGSTOP)
+            time.sleep(0.5 * STUCK_AFTER_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        elif kind == "driver":
+            self.signal("driver")
+        elif kind == "driver stopped":
+            self.signal("driver", signal.SIGSTOP)
+        elif kind == "driver while recovering":
+            driver = self.processes()["driver"].pid
+            self.signal("rank 0")
+            time.sleep(0.1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(driver, signal.SIGKILL)
+        load.wait_for_news(RECOVERY_LIMIT_S)
+        self.done[kind] += 1
+        self.seconds[kind].append(time.monotonic() - began)
+
+    def idle(self) -> None:
+        """Kill a rank while there is no work."""
+        began = time.monotonic()
+        before = self.signal("rank 1")
+        self.wait_for(lambda: self.processes()["rank 1"].pid != before, "another rank 1", None)
+        self.done["idle"] += 1
+        self.seconds["idle"].append(time.monotonic() - began)
+
+    def wait_for(self, condition: Any, what: str, load: Load | None) -> None:
+        until = time.monotonic() + RECOVERY_LIMIT_S
+        while not condition():
+            if load is not None and not load.is_running:
+                raise SystemExit(f"the load ended before {what}")
+            if time.monotonic() > until:
+                raise SystemExit(f"{what} took more than {RECOVERY_LIMIT_S} s")
+            time.sleep(0.02)
+
+
+def holdings(llm: LLM) -> dict[str, int]:
+    """What must be the same after any number of recoveries."""
+    ours = family(os.getsid(0))
+    stats = llm.stats()
+    names = [command_of(pid) or "" for pid in ours]
+    return {
+        "actors": sum(name.startswith(("ray::RankActor", "ray::Driver")) for name in names),
+        "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "blocks": stats.num_blocks - stats.num_free_blocks,
+        "requests": stats.num_running + stats.num_waiting,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults of every kind under load.")
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--steps-ahead", type=int, default=1)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    os.environ[faults.VARIABLE] = str(folder)
+    of = cases(32, tokens=160)
+    with LLM(
+        tensor_parallel_size=args.tp,
+        num_steps_ahead=args.steps_ahead,
+        device="cpu",
+        dtype="float32",
+        num_kv_blocks=200,
+        max_num_seqs=16,
+        stuck_after_s=STUCK_AFTER_S,
+        log_level="error",
+    ) as llm:
+        expected = Load(llm, of).wait(ROUND_LIMIT_S)
+        soak = Soak(llm, folder, args.seed)
+        while "spare 0" not in soak.processes():
+            time.sleep(0.2)
+        before, rounds, wrong = holdings(llm), 0, []
+        while sum(soak.done.values()) < args.faults:
+            load = Load(llm, of)
+            rounds += 1
+            load.wait_for_news(RECOVERY_LIMIT_S)
+            for _ in range(4):
+                least = min(soak.done[kind] for kind in soak.kinds if kind != "idle")
+                kinds = [k for k in soak.kinds if k != "idle" and soak.done[k] == least]
+                kind = soak.rng.choice(kinds)
+                if not load.is_running:
+                    break
+                soak.cause(kind, load)
+                print(f"{sum(soak.done.values())}: {kind}", flush=True)
+            wrong += compare(of, load.wait(ROUND_LIMIT_S), expected)
+            for fault in wrong:
+                print(fault, flush=True)
+            soak.idle()
+        while "spare 0" not in soak.processes():
+            time.sleep(0.2)
+        time.sleep(1.0)
+        after = holdings(llm)
+    line = {
+        "machine": machine(),
+        "faults": sum(soak.done.values()),
+        "requests": rounds * len(of),
+        "not_as_expected": len(wrong),
+        "kinds": dict(soak.done),
+        "seconds": {
+            kind: [round(statistics.median(s), 2), round(max(s), 2)]
+            for kind, s in soak.seconds.items()
+        },
+        "before": before,
+        "after": after,
+    }
+    print(json.dumps(line))
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
