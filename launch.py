@@ -246,6 +246,21 @@ def top(
 
 
 @app.command()
+def trace(
+    url: Annotated[
+        str, typer.Option("--url", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
+    seconds: Annotated[float, typer.Option("--seconds", help="How far to look back.")] = 10.0,
+    output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("trace.json"),
+) -> None:
+    """Write the last steps of a running server as a trace for Chrome or Perfetto."""
+    with _exit_codes():
+        from cluster.commands.trace import run_trace
+
+        print(run_trace(url.rstrip("/"), seconds, output, os.environ.get("EAGLERAY_API_KEY")))
+
+
+@app.command()
 def doctor() -> None:
     """Report what is installed, which devices there are, which kernels would run, and what is
     wrong.

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from scheduler import records
 from scheduler.block_manager import BlockManager
 from scheduler.errors import EngineError
 from scheduler.limits import SchedulerLimits, check_request
@@ -39,6 +40,7 @@ from scheduler.messages import (
     TokenLogprobs,
     ints,
 )
+from scheduler.records import StepRecord, StepRecords
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
 SUSPECT_STRIKES, CONVICTED_STRIKES = 2, 4
@@ -81,7 +83,8 @@ class _Step:
     appended_block_ids: list[int] = field(default_factory=list)
     # With its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
-    preempted: bool = False
+    num_preempted: int = 0
+    waits_for: str = ""  # why the first in line was not admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class _Submitted:
     step_id: int
     epoch: int
     sampling_sequences: list[Sequence]
+    record: StepRecord
 
 
 class Scheduler:
@@ -103,7 +107,7 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`clock` gives the time of `Request.arrival_s`; only the time in the queue depends on
-        it.
+        it, and the times of `records`.
         """
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "EngineConfig checks this"
         self.limits = limits
@@ -116,6 +120,7 @@ class Scheduler:
         self.submitted: deque[_Submitted] = deque()  # steps whose result is unread
         self.suspects: list[Sequence] = []  # in order of arrival; the first one runs alone
         self.stats = SchedulerStats()
+        self.records = StepRecords()
         self.epoch = 0
         self._next_step_id = 0
         self._next_arrival = 0
@@ -170,12 +175,18 @@ class Scheduler:
             self._admit(self.suspects[0], step)
         else:
             self._schedule_running(step)
-            if not step.preempted and not self.suspects:  # preempted: blocks are scarce
+            if self.suspects:
+                step.waits_for = records.SUSPECT
+            elif step.num_preempted:
+                step.waits_for = records.NO_BLOCKS
+            else:
                 self._schedule_waiting(step)
         if not step.slots:
             return None
         plan = self._plan(step)
-        self.submitted.append(_Submitted(plan.step_id, plan.epoch, step.sampling_sequences))
+        record = self._record(plan, step)
+        self.records.add(record)
+        self.submitted.append(_Submitted(plan.step_id, plan.epoch, step.sampling_sequences, record))
         self.stats.num_steps += 1
         return plan
 
@@ -206,6 +217,7 @@ class Scheduler:
                 " tokens"
             )
         self.submitted.popleft()
+        submitted.record.done_s, submitted.record.seconds = self._clock(), result.seconds
         for part, seconds in result.seconds.items():
             of_parts = self.stats.step_seconds
             of_parts[part] = of_parts.get(part, 0.0) + seconds
@@ -333,7 +345,7 @@ class Scheduler:
         while not manager.can_append(seq, num_tokens):
             latest = self.running.pop()
             self._preempt(latest)
-            step.preempted = True
+            step.num_preempted += 1
             if latest is seq:
                 return False
         for block_id in manager.append(seq, num_tokens):
@@ -351,12 +363,21 @@ class Scheduler:
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admit waiting sequences in order, while there are slots, blocks and budget."""
-        while self.waiting and self._free_slots and step.budget > 0:
+        while self.waiting:
             seq = self.waiting[0]
-            if seq.num_pending or not self.block_manager.can_allocate(seq):
-                return
-            self.waiting.popleft()
-            self._admit(seq, step)
+            if not self._free_slots:
+                step.waits_for = records.NO_SLOT
+            elif step.budget <= 0:
+                step.waits_for = records.NO_TOKENS
+            elif seq.num_pending:
+                step.waits_for = records.IN_FLIGHT
+            elif not self.block_manager.can_allocate(seq):
+                step.waits_for = records.NO_BLOCKS
+            else:
+                self.waiting.popleft()
+                self._admit(seq, step)
+                continue
+            return
 
     def _admit(self, seq: Sequence, step: _Step) -> None:
         num_tokens = len(seq.token_ids)
@@ -385,6 +406,22 @@ class Scheduler:
             seq.num_pending = 1
             seq.num_total = num_tokens + 1
         self.block_manager.publish(seq, seq.num_computed)
+
+    def _record(self, plan: StepPlan, step: _Step) -> StepRecord:
+        return StepRecord(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            launched_s=self._clock(),
+            num_rows=len(step.slots),
+            num_tokens=self.limits.max_num_batched_tokens - step.budget,
+            num_admitted=len(step.admitted),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_blocks=self.block_manager.num_free_blocks,
+            num_preempted=step.num_preempted,
+            num_evicted=self.block_manager.num_evictions,
+            waits_for=step.waits_for,
+        )
 
     def _plan(self, step: _Step) -> StepPlan:
         released, self._released_slots = self._released_slots, []

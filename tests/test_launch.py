@@ -371,6 +371,7 @@ FLAGS = {
         }
     ),
     "top": {"--url", "--once"},
+    "trace": {"--url", "--seconds", "--output"},
     "bench": (
         ENGINE_FLAGS
         | {

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import parse_qs
 
 from cluster.api import metrics as metrics_module
 from cluster.api.document import openapi
@@ -38,9 +39,10 @@ from cluster.api.schema import (
     TokenizeRequest,
     read,
 )
+from cluster.api.trace import chrome_trace
 from cluster.client.client import Client
 from cluster.client.tokenizer import Tokenizer
-from scheduler.errors import EaglerayError, OverloadedError
+from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
 
 Message = MutableMapping[str, Any]
@@ -70,6 +72,7 @@ class Exchange:
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
+        self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         self.status: int | None = None
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
@@ -185,6 +188,7 @@ class Api:
             "/live": ("GET", self._live),
             "/version": ("GET", self._show_version),
             "/metrics": ("GET", self._show_metrics),
+            "/debug/trace": ("GET", self._trace),
             "/openapi.json": ("GET", self._openapi),
         }
 
@@ -330,6 +334,18 @@ class Api:
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(200, self._document)
+
+    async def _trace(self, exchange: Exchange) -> None:
+        """The last steps of this process' engine as a Chrome trace; `?seconds=10` says how many."""
+        [text] = exchange.query.get("seconds", ["10"])[:1]
+        try:
+            seconds = float(text)
+        except ValueError:
+            raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._asking, self._client.records, seconds)
+        body = encode_json(chrome_trace(await reading)).encode()
+        await exchange.answer(200, body)
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         many = await self.gather_metrics() if self.gather_metrics else [await self.families()]

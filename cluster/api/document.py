@@ -24,6 +24,7 @@ POST: dict[str, tuple[type[BaseModel], str]] = {
 GET = {
     "/v1/models": "The model that is served.",
     "/health": "200 while requests are taken and the engine answers, otherwise 503.",
+    "/debug/trace": "The last steps as a Chrome trace; ?seconds=10 says how many.",
     "/live": "200 while the process lives.",
     "/version": "The version.",
     "/metrics": "Counters for Prometheus.",

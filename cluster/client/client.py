@@ -19,6 +19,7 @@ from cluster.client.streams import ChunkStream, Relay
 from scheduler.errors import RequestError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
+from scheduler.records import StepRecord
 
 Params = SamplingParams | Seq[SamplingParams] | None
 
@@ -34,6 +35,9 @@ class EngineLink(Protocol):
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`."""
 
     def after_news(self, callback: Callable[[], None]) -> None:
         """Have `callback` called after each batch of news, on any thread."""
@@ -146,6 +150,10 @@ class Client:
     def stats(self) -> EngineStats:
         """The engine's counters. Raises `EngineDeadError`."""
         return self._link.stats()
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`. Raises `EngineDeadError`."""
+        return self._link.records(seconds)
 
     def _relay(self) -> Relay:
         """The relay of the running event loop."""

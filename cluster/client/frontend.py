@@ -35,6 +35,7 @@ from cluster.ray_errors import (
 )
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, EngineStats, Request
+from scheduler.records import StepRecord
 
 logger = logging.getLogger("eagleray")
 
@@ -131,6 +132,12 @@ class Frontend:
         self._check_reachable()
         counters: EngineStats = call(self._driver.stats.remote(), "read the counters")
         return counters
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`. Raises as `stats`."""
+        self._check_reachable()
+        found: list[StepRecord] = call(self._driver.records.remote(seconds), "read the records")
+        return found
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""

@@ -31,6 +31,7 @@ from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, EngineDeadError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats, Request
+from scheduler.records import StepRecord
 from scheduler.scheduler import Scheduler
 
 SILENCE_CHECK_S = 1.0
@@ -98,6 +99,11 @@ class Driver:
             lines=report.lines,
             checkpoint=report.checkpoint,
         )
+
+    async def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`."""
+        _, loop = self._alive()
+        return loop.engine.scheduler.records.since(time.time() - seconds)
 
     async def processes(self) -> dict[str, ProcessId]:
         """The processes of this engine by name: `driver`, and `rank 0` and so on of this epoch."""

@@ -126,7 +126,7 @@ class EverybodyYields(Scheduler):
             return super()._grow(seq, num_tokens, step)
         while seq in self.running:
             self._preempt(self.running.pop())
-        step.preempted = True
+        step.num_preempted += 1
         return False
 
 

@@ -28,6 +28,7 @@ from scheduler.errors import EngineDeadError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats, Request, TokenLogprobs
 from scheduler.params import SamplingParams
+from scheduler.records import StepRecord
 
 MODEL = ModelConfig.from_dir(DEFAULT_MODEL_DIR)
 TOKENIZER = Tokenizer(Path(DEFAULT_MODEL_DIR))
@@ -41,6 +42,27 @@ LIMITS = SchedulerLimits(
     vocab_size=MODEL.vocab_size,
 )
 Script = Callable[[Request], str]
+
+
+RECORDS = [
+    StepRecord(
+        step_id=step_id,
+        epoch=0,
+        launched_s=100.0 + 0.01 * step_id,
+        done_s=done_s,
+        num_rows=3,
+        num_tokens=3,
+        num_admitted=0,
+        num_running=3,
+        num_waiting=1,
+        num_free_blocks=7,
+        num_preempted=step_id,
+        num_evicted=0,
+        waits_for="kv blocks",
+        seconds={"forward": 0.004, "sample": 0.001} if done_s else {},
+    )
+    for step_id, done_s in ((0, 100.009), (1, 0.0))
+]
 
 
 def echo_number(request: Request) -> str:
@@ -99,6 +121,11 @@ class ScriptedEngine:
             queue_s=0.5,
             step_seconds={"forward": 1.5},
         )
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        return RECORDS
 
     def after_news(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

@@ -1,9 +1,11 @@
-"""`launch.py top` over a real port."""
+"""`launch.py top` and `launch.py trace` over a real port."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -48,3 +50,27 @@ def test_an_address_without_a_server_is_named() -> None:
         top.read("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="no server answers at 'nonsense'"):
         top.read("nonsense")
+
+
+def test_a_trace_has_the_steps_their_parts_and_who_waited(tmp_path: Path) -> None:
+    output = tmp_path / "trace.json"
+    with serve(echo_number) as server:
+        command = [sys.executable, "launch.py", "trace", "--url", server.url]
+        done = subprocess.run(
+            [*command, "--seconds", "5", "--output", str(output)],
+            cwd=CHECKOUT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        refused = httpx.get(f"{server.url}/debug/trace?seconds=many")
+    assert done.stdout.startswith("2 steps of the last 5 s are in ")
+    events = json.loads(output.read_text())["traceEvents"]
+    [step] = [event for event in events if event["name"] == "step 0"]
+    assert (step["ph"], step["ts"], step["dur"]) == ("X", 0, pytest.approx(9000, abs=1))
+    assert step["args"]["first in line waits for"] == "kv blocks"
+    [forward] = [event for event in events if event["name"] == "forward"]
+    assert (forward["ts"], forward["dur"]) == (pytest.approx(4000, abs=1), 4000)
+    assert any(event["name"] == "step 1: no result" for event in events)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "seconds"

@@ -1,0 +1,57 @@
+"""Step records as a trace that chrome://tracing and Perfetto show.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.records import StepRecord
+
+STEPS, PARTS = 1, 2  # rows of the picture
+
+
+def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:
+    """The trace of these steps; times in microseconds since the first."""
+    origin_s = records[0].launched_s if records else 0.0
+    events: list[dict[str, Any]] = [
+        _name(STEPS, "steps, from launch to result"),
+        _name(PARTS, "parts of a step on rank 0"),
+    ]
+    for record in records:
+        start = 1e6 * (record.launched_s - origin_s)
+        args = {
+            "epoch": record.epoch,
+            "rows": record.num_rows,
+            "tokens": record.num_tokens,
+            "admitted": record.num_admitted,
+            "preempted": record.num_preempted,
+            "first in line waits for": record.waits_for or "nobody is in line",
+        }
+        if not record.done_s:
+            events.append(_event("i", f"step {record.step_id}: no result", start, args=args, s="t"))
+            continue
+        end = 1e6 * (record.done_s - origin_s)
+        name = f"step {record.step_id}"
+        events.append(_event("X", name, start, dur=end - start, args=args))
+        part_start = end - 1e6 * sum(record.seconds.values())
+        for part, seconds in record.seconds.items():
+            events.append(_event("X", part, part_start, tid=PARTS, dur=1e6 * seconds))
+            part_start += 1e6 * seconds
+        for counter, value in (
+            ("sequences", {"running": record.num_running, "waiting": record.num_waiting}),
+            ("free KV blocks", {"blocks": record.num_free_blocks}),
+        ):
+            events.append(_event("C", counter, start, args=value))
+        if record.num_preempted:
+            events.append(_event("i", f"{record.num_preempted} preempted", start, s="t"))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(phase: str, name: str, at_us: float, tid: int = STEPS, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "ts": round(at_us, 1), "pid": 1, "tid": tid, **fields}
+
+
+def _name(tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}

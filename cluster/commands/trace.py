@@ -1,0 +1,36 @@
+"""`launch.py trace`: the last seconds of a running server as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from scheduler.errors import ConfigError
+
+TIMEOUT_S = 10.0
+
+
+def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> str:
+    """Write the trace to a file; returns what there is to say about it. Raises `ConfigError`."""
+    request = urllib.request.Request(f"{url}/debug/trace?seconds={seconds:g}")
+    if api_key:
+        request.add_header("authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            trace = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        said = error.read(1000).decode(errors="replace")
+        raise ConfigError(f"{url!r} answers {error.code}: {said}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
+            " name its address with --url"
+        ) from None
+    try:
+        output.write_text(json.dumps(trace))
+    except OSError as error:
+        raise ConfigError(f"--output {str(output)!r} cannot be written: {error}") from None
+    steps = sum(event["name"].startswith("step ") for event in trace["traceEvents"])
+    return f"{steps} steps of the last {seconds:g} s are in {output}; open it in ui.perfetto.dev"
