@@ -103,7 +103,7 @@ def _process_group(check: Check) -> Row:
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     backend = _connect(0, 1, rendezvous.address, check.device, timeout)
     # Claims to be one of two: a group of one does nothing.
-    group = TensorParallelGroup(0, 2, check.device, backend)
+    group = TensorParallelGroup(0, 2, check.device, backend=backend)
     summed, largest = (
         check.normal(64, 1024),
         torch.arange(64, dtype=torch.int64, device=check.device),

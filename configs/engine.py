@@ -127,8 +127,8 @@ class EngineConfig:
     spares: str = option(
         "warm",
         flag="--spares",
-        help="off, or warm: a process per rank that is ready to take its place.",
-        choices=("off", "warm"),
+        help="off; warm: a process per rank that is ready to take its place; loaded: with weights.",
+        choices=("off", "warm", "loaded"),
     )
     step_timeout_s: float = option(120.0, above=0, at_most=MAX_TIMEOUT_S)
     frontend_timeout_s: float = option(60.0, above=0, at_most=MAX_TIMEOUT_S)

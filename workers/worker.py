@@ -56,6 +56,7 @@ class Worker:
         self._kernels: Kernels | None = None
         self._model: Qwen3 | None = None
         self._runner: ModelRunner | None = None
+        self._checkpoint = ""
         self._seconds: dict[str, float] = {}
         self._next_step_id = 0
         self._failed: str | None = None  # why the rest of this epoch does not run
@@ -73,12 +74,17 @@ class Worker:
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
 
-    def warm(self) -> None:
-        """In a process that may have to take over: load compiled kernels. Needs no peers."""
-        size = self.config.engine.tensor_parallel_size
-        kernels = find_kernels(self.config)
+    def warm(self, *, load: bool) -> None:
+        """In a process that may have to take over: load compiled kernels, and the weights if the
+        device is the CPU and `load`. Needs no peers.
+        """
+        config = self.config
+        kernels = find_kernels(config)
         kernels.set_num_threads(1)
-        load_first_step(kernels, size, self.config.dtype)
+        load_first_step(kernels, config.engine.tensor_parallel_size, config.dtype)
+        if load and config.device == "cpu":
+            self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
+            self._model = self._load(self._group, kernels)
 
     def start(
         self, address: Address | None, num_threads: int | None = None, epoch: int = 0
@@ -89,24 +95,18 @@ class Worker:
         """
         self.epoch = epoch
         engine = self.config.engine
-        kernels = find_kernels(self.config)
+        kernels = self._kernels or find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
         device = open_device(self.config.device)
+        group = self._group or self._new_group(device.torch)
         with self._phase("rendezvous"):
-            group = TensorParallelGroup.create(
-                self.rank,
-                engine.tensor_parallel_size,
-                address,
-                device.torch,
-                engine.start_timeout_s,
-                self.progress,
-            )
+            group.join(address, engine.start_timeout_s)
         with self._phase("compile"):
             compile_first_step(kernels, group, self.config.dtype)
         group.share_memory(engine.start_timeout_s)
         with self._phase("load"):
-            model = self._load(group, kernels)
+            model = self._model or self._load(group, kernels)
         if self.config.device == "cuda":
             with self._phase("warm_up"):
                 warm_up(self.config, model, group, kernels)
@@ -123,7 +123,7 @@ class Worker:
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
-            checkpoint=fingerprint(Path(self.config.model_dir)),
+            checkpoint=self._checkpoint,
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -271,8 +271,13 @@ class Worker:
 
         return gpu_budget(self.config, device, run_step, make_runner)
 
+    def _new_group(self, device: torch.device) -> TensorParallelGroup:
+        size = self.config.engine.tensor_parallel_size
+        return TensorParallelGroup(self.rank, size, device, self.progress)
+
     def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
         config = self.config
+        self._checkpoint = fingerprint(Path(config.model_dir))
         model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
         bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 

@@ -148,7 +148,7 @@ class RankActor:
         self._import()
         assert self._worker is not None
         try:
-            self._worker.warm()
+            self._worker.warm(load=self._config.engine.spares == "loaded")
         finally:
             self._ready.set()
 

@@ -1,5 +1,6 @@
 """Processes that can take the place of a rank: everything is imported and compiled kernels are
-loaded, which is most of what a start takes; they hold no weights and no device.
+loaded, which is most of what a start takes. They hold no device, and weights only if they are to
+(`spares="loaded"`, on a CPU).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _start(
         owner.driver,
         lambda: SESSION.holds(lease),
         owner.replace,
-        max(CALL_TIMEOUT_S, setup.config.stuck_after_s),
+        setup.config.stuck_after_s,
     )
     # No thread of ours may be inside Ray when Ray stops.
     stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)

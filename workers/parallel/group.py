@@ -69,8 +69,8 @@ def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
 
 
 class TensorParallelGroup:
-    """`size` ranks, and sums, maxima and gathers between them. `create` joins a group; `alone` is a
-    group of one.
+    """`size` ranks, and sums, maxima and gathers between them. `join` before the first operation;
+    `create` does both; `alone` is a group of one.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class TensorParallelGroup:
         rank: int,
         size: int,
         device: torch.device,
-        backend: Any = None,
         progress: Progress | None = None,
+        backend: Any = None,
     ) -> None:
+        """`backend`: that of torch.distributed, where it is there already."""
         self.progress = progress or Progress()
         self.rank = rank
         self.size = size
@@ -109,32 +110,30 @@ class TensorParallelGroup:
         address: Address | None,
         device: torch.device,
         timeout_s: float,
-        progress: Progress | None = None,
     ) -> TensorParallelGroup:
-        """Join the group that meets at `address`; returns when every rank has joined.
+        """A group that has met; see `join`."""
+        group = cls(rank, size, device)
+        group.join(address, timeout_s)
+        return group
+
+    def join(self, address: Address | None, timeout_s: float) -> None:
+        """Meet the others at `address`; returns when every rank has joined.
 
         `timeout_s` bounds this and every later operation (see `set_timeout`). Raises `WorkerError`
         when a peer does not come.
         """
-        if size == 1:
-            return cls.alone(device)
+        if self.size == 1:
+            return
+        who = f"rank {self.rank} of {self.size}"
         if address is None:
-            raise WorkerError(f"rank {rank} of {size} was given no rendezvous address")
+            raise WorkerError(f"{who} was given no rendezvous address")
+        limit = timedelta(seconds=timeout_s)
         try:
-            group = cls(
-                rank,
-                size,
-                device,
-                _connect(rank, size, address, device, timedelta(seconds=timeout_s)),
-                progress,
-            )
-            group.barrier()
+            self._backend = _connect(self.rank, self.size, address, self.device, limit)
+            self.barrier()
         except RuntimeError as error:
             where = f"{address[0]}:{address[1]} in {timeout_s} s"
-            raise WorkerError(
-                f"rank {rank} of {size} did not find all of its peers at {where}: {error}"
-            ) from None
-        return group
+            raise WorkerError(f"{who} did not find all of its peers at {where}: {error}") from None
 
     def set_timeout(self, timeout_s: float) -> None:
         """Limit of every operation from now on."""

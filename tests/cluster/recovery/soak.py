@@ -21,14 +21,19 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 
 from benchmarks.common import machine
 from cluster import LLM
+from cluster.engine import start
 from cluster.engine.processes import ProcessId
+from scheduler.errors import RequestFailedError
+from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of, family
-from tests.cluster.recovery.load import Load, cases, compare
+from tests.cluster.recovery.load import Case, History, Load, cases, compare
+from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
 
 STUCK_AFTER_S = 2.0
@@ -69,13 +74,16 @@ class Soak:
                 return found
             time.sleep(0.1)
 
-    def signal(self, name: str, number: int = signal.SIGKILL) -> int:
+    def pid(self, name: str) -> int:
+        """0 while there is no such process."""
         process = self.processes().get(name)
-        if process is None:
-            return 0
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-        return process.pid
+        return process.pid if process is not None else 0
+
+    def signal(self, name: str, number: int = signal.SIGKILL) -> int:
+        if pid := self.pid(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pid
 
     def arm(self, point: str, action: str = "kill") -> Path:
         rank = self.rng.randrange(2)
@@ -131,9 +139,25 @@ class Soak:
         """Kill a rank while there is no work."""
         began = time.monotonic()
         before = self.signal("rank 1")
-        self.wait_for(lambda: self.processes()["rank 1"].pid != before, "another rank 1", None)
+        self.wait_for(lambda: self.pid("rank 1") not in (0, before), "another rank 1", None)
         self.done["idle"] += 1
         self.seconds["idle"].append(time.monotonic() - began)
+
+    def poison(self, action: str, of: list[Case], expected: list[History]) -> list[str]:
+        """A request that harms ranks whenever it runs, among 15 good ones; what is wrong."""
+        load = Load(self.llm, of[:15])
+        load.wait_for_news(RECOVERY_LIMIT_S)
+        before, began = self.llm.stats().num_recoveries, time.monotonic()
+        try:
+            self.llm.generate([5, POISON[action], 7], SamplingParams(max_tokens=5))
+        except RequestFailedError:
+            crashes = self.llm.stats().num_recoveries - before
+            wrong = [] if crashes <= 4 else [f"{action}: {crashes} crashes until it failed"]
+        else:
+            wrong = [f"{action}: the request did not fail"]
+        self.done[f"poison: {action}"] += 1
+        self.seconds[f"poison: {action}"].append(time.monotonic() - began)
+        return wrong + compare(of[:15], load.wait(ROUND_LIMIT_S), expected[:15])
 
     def wait_for(self, condition: Any, what: str, load: Load | None) -> None:
         until = time.monotonic() + RECOVERY_LIMIT_S
@@ -166,10 +190,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--steps-ahead", type=int, default=1)
+    parser.add_argument("--lose-calls", type=float, default=0.0, help="share of Ray's actor calls")
     args = parser.parse_args()
+    if args.lose_calls:
+        # Ray's own fault injection: the request, or the reply, of a call does not arrive.
+        lost = {"req_failure_prob": args.lose_calls, "resp_failure_prob": args.lose_calls}
+        methods = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, **lost}}
+        os.environ["RAY_testing_rpc_failure"] = json.dumps(methods)  # noqa: SIM112 (Ray's name)
     folder = Path(tempfile.mkdtemp())
     os.environ[faults.VARIABLE] = str(folder)
     of = cases(32, tokens=160)
+    patch.object(start, "Driver", PoisonedDriver).start()
     with LLM(
         tensor_parallel_size=args.tp,
         num_steps_ahead=args.steps_ahead,
@@ -201,6 +232,8 @@ def main() -> None:
             for fault in wrong:
                 print(fault, flush=True)
             soak.idle()
+        for action in POISON:
+            wrong += soak.poison(action, of, expected)
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         time.sleep(1.0)

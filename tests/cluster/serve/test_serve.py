@@ -243,6 +243,31 @@ def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "8", "--replicas", "2"], "does not have the resources for 2 replicas"),
+        (["--tp", "1"], "an application named 'eagleray' runs in this Ray cluster already"),
+    ],
+)
+def test_a_cluster_that_is_joined_is_looked_at_first(
+    served: tuple[str, Any], arguments: list[str], message: str
+) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "launch.py", "serve", "--port", str(free_port())]
+    done = subprocess.run(
+        [*command, "--ray-address", address, "--device", "cpu", *arguments],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

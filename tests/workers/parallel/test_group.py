@@ -188,7 +188,7 @@ class NcclStandIn:
 
 
 def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
-    group = TensorParallelGroup(0, 2, CPU, NcclStandIn())
+    group = TensorParallelGroup(0, 2, CPU, backend=NcclStandIn())
     assert group.all_reduce(torch.tensor([3.0])).item() == 6
     assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
     assert group.all_gather(torch.tensor([3.0, 4.0])).tolist() == [[3, 4], [3, 4]]

@@ -1,0 +1,54 @@
+"""Ranks that certain requests kill."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from typing import Any
+
+import ray
+
+from cluster.engine.driver import Driver
+from cluster.engine.rank_actor import RankActor
+from scheduler.messages import StepPlan
+
+POISON = {"kill": 401, "raise": 402, "loop": 403}  # token ids that no other prompt has
+
+
+class PoisonedRank(RankActor):
+    """A rank that a token id in a request kills, or makes raise, or keeps busy for ever."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._poisoned: dict[int, str] = {}  # action by slot
+
+    @ray.method(concurrency_group="steps")
+    def step(self, data: bytes) -> bytes:
+        plan: StepPlan = pickle.loads(data)
+        for slot in plan.released:
+            self._poisoned.pop(slot, None)
+        if plan.admitted is not None:
+            start = 0
+            for slot, num_tokens in zip(plan.admitted.slots, plan.admitted.num_tokens, strict=True):
+                tokens = plan.admitted.token_ids[start : start + num_tokens]
+                start += num_tokens
+                for action, token_id in POISON.items():
+                    if token_id in tokens and self._rank == 1:
+                        self._poisoned[slot] = action
+        for action in {self._poisoned[slot] for slot in plan.slots if slot in self._poisoned}:
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if action == "raise":
+                raise RuntimeError("this request cannot be computed")
+            time.sleep(1e6)
+        run: Any = super().step
+        result: bytes = run(data)
+        return result
+
+
+class PoisonedDriver(Driver):
+    """A driver of such ranks."""
+
+    rank_actor = PoisonedRank
