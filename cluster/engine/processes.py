@@ -12,6 +12,7 @@ import faulthandler
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from cluster.ray_errors import call
 from cluster.resources.placement import actor_environment
 from scheduler.errors import EngineError
 
+IS_LINUX = sys.platform == "linux"
 END_TIMEOUT_S = 10.0
 # Time for what Ray was told to end: Ray reports a process that is killed otherwise as a fault.
 GRACE_S = 0.2
@@ -49,9 +51,10 @@ def mark(engine_id: str) -> ProcessId:
     """Mark this process as one of an engine's; SIGUSR2 makes it write the Python stack of each of
     its threads into the mark, without the interpreter's help.
     """
-    descriptor = os.memfd_create(f"eagleray-{engine_id}")
-    faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
-    pid = os.getpid()
+    descriptor, pid = -1, os.getpid()
+    if IS_LINUX:
+        descriptor = os.memfd_create(f"eagleray-{engine_id}")
+        faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
     return ProcessId(
         node_id=ray.get_runtime_context().get_node_id(),
         pid=pid,
@@ -102,6 +105,9 @@ def on_node(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def end_here(processes: list[tuple[int, int]]) -> None:
     """See `end_all`."""
+    if not IS_LINUX:
+        _end_elsewhere([pid for pid, _ in processes])
+        return
     alive: dict[int, int] = {}  # pid by descriptor
     for pid, started in processes:
         with suppress(OSError):  # it is gone already
@@ -126,6 +132,21 @@ def end_here(processes: list[tuple[int, int]]) -> None:
             os.close(descriptor)
 
 
+def _end_elsewhere(pids: list[int]) -> None:
+    """`end_here` on systems that have no descriptors of processes, nor tell when one began."""
+    until = time.monotonic() + END_TIMEOUT_S
+    alive = list(pids)
+    while alive and time.monotonic() < until:
+        for pid in list(alive):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                alive.remove(pid)
+        time.sleep(0.01)
+    if alive:
+        raise EngineError(f"processes {alive} did not end within {END_TIMEOUT_S:g} s of SIGKILL")
+
+
 def _wait_for_ends(alive: dict[int, int], limit_s: float) -> None:
     """Take out those that end in time."""
     poll, until = select.poll(), time.monotonic() + limit_s
@@ -145,6 +166,8 @@ def end_marked_here(engine_id: str) -> None:
 
 def marked_here(engine_id: str) -> list[int]:
     """Living processes of an engine on this machine."""
+    if not IS_LINUX:
+        return []
     target, found = Path(f"/memfd:eagleray-{engine_id} (deleted)"), []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -176,5 +199,7 @@ def describe_here(process: ProcessId) -> str:
 
 def _started(pid: int) -> int:
     """When a process began. Raises `OSError` if there is none."""
+    if not IS_LINUX:
+        return 0
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[19])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -75,6 +76,15 @@ def test_a_process_is_dead_when_the_call_returns(
     end_here([(sleeper.pid, _started(sleeper.pid))])
     assert command_of(sleeper.pid) is None
     assert time.monotonic() - began < 2.0
+
+
+def test_without_descriptors_of_processes_they_are_killed_all_the_same(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "IS_LINUX", False)
+    threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
+    end_here([(sleeper.pid, _started(sleeper.pid)), (2**22 - 1, 0)])
+    assert sleeper.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_goes_by_itself_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:

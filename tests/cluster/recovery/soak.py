@@ -28,10 +28,9 @@ import ray
 from benchmarks.common import machine
 from cluster import LLM
 from cluster.engine import start
-from cluster.engine.processes import ProcessId
+from cluster.engine.processes import ProcessId, marked_here
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
-from tests.cluster.processes import command_of, family
 from tests.cluster.recovery.load import Case, History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
@@ -171,11 +170,9 @@ class Soak:
 
 def holdings(llm: LLM) -> dict[str, int]:
     """What must be the same after any number of recoveries."""
-    ours = family(os.getsid(0))
     stats = llm.stats()
-    names = [command_of(pid) or "" for pid in ours]
     return {
-        "actors": sum(name.startswith(("ray::RankActor", "ray::Driver")) for name in names),
+        "processes": len(marked_here(llm._engine._owner._engine_id)),
         "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),

@@ -24,7 +24,7 @@ from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
 
 pytestmark = pytest.mark.engine
-CASES = cases(16, tokens=120)
+CASES = cases(16, tokens=80)
 LIMIT_S = 60.0
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
@@ -144,3 +144,14 @@ def test_a_request_that_kills_ranks_fails_alone(engine: LLM, expected: list[Hist
     assert "ranks failed 4 times while request" in str(bad.error)
     assert engine.stats().num_recoveries - before <= 4
     assert compare(CASES[:14], load.wait(LIMIT_S), expected[:14]) == []
+
+
+def test_shutdown_with_a_stopped_rank_leaves_nothing(engine: LLM) -> None:
+    """The last test of this engine."""
+    wait_until_ready(engine)
+    found = processes_of(engine)
+    kill(engine, "rank 1", signal.SIGSTOP)
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began < 5.0
+    assert [name for name, process in found.items() if command_of(process.pid)] == []
