@@ -15,9 +15,10 @@ from ray.exceptions import RayError
 
 from cluster.engine.worker_group import RankHandle, RankMaker, end_ranks
 
-# They are made when the engine has served for a while: a program that generates once and ends
-# needs none.
+# They are made when the engine has served for a while, because a program that generates once and
+# ends needs none, and has nothing to do: starting processes takes time on the cores of the ranks.
 DELAY_S = 5.0
+PATIENCE_S = 30.0  # after that they are made beside its work
 ANSWER_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -31,11 +32,13 @@ class Spares:
         self._wanted = kind != "off"
         self._spares: list[RankHandle] = []
         self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when they are
-        self._due_s = time.monotonic() + DELAY_S
+        self._due_s = time.monotonic() + DELAY_S  # without work
+        self._latest_s = self._due_s + PATIENCE_S
 
-    def look(self) -> None:
+    def look(self, *, is_busy: bool) -> None:
         """Make spares if it is time, and see whether they are ready."""
-        if self._wanted and not self._spares and time.monotonic() >= self._due_s:
+        due_s = self._latest_s if is_busy else self._due_s
+        if self._wanted and not self._spares and time.monotonic() >= due_s:
             spares = [self._maker.create(rank, is_spare=True) for rank in range(self._maker.size)]
             self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
             self._spares = spares
@@ -50,10 +53,12 @@ class Spares:
         return [spare for spare in self._spares if spare.process is not None]
 
     def take(self) -> list[RankHandle | None]:
-        """The spares, by rank; None for one that does not answer. The next ones are made later."""
+        """The spares, by rank; None for one that does not answer. The next ones are made as soon as
+        the engine serves again: what has failed once may fail again.
+        """
         spares, self._spares = self._spares, []
         self._warming = {}
-        self._due_s = time.monotonic()
+        self._due_s = self._latest_s = time.monotonic()
         asked = [spare.actor.identify.remote() for spare in spares]
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)

@@ -151,7 +151,7 @@ class Supervisor:
                 recovery.progress()
             why = self._failed_step() or self._watch.look(self._busy_since_s())
             if why is None:
-                self._spares.look()
+                self._spares.look(is_busy=self._has_work())
             else:
                 self._lose(why)
         elif recovery.state is State.ASSEMBLING:

@@ -19,7 +19,9 @@ from cluster.engine.worker_group import WorkerGroup
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-HEARTBEAT_S = 0.2
+# How often to look, and after which time to ask a rank again: every second look.
+HEARTBEAT_S = 0.25
+ASK_AFTER_S = 0.4
 # Without an answer for so long, the engine does not call itself ready.
 ANSWER_S = 0.4
 # If this process itself was not running for so long, nobody else is to blame for silence.
@@ -77,7 +79,7 @@ class Watch:
             if stalled_s > STALL_S:
                 pulse.heard_s += stalled_s
                 pulse.moved_s += stalled_s
-            if pulse.asked_s is None and now_s - pulse.heard_s >= HEARTBEAT_S:
+            if pulse.asked_s is None and now_s - pulse.heard_s >= ASK_AFTER_S:
                 pulse.asked_s = now_s
                 asked = self.group.ranks[rank].actor.progress.remote().future()
                 asked.add_done_callback(functools.partial(self._answered, rank))

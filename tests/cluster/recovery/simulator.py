@@ -165,7 +165,7 @@ class NoSpares:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def look(self) -> None:
+    def look(self, *, is_busy: bool) -> None:
         pass
 
     def take(self) -> list[Any]:
