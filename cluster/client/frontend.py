@@ -46,6 +46,8 @@ Replace = Callable[[Any, EaglerayError, bool], Any]
 
 
 def _cannot_replace(driver: Any, error: EaglerayError, has_served: bool) -> Any:
+    if isinstance(error, DriverDiedError):
+        raise EngineDeadError(str(error)) from error
     raise error
 
 
@@ -292,7 +294,8 @@ class Frontend:
                 request_ids = list(self._active)
                 self._ended = None  # there will be no other; a request that comes tries again
             self._fail_all(failure)
-            self._finish(request_ids, "abort")  # it may still run them
+            if not isinstance(error, DriverDiedError):  # it may still run them
+                self._finish(request_ids, "abort")
 
     def _wait_for_work(self) -> bool:
         with self._changed:
