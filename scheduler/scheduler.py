@@ -238,7 +238,7 @@ class Scheduler:
 
         Tokens whose result was not read are forgotten; they will be sampled again.
         """
-        convicted = self._strike(self.running) if self.submitted else []
+        convicted = self._strike(self._in_flight())
         for seq in convicted:
             self.finish(seq, "error")
         self.submitted.clear()
@@ -251,6 +251,7 @@ class Scheduler:
         for seq in self.waiting:
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
+            seq.last_step_id = -1
         self.suspects = [seq for seq in self.waiting if seq.strikes >= SUSPECT_STRIKES]
         self.block_manager.clear_index()
         self._released_slots.clear()
@@ -275,6 +276,13 @@ class Scheduler:
         )
 
     # -- suspects ----------------------------------------------------------------------------------
+
+    def _in_flight(self) -> list[Sequence]:
+        """Those that may run in a step whose result is unread."""
+        if not self.submitted:
+            return []
+        oldest = self.submitted[0].step_id
+        return [*self.running, *(seq for seq in self.waiting if seq.last_step_id >= oldest)]
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         """Steps in which these ran were lost. Returns those that are convicted."""
@@ -481,6 +489,7 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         """Release the blocks and the slot of a running sequence."""
         self.block_manager.deallocate(seq)
+        seq.last_step_id = self._next_step_id - 1
         self._free_slots.append(seq.slot)
         self._released_slots.append(seq.slot)
         seq.slot = NO_SLOT

@@ -39,6 +39,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "last_step_id",
         "max_total",
         "num_cached_tokens",
         "num_computed",
@@ -78,6 +79,7 @@ class Sequence:
         self.num_total = len(self.token_ids)
         self.num_cached_tokens: int | None = None  # from the first admission
         self.num_preemptions = 0
+        self.last_step_id = -1  # the last step it may have run in, once it has given up its slot
         self.strikes = 0  # crashes it took part in since it last got a token
         self.tokens_at_strike = -1
 

@@ -101,3 +101,14 @@ def test_a_suspect_with_a_long_prompt_stays_alone_until_its_first_token() -> Non
         assert running(scheduler) == ["long"]
     run_step(scheduler)
     assert running(scheduler) == []
+
+
+def test_whoever_was_preempted_while_its_step_was_under_way_is_blamed_too() -> None:
+    scheduler = Scheduler(make_limits(num_blocks=4, max_num_batched_tokens=16))
+    first = scheduler.add(make_request("first", range(8)))
+    second = scheduler.add(make_request("second", range(8, 15)))
+    must_schedule(scheduler)
+    must_schedule(scheduler)  # the first needs a block, and the second gives its blocks up
+    assert second.status is SequenceStatus.WAITING
+    scheduler.start_epoch()
+    assert (first.strikes, second.strikes) == (1, 1)
