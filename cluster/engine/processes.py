@@ -43,9 +43,6 @@ class ProcessId:
     started: int  # clock ticks since the machine started
     marked_fd: int = -1
 
-    def is_here(self) -> bool:
-        return self.node_id == ray.get_runtime_context().get_node_id()
-
 
 def mark(engine_id: str) -> ProcessId:
     """Mark this process as one of an engine's; SIGUSR2 makes it write the Python stack of each of

@@ -9,7 +9,7 @@ its own.
 
 An *epoch* is a set of processes. The next one begins when every process of the last one has been
 seen dead. The first attempt follows at once, later ones after growing delays. An applied result
-ends the count of attempts.
+ends the count of attempts; so does a group that answers for a while and has no work.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from enum import Enum
 
 DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 GIVE_UP_AFTER_S = 300.0
+REST_S = 10.0
 
 
 class State(Enum):
@@ -40,6 +41,7 @@ class Recovery:
     attempts: list[str] = field(default_factory=list)  # since the last result, with their ends
     _first_fault_s: float = 0.0
     _due_s: float = 0.0
+    _served_s: float = 0.0  # since when the present group serves
 
     def fault(self, why: str) -> bool:
         """A rank was lost, or a new group could not be assembled. False if that was known."""
@@ -78,11 +80,17 @@ class Recovery:
         """A new group is ready."""
         assert self.state is State.ASSEMBLING, self.state
         self.num_recoveries += 1
+        self._served_s = self.clock()
         self.state = State.SERVING
 
     def progress(self) -> None:
         """A result of the present epoch was applied."""
         if self.state is State.SERVING:
+            self.attempts.clear()
+
+    def rest(self) -> None:
+        """The group answers and has no work, so no result can come; for a while that counts too."""
+        if self.state is State.SERVING and self.clock() - self._served_s >= REST_S:
             self.attempts.clear()
 
     def give_up(self) -> None:

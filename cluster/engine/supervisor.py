@@ -149,6 +149,8 @@ class Supervisor:
             assert self._group is not None and self._watch is not None
             if self._applied == self._group.epoch:
                 recovery.progress()
+            elif self._watch.answers and not self._has_work():
+                recovery.rest()
             why = self._failed_step() or self._watch.look(self._busy_since_s())
             if why is None:
                 self._spares.look(is_busy=self._has_work())

@@ -93,3 +93,25 @@ def test_progress_while_it_is_not_serving_does_not_count(recovery: Recovery) -> 
     assert recovery.fault("rank 0 died")
     recovery.progress()  # a result that was on its way
     assert len(recovery.attempts) == 1
+
+
+def test_ranks_that_die_while_idle_hours_apart_are_no_row_of_attempts(
+    recovery: Recovery, clock: Clock
+) -> None:
+    for _ in range(3):
+        fail(recovery)
+        assert recovery.state is State.ASSEMBLING
+        recovery.assembled()
+        clock.now_s += 3600.0
+        recovery.rest()
+
+
+def test_a_group_that_dies_soon_after_it_came_is_another_attempt_though_it_was_idle(
+    recovery: Recovery, clock: Clock
+) -> None:
+    fail(recovery)
+    recovery.assembled()
+    clock.now_s += 1.0
+    recovery.rest()
+    fail(recovery)
+    assert recovery.state is State.BACKOFF

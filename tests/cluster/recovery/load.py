@@ -79,7 +79,6 @@ class Load:
     def __init__(self, llm: LLM, of: list[Case]) -> None:
         self.cases = of
         self.histories = [History() for _ in of]
-        self.last_news_s = time.monotonic()
         self.num_tokens = 0
         self._llm = llm
         self._threads = [
@@ -124,7 +123,6 @@ class Load:
             for chunk in self._llm.stream(case.prompt, case.params):
                 history.add(chunk)
                 self.num_tokens += len(chunk.token_ids)
-                self.last_news_s = time.monotonic()
         except Exception as error:
             history.error = f"{type(error).__name__}: {error}"
 
