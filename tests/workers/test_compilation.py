@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from configs.paths import CHECKOUT
 from kernels.interface import Kernels
+from tests.cluster.processes import wait_until
 from workers.compilation import compile_first_step, compile_other_steps_beside
 from workers.parallel.group import TensorParallelGroup
 from workers.progress import Progress
@@ -74,9 +74,13 @@ def test_background_process_ends_with_the_rank_that_started_it(
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))  # empty, so there is much to compile
     process = compile_other_steps_beside("float32")
     assert process is not None and process.stdin is not None
-    time.sleep(2.0)
+    pid = process.pid
+    wait_until(
+        lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19,
+        "the change to the lowest priority",
+        60.0,
+    )
     assert process.poll() is None
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
     process.stdin.close()  # as the end of the rank does
     assert process.wait(10) == 0
 

@@ -1,10 +1,12 @@
 """Faults of every kind under load: `python -m tests.cluster.recovery.soak [--faults 60]`.
 
-An engine at tp 2 with a tight cache runs 32 requests at once, again and again, while processes are
-killed and stopped: at every fault point, while idle, twice in a row, both ranks, a spare with its
-rank, the driver, the driver while the ranks come back. Every output is compared with an undisturbed
-run, as exactly as T4's rule allows. At the end what the engine holds must be what it held before.
-Prints one JSON line; fails on the first request that is lost, repeats a token, is wrong, or fails.
+An engine with a tight cache runs 32 requests at once, again and again, while processes are killed
+and stopped: at every fault point, while idle, twice in a row, all ranks, a spare with its rank, the
+driver, the driver while the ranks come back. `--kinds rank` kills ranks at random moments instead,
+and sends no poison. Every output is compared with an undisturbed run, token by token. Meanwhile the
+engine's health is sampled. At the end what the engine holds must be what it held before. Prints one
+JSON line; fails if a request is lost, repeats a token, is wrong, or fails, if a process outlives
+its epoch, or if the engine says it is ready for too long after a death.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import random
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from cluster.engine import start
 from cluster.engine.processes import ProcessId, marked_here
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
+from tests.cluster.processes import command_of
 from tests.cluster.recovery.load import Case, History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
@@ -38,22 +42,72 @@ from workers import faults
 STUCK_AFTER_S = 2.0
 RECOVERY_LIMIT_S = 60.0
 ROUND_LIMIT_S = 240.0
+SAMPLE_S = 0.05
+# How long the engine may go on saying that it is ready.
+READY_AFTER_KILL_S = 0.5
+READY_AFTER_STOP_S = 1.0
+IN_A_STEP = ("step", "forward", "collective", "sample", "reply")
+
+
+class Health:
+    """Samples of whether the engine says it is ready, and what must not be said."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.num_samples = 0
+        self.late: list[str] = []
+        self.latest_s = 0.0  # the longest that "ready" was said after a fault
+        self._fault: tuple[float, float, tuple[Any, int], str] | None = None
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def epoch(self) -> tuple[Any, int]:
+        """The driver, and how often its ranks came back."""
+        while True:
+            driver = self.llm._engine.driver
+            with contextlib.suppress(ray.exceptions.RayError):
+                return driver, ray.get(driver.stats.remote(), timeout=2).num_recoveries
+            time.sleep(0.05)
+
+    def expect(self, epoch: tuple[Any, int], limit_s: float, what: str) -> None:
+        """From `limit_s` on, this epoch must not be called ready any more."""
+        self._fault = time.monotonic(), limit_s, epoch, what
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(SAMPLE_S)
+            driver = self.llm._engine.driver
+            asked_s = time.monotonic()
+            try:
+                stats = ray.get(driver.stats.remote(), timeout=2)
+            except ray.exceptions.RayError:
+                continue  # not ready
+            self.num_samples += 1
+            fault = self._fault
+            if fault is None or not stats.is_ready:
+                continue
+            fault_s, limit_s, epoch, what = fault
+            if (driver, stats.num_recoveries) == epoch and asked_s > fault_s:
+                self.latest_s = max(self.latest_s, asked_s - fault_s)
+                if asked_s > fault_s + limit_s:
+                    self.late.append(f"ready {asked_s - fault_s:.2f} s after {what}")
 
 
 class Soak:
     """One engine, and what was done to it."""
 
-    def __init__(self, llm: LLM, folder: Path, seed: int) -> None:
+    def __init__(self, llm: LLM, folder: Path, seed: int, tp: int, kinds: list[str]) -> None:
         self.llm = llm
         self.folder = folder
         self.rng = random.Random(seed)
+        self.tp = tp
+        self.health = Health(llm)
+        self.outlived: list[str] = []
         self.done: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
-        self.kinds = [
-            *(f"at {point}" for point in faults.POINTS),
+        self.kinds = kinds or [
+            *(f"at {point}" for point in faults.POINTS if tp > 1 or point != "collective"),
             "rank",
-            "rank",
-            "both ranks",
+            "all ranks",
             "rank and spare",
             "twice",
             "stop",
@@ -61,7 +115,6 @@ class Soak:
             "driver",
             "driver stopped",
             "driver while recovering",
-            "idle",
         ]
 
     def processes(self) -> dict[str, ProcessId]:
@@ -79,44 +132,50 @@ class Soak:
         return process.pid if process is not None else 0
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> int:
+        epoch = self.health.epoch()
         if pid := self.pid(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+                limit_s = READY_AFTER_KILL_S if number == signal.SIGKILL else READY_AFTER_STOP_S
+                self.health.expect(epoch, limit_s, f"signal {number} to {name}")
         return pid
 
     def arm(self, point: str, action: str = "kill") -> Path:
-        rank = self.rng.randrange(2)
+        rank = self.rng.randrange(self.tp)
         (self.folder / f"{point}.{rank}").write_text(f"{action} {self.rng.randrange(4)}")
         return self.folder / f"{point}.{rank}.fired"
 
     def cause(self, kind: str, load: Load) -> None:
         """Cause one fault, and wait until tokens flow again."""
+        old, epoch = self.processes(), self.health.epoch()
         began = time.monotonic()
+        first, last = "rank 0", f"rank {self.tp - 1}"
         if kind.startswith("at "):
             point = kind[3:]
             fired = self.arm(point, self.rng.choice(("kill", "kill", "raise", "stop")))
             # What happens in a start needs a start.
-            if point not in ("step", "forward", "collective", "sample", "reply"):
+            if point not in IN_A_STEP:
                 fired.with_suffix("").write_text("kill")
-                self.signal("rank 0")
+                self.signal(first)
             self.wait_for(fired.exists, f"{point} to be reached", load)
             fired.unlink()
         elif kind == "rank":
-            self.signal(f"rank {self.rng.randrange(2)}")
-        elif kind == "both ranks":
-            self.signal("rank 0")
-            self.signal("rank 1")
+            time.sleep(self.rng.random() * 0.3)
+            self.signal(f"rank {self.rng.randrange(self.tp)}")
+        elif kind == "all ranks":
+            for rank in range(self.tp):
+                self.signal(f"rank {rank}")
         elif kind == "rank and spare":
-            self.signal("spare 1")
-            self.signal("rank 1")
+            self.signal(f"spare {self.tp - 1}")
+            self.signal(last)
         elif kind == "twice":
-            self.signal("rank 0")
+            self.signal(first)
             load.wait_for_news(RECOVERY_LIMIT_S)
-            self.signal("rank 1")
+            self.signal(last)
         elif kind == "stop":
-            self.signal("rank 1", signal.SIGSTOP)
+            self.signal(last, signal.SIGSTOP)
         elif kind == "stop and continue":
-            pid = self.signal("rank 0", signal.SIGSTOP)
+            pid = self.signal(first, signal.SIGSTOP)
             time.sleep(0.5 * STUCK_AFTER_S)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -126,19 +185,26 @@ class Soak:
             self.signal("driver", signal.SIGSTOP)
         elif kind == "driver while recovering":
             driver = self.processes()["driver"].pid
-            self.signal("rank 0")
+            self.signal(first)
             time.sleep(0.1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(driver, signal.SIGKILL)
         load.wait_for_news(RECOVERY_LIMIT_S)
         self.done[kind] += 1
         self.seconds[kind].append(time.monotonic() - began)
+        if self.health.epoch() != epoch:
+            self.outlived += [
+                f"{name} outlived its epoch ({kind})"
+                for name, process in old.items()
+                if name.startswith("rank") and command_of(process.pid) is not None
+            ]
 
     def idle(self) -> None:
         """Kill a rank while there is no work."""
         began = time.monotonic()
-        before = self.signal("rank 1")
-        self.wait_for(lambda: self.pid("rank 1") not in (0, before), "another rank 1", None)
+        name = f"rank {self.tp - 1}"
+        before = self.signal(name)
+        self.wait_for(lambda: self.pid(name) not in (0, before), f"another {name}", None)
         self.done["idle"] += 1
         self.seconds["idle"].append(time.monotonic() - began)
 
@@ -188,6 +254,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--steps-ahead", type=int, default=1)
     parser.add_argument("--lose-calls", type=float, default=0.0, help="share of Ray's actor calls")
+    parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
     args = parser.parse_args()
     if args.lose_calls:
         # Ray's own fault injection: the request, or the reply, of a call does not arrive.
@@ -209,7 +276,8 @@ def main() -> None:
         log_level="error",
     ) as llm:
         expected = Load(llm, of).wait(ROUND_LIMIT_S)
-        soak = Soak(llm, folder, args.seed)
+        kinds = [kind for kind in args.kinds.split(",") if kind]
+        soak = Soak(llm, folder, args.seed, args.tp, kinds)
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         before, rounds, wrong = holdings(llm), 0, []
@@ -218,19 +286,18 @@ def main() -> None:
             rounds += 1
             load.wait_for_news(RECOVERY_LIMIT_S)
             for _ in range(4):
-                least = min(soak.done[kind] for kind in soak.kinds if kind != "idle")
-                kinds = [k for k in soak.kinds if k != "idle" and soak.done[k] == least]
-                kind = soak.rng.choice(kinds)
+                least = min(soak.done[kind] for kind in soak.kinds)
+                kind = soak.rng.choice([k for k in soak.kinds if soak.done[k] == least])
                 if not load.is_running:
                     break
                 soak.cause(kind, load)
                 print(f"{sum(soak.done.values())}: {kind}", flush=True)
             wrong += compare(of, load.wait(ROUND_LIMIT_S), expected)
-            for fault in wrong:
-                print(fault, flush=True)
-            soak.idle()
-        for action in POISON:
+            if not kinds:
+                soak.idle()
+        for action in () if kinds else POISON:
             wrong += soak.poison(action, of, expected)
+        wrong += soak.outlived + soak.health.late
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         time.sleep(1.0)
@@ -239,7 +306,10 @@ def main() -> None:
         "machine": machine(),
         "faults": sum(soak.done.values()),
         "requests": rounds * len(of),
+        "options": {"tp": args.tp, "steps_ahead": args.steps_ahead, "lose_calls": args.lose_calls},
         "not_as_expected": len(wrong),
+        "health_samples": soak.health.num_samples,
+        "ready_said_at_most_s_after_a_fault": round(soak.health.latest_s, 3),
         "kinds": dict(soak.done),
         "seconds": {
             kind: [round(statistics.median(s), 2), round(max(s), 2)]
@@ -248,6 +318,8 @@ def main() -> None:
         "before": before,
         "after": after,
     }
+    for fault in wrong:
+        print(fault)
     print(json.dumps(line))
     if wrong:
         raise SystemExit(1)
