@@ -4,6 +4,7 @@ results come, and ranks that wait for a simulated device instead of computing.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from cluster.engine.driver import Driver
 from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
+from cluster.resources.placement import Place
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan, StepResult, ints
 from workers.report import WorkerReport
@@ -53,9 +55,10 @@ class OneCoreRankActor(RankActor):
     """Computes on one core and leaves the others to driver and Ray."""
 
     def start(
-        self, address: tuple[str, int], place: int, ranks_on_node: int, epoch: int, gpus: list[str]
+        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
     ) -> WorkerReport:
-        return super().start(address, place, len(os.sched_getaffinity(0)), epoch, gpus)
+        place = dataclasses.replace(place, ranks_on_node=len(os.sched_getaffinity(0)))
+        return super().start(address, place, epoch, gpus)
 
 
 class OneCoreDriver(TimedDriver):

@@ -116,6 +116,13 @@ class EngineConfig:
     ray_address: str | None = option(
         None, flag="--ray-address", help="Ray cluster to join; local for a new one."
     )
+    wait_for_nodes_s: int = option(
+        0,
+        flag="--wait-for-nodes-s",
+        help="How long to wait for nodes that the Ray cluster does not have yet.",
+        at_least=0,
+        at_most=int(MAX_TIMEOUT_S),
+    )
     start_timeout_s: float = option(300.0, above=0, at_most=MAX_TIMEOUT_S)
     stuck_after_s: float = option(
         20.0,

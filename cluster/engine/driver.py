@@ -16,8 +16,6 @@ import pickle
 import sys
 import time
 
-from ray.util.placement_group import PlacementGroup
-
 from cluster.engine.frontends import Frontends
 from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
 from cluster.engine.processes import ProcessId, mark
@@ -26,6 +24,7 @@ from cluster.engine.report import EngineReport
 from cluster.engine.supervisor import Supervisor
 from cluster.engine.worker_group import RankMaker
 from cluster.limits import limits_of
+from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, EngineDeadError
@@ -47,7 +46,7 @@ class Driver:
     rank_actor: type[RankActor] = RankActor
     make_supervisor: type[Supervisor] = Supervisor
 
-    def __init__(self, config: ResolvedConfig, placement: PlacementGroup, engine_id: str) -> None:
+    def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
         gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config

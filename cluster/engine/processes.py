@@ -23,15 +23,20 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_errors import call
+from cluster.ray_errors import NoAnswerError, call
 from cluster.resources.placement import actor_environment
-from scheduler.errors import EngineError
+from cluster.resources.room import living_nodes
+from scheduler.errors import EngineDeadError, EngineError
 
 IS_LINUX = sys.platform == "linux"
 END_TIMEOUT_S = 10.0
 # Time for what Ray was told to end: Ray reports a process that is killed otherwise as a fault.
 GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
+# Ray declares a node dead that has not answered for about a minute by default.
+NODE_TIMEOUT_S = 150.0
+DESCRIBE_TIMEOUT_S = 3.0
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +84,45 @@ def end_marked(engine_id: str, node_ids: set[str]) -> None:
 
 def describe(process: ProcessId) -> str:
     """State of a process, and the Python stacks of its threads if it can still write them."""
-    return str(on_node(process.node_id, describe_here, process))
+    return str(on_node(process.node_id, describe_here, process, limit_s=DESCRIBE_TIMEOUT_S))
 
 
-def on_node(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on a node. On a node that is gone there is nothing to do: None."""
+def on_node(
+    node_id: str, function: Callable[..., Any], *arguments: Any, limit_s: float = NODE_TIMEOUT_S
+) -> Any:
+    """Run a function on a node, which may be done more than once.
+
+    On a node that is gone there is nothing to do: None. Ray ends every process of a node that it
+    has declared dead, but it takes a while to do that, so a node that does not answer is asked
+    again. Raises `EngineError` when it has neither answered nor been declared dead in time.
+    """
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*arguments)
-    if node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-        return None
-    there = ray.remote(function).options(
-        num_cpus=0,
-        max_retries=3,
-        runtime_env=actor_environment(),
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    )
-    return call(there.remote(*arguments), f"run {function.__name__} on node {node_id}")
+    what, until = f"run {function.__name__} on node {node_id}", time.monotonic() + limit_s
+    while _is_alive(node_id):
+        there = ray.remote(function).options(
+            num_cpus=0,
+            max_retries=3,
+            runtime_env=actor_environment(),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        answer = there.remote(*arguments)
+        while not ray.wait([answer], timeout=LOOK_S)[0]:
+            if not _is_alive(node_id):
+                return None
+            if time.monotonic() > until:
+                raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s")
+        try:
+            return call(answer, what)
+        except EngineDeadError:  # the node, or the process there, has died in between
+            if time.monotonic() > until:
+                raise
+            time.sleep(LOOK_S)
+    return None
+
+
+def _is_alive(node_id: str) -> bool:
+    return any(node["NodeID"] == node_id for node in living_nodes())
 
 
 # -- on the node itself ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from workers.progress import Progress
 from workers.report import WorkerReport
 
 if TYPE_CHECKING:
+    from cluster.resources.placement import Place
     from scheduler.messages import StepPlan
     from workers.worker import Worker
 
@@ -77,16 +78,17 @@ class RankActor:
         return self._imported().open_rendezvous(ray.util.get_node_ip_address())
 
     def start(
-        self, address: tuple[str, int], place: int, ranks_on_node: int, epoch: int, gpus: list[str]
+        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
     ) -> WorkerReport:
-        """Meet the other ranks and load. The ranks of a node share its cores; this one is number
-        `place` of them. `gpus`: those that Ray gave the first process of this rank.
+        """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those that
+        Ray gave the first process in this bundle.
         """
         worker = self._imported()
         show_gpus(gpus)  # a spare had none
 
         def start() -> WorkerReport:
-            return worker.start(address, take_cores(place, ranks_on_node), epoch)
+            cores = take_cores(place.local_rank, place.ranks_on_node)
+            return worker.start(address, cores, epoch)
 
         return self._computing.submit(start).result()
 

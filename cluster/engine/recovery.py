@@ -5,7 +5,7 @@ its own.
                             ^                      |   ^
                             |--------fault---------|   |
                             '--all dead-> BACKOFF -----'  when due
-    any ---no result for `GIVE_UP_AFTER_S`, or an error that trying again does not mend---> DEAD
+    any ---no result for `give_up_after_s`, or an error that trying again does not mend---> DEAD
 
 An *epoch* is a set of processes. The next one begins when every process of the last one has been
 seen dead. The first attempt follows at once, later ones after growing delays. An applied result
@@ -23,6 +23,11 @@ GIVE_UP_AFTER_S = 300.0
 REST_S = 10.0
 
 
+def give_up_after_s(wait_for_nodes_s: float) -> float:
+    """How long to try, where new nodes are waited for that long."""
+    return max(GIVE_UP_AFTER_S, wait_for_nodes_s)
+
+
 class State(Enum):
     SERVING = "serving"
     FENCING = "fencing"
@@ -36,6 +41,7 @@ class Recovery:
     """The state of one engine's group of ranks. One thread."""
 
     clock: Callable[[], float]
+    give_up_after_s: float = GIVE_UP_AFTER_S
     state: State = State.SERVING
     num_recoveries: int = 0
     attempts: list[str] = field(default_factory=list)  # since the last result, with their ends
@@ -58,7 +64,7 @@ class Recovery:
         """Every process of the last epoch is dead."""
         assert self.state is State.FENCING, self.state
         now_s = self.clock()
-        if now_s - self._first_fault_s > GIVE_UP_AFTER_S:
+        if now_s - self._first_fault_s > self.give_up_after_s:
             self.state = State.DEAD
             return
         delay_s = DELAYS_S[min(len(self.attempts), len(DELAYS_S)) - 1]

@@ -39,7 +39,8 @@ class Spares:
         """Make spares if it is time, and see whether they are ready."""
         due_s = self._latest_s if is_busy else self._due_s
         if self._wanted and not self._spares and time.monotonic() >= due_s:
-            spares = [self._maker.create(rank, is_spare=True) for rank in range(self._maker.size)]
+            places = self._maker.placement.places()
+            spares = [self._maker.create(place, is_spare=True) for place in places]
             self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
             self._spares = spares
         if self._warming:

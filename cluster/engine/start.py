@@ -15,21 +15,18 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
 from cluster.engine.processes import end_marked
-from cluster.engine.recovery import Recovery, State
+from cluster.engine.recovery import Recovery, State, give_up_after_s
 from cluster.engine.report import EngineReport
 from cluster.ray_errors import CALL_TIMEOUT_S, call
-from cluster.resources.placement import actor_environment, pick_device, place
+from cluster.resources.placement import Placement, actor_environment
+from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, EngineDeadError
@@ -47,15 +44,15 @@ class EngineProcesses:
     `close` ends them; so does the end of the program.
     """
 
-    def __init__(self, setup: EngineSetup, placement: PlacementGroup | None = None) -> None:
+    def __init__(self, setup: EngineSetup, group: PlacementGroup | None = None) -> None:
         """Start everything. Raises what kept it from starting, and leaves nothing behind.
 
-        `placement`: a group of the caller's, with one bundle per rank; it is used and left.
+        `group`: one of the caller's, with one bundle per rank; it is used and left.
         """
         stack = contextlib.ExitStack()
         self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # also at exit
         try:
-            self._owner, self.frontend, self.report = _start(setup, placement, stack)
+            self._owner, self.frontend, self.report = _start(setup, group, stack)
         except BaseException:
             self.close()
             raise
@@ -67,7 +64,7 @@ class EngineProcesses:
 
 
 def _start(
-    setup: EngineSetup, placement: PlacementGroup | None, stack: contextlib.ExitStack
+    setup: EngineSetup, group: PlacementGroup | None, stack: contextlib.ExitStack
 ) -> tuple[DriverOwner, Frontend, EngineReport]:
     """(owner, frontend, report); what has to be undone goes onto the stack."""
     began = time.perf_counter()
@@ -76,10 +73,13 @@ def _start(
     stack.callback(SESSION.release, lease)
     device = pick_device(setup.config.device, size)
     connected = time.perf_counter()
-    if placement is None:
-        placement = place(size, device)
-        stack.callback(_while_held, lease, remove_placement_group, placement)
-    owner = DriverOwner(_resolve(setup, device, placement), placement)
+    engine_id = uuid.uuid4().hex
+    placement = Placement(
+        size, device, f"eagleray-{engine_id}", group, setup.config.wait_for_nodes_s
+    )
+    stack.callback(_while_held, lease, Placement.remove, placement)
+    placement.reserve()
+    owner = DriverOwner(_resolve(setup, device, placement), placement, engine_id)
     frontend = Frontend(
         owner.driver,
         lambda: SESSION.holds(lease),
@@ -101,14 +101,14 @@ def _start(
 
 
 class DriverOwner:
-    """Has one driver at a time, in one placement group. When it dies, the next one follows in the
-    same place, after every process of the last has been ended.
+    """Has one driver at a time, on the node of rank 0. When it dies, the next one follows, after
+    every process of the last has been ended; where its node was lost, on another one.
     """
 
-    def __init__(self, config: ResolvedConfig, placement: PlacementGroup) -> None:
+    def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
         self._config = config
         self._placement = placement
-        self._engine_id = uuid.uuid4().hex
+        self._engine_id = engine_id
         self._report: EngineReport | None = None
         self._num_idle_deaths = 0
         self._is_stopped = False
@@ -145,17 +145,20 @@ class DriverOwner:
                 f"{self._num_idle_deaths} drivers died one after another before they had any news;"
                 f" the last one: {error}"
             )
-        recovery = Recovery(time.monotonic)
+        limit_s = give_up_after_s(self._config.engine.wait_for_nodes_s)
+        recovery = Recovery(time.monotonic, limit_s)
         recovery.fault(str(error))
         while True:
             self._end_processes()
+            self._placement.take_over()
             recovery.fenced()
             while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
                 time.sleep(min(0.1, recovery.wait_s()))
             if recovery.state is State.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
-            self.driver = start_driver(self._config, self._placement, self._engine_id)
             try:
+                self._placement.restore(limit_s, lambda: not self._is_stopped)
+                self.driver = start_driver(self._config, self._placement, self._engine_id)
                 self.start()
             except ClientError as failure:
                 raise EngineDeadError(str(failure)) from failure
@@ -173,12 +176,13 @@ class DriverOwner:
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)
-        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
-        end_marked(self._engine_id, set(by_bundle.values()))
+        end_marked(self._engine_id, self._placement.node_ids())
 
 
-def start_driver(config: ResolvedConfig, placement: PlacementGroup, engine_id: str) -> Any:
-    """A handle on a new driver actor, in the first bundle of the placement group."""
+def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -> Any:
+    """A handle on a new driver actor, on the node of rank 0. It takes no bundle, so it outlives the
+    placement group when that has to be replaced.
+    """
     return (
         ray.remote(Driver)
         .options(
@@ -187,15 +191,15 @@ def start_driver(config: ResolvedConfig, placement: PlacementGroup, engine_id: s
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement, placement_group_bundle_index=0
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                placement.places()[0].node_id, soft=False
             ),
         )
         .remote(config, placement, engine_id)
     )
 
 
-def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> ResolvedConfig:
+def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedConfig:
     """`resolve_config`, run where it matters what is installed: here, or on the node that has the
     GPUs.
     """
@@ -207,9 +211,7 @@ def _resolve(setup: EngineSetup, device: str, placement: PlacementGroup) -> Reso
         num_gpus=1,
         max_retries=0,
         runtime_env=actor_environment(),
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement, placement_group_bundle_index=0
-        ),
+        scheduling_strategy=placement.in_bundle(0),
     )
     what = "see what is installed where the ranks run"
     resolved: ResolvedConfig = call(there.remote(*arguments), what, setup.config.start_timeout_s)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.engine.processes import ProcessId
-from cluster.engine.recovery import Recovery, State
+from cluster.engine.recovery import Recovery, State, give_up_after_s
 from cluster.engine.spares import Spares
 from cluster.engine.watch import HEARTBEAT_S, Watch
 from cluster.engine.worker_group import GroupReport, RankMaker, WorkerGroup
@@ -47,10 +47,10 @@ class Supervisor:
         that there will be none. All are called on this object's thread. `busy_since_s`: see
         `Watch.look`.
         """
-        self.recovery = Recovery(clock)
         self._clock = clock
         self._maker = maker
         self._options = maker.config.engine
+        self.recovery = Recovery(clock, give_up_after_s(self._options.wait_for_nodes_s))
         self._busy_since_s, self._has_work = busy_since_s, has_work
         self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
         self._group: WorkerGroup | None = None

@@ -15,19 +15,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.engine.processes import ProcessId, end_all
 from cluster.engine.rank_actor import RankActor
+from cluster.engine.recovery import give_up_after_s
 from cluster.ray_errors import failures
-from cluster.resources.placement import actor_environment
+from cluster.resources.placement import Place, Placement, actor_environment
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
 from workers.report import GRACE_S, WorkerReport
 
 INLINE_PLAN_BYTES = 64 * 1024
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class GroupReport:
     seconds: dict[str, float]
     lines: tuple[str, ...]
     checkpoint: str = ""
-    gpus: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,17 +56,19 @@ class RankMaker:
     def __init__(
         self,
         config: ResolvedConfig,
-        placement: PlacementGroup,
+        placement: Placement,
         engine_id: str,
         rank_actor: type[RankActor] = RankActor,
     ) -> None:
         self.config = config
         self.size = config.engine.tensor_parallel_size
-        self._placement = placement
+        self.placement = placement
+        # The GPUs that Ray gave the first process in a bundle, which later ones there use too.
+        self.gpus: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
         self._rank_actor = rank_actor
 
-    def create(self, rank: int, *, is_spare: bool = False) -> RankHandle:
+    def create(self, place: Place, *, is_spare: bool = False) -> RankHandle:
         """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         groups = {"steps": self.config.engine.num_steps_ahead + 1, "watch": 2}
@@ -79,19 +80,9 @@ class RankMaker:
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=rank
-            ),
+            scheduling_strategy=self.placement.in_bundle(place.bundle),
         )
-        return RankHandle(actor.remote(self.config, rank, self._engine_id, is_spare))
-
-    def ranks_on_node(self) -> list[tuple[int, int]]:
-        """For each rank, how many ranks before it share its node, and how many ranks the node
-        has.
-        """
-        by_bundle = placement_group_table(self._placement)["bundles_to_node_id"]
-        nodes = [by_bundle[rank] for rank in range(self.size)]
-        return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
+        return RankHandle(actor.remote(self.config, place.rank, self._engine_id, is_spare))
 
 
 class WorkerGroup:
@@ -116,15 +107,21 @@ class WorkerGroup:
         Raises the error of the rank at fault, naming it, or `WorkerError` saying what each rank was
         doing when the time was up.
         """
+        if first is not None:
+            limit_s = give_up_after_s(self._config.engine.wait_for_nodes_s)
+            self._maker.placement.restore(limit_s, lambda: not self._is_closed)
+        places = self._maker.placement.places()
         began, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
-        self.ranks = [spare or self._maker.create(rank) for rank, spare in enumerate(self._spares)]
+        self.ranks = [self._spare_at(place) or self._maker.create(place) for place in places]
+        if self._is_closed:
+            end_ranks(self.ranks)
         try:
-            gpus = self._identify(limit_s, first)
-            on_node = self._maker.ranks_on_node()
+            self._identify(places, limit_s)
+            gpus = [self._maker.gpus[place.node_id, place.bundle] for place in places]
             address = self.ranks[0].actor.open_rendezvous.remote()
             starting = [
-                rank.actor.start.remote(address, *on_node[i], self.epoch, list(gpus[i]))
-                for i, rank in enumerate(self.ranks)
+                rank.actor.start.remote(address, place, self.epoch, of_rank)
+                for rank, place, of_rank in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
             num_blocks = min(report.num_kv_blocks for report in reports)
@@ -145,7 +142,6 @@ class WorkerGroup:
             seconds={"processes": max(0.0, total - sum(slowest.values())), **slowest},
             lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
             checkpoint=reports[0].checkpoint,
-            gpus=gpus,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -182,14 +178,27 @@ class WorkerGroup:
         self._is_closed = True
         end_ranks(self.ranks)
 
-    def _identify(self, limit_s: float, first: GroupReport | None) -> tuple[tuple[str, ...], ...]:
-        """Learn the processes; returns the GPUs of each rank."""
-        identities = self._all(
-            [rank.actor.identify.remote() for rank in self.ranks], "create the ranks", limit_s
-        )
-        for rank, (process, _) in zip(self.ranks, identities, strict=True):
+    def _spare_at(self, place: Place) -> RankHandle | None:
+        """The spare of a rank, if it is where the rank has to be now."""
+        spare = self._spares[place.rank]
+        if spare is None or (spare.process and spare.process.node_id == place.node_id):
+            return spare
+        end_ranks([spare])
+        return None
+
+    def _identify(self, places: list[Place], limit_s: float) -> None:
+        """Learn the processes and their GPUs. Raises `WorkerError` as soon as a node is lost."""
+        asked = [rank.actor.identify.remote() for rank in self.ranks]
+        until, late = time.monotonic() + limit_s, list(asked)
+        while late and time.monotonic() < until:
+            _, late = ray.wait(late, num_returns=len(late), timeout=LOOK_S)
+            if late and not self._maker.placement.is_whole():
+                raise WorkerError("a node was lost while the ranks were created")
+        identities = self._all(asked, "create the ranks", 0.0)
+        for rank, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
             rank.process = process
-        return first.gpus if first is not None else tuple(tuple(gpus) for _, gpus in identities)
+            if rank not in self._spares:
+                self._maker.gpus[place.node_id, place.bundle] = gpus
 
     def _phases(self) -> str:
         """What each rank is doing."""

@@ -1,24 +1,37 @@
-"""Where an engine runs: the device, and a placement group with one bundle per rank.
+"""Where the ranks of an engine are: a placement group with one bundle per rank, which is replaced
+when it loses a node.
 
-A cluster that cannot hold the ranks is refused, saying what is needed and what each node has.
+Ranks are numbered so that neighbors share a node, whatever order Ray gave the bundles.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray import PlacementGroupID
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.resources.room import bundle_of, check_room, living_nodes, shortage, strategy_for
 from configs.paths import CHECKOUT
-from scheduler.errors import ConfigError
-from workers.configuration import has_cuda
+from scheduler.errors import ConfigError, WorkerError
 from workers.faults import VARIABLE as FAULTS
 
 PLACEMENT_TIMEOUT_S = 30.0
+LOOK_S = 0.25
+SAY_S = 10.0
 
 logger = logging.getLogger("eagleray")
 
@@ -35,77 +48,184 @@ def actor_environment() -> dict[str, Any]:
     return {"env_vars": {"PYTHONPATH": path} | ({FAULTS: faults} if faults else {})}
 
 
-def pick_device(device: str, tensor_parallel_size: int) -> str:
-    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank,
-    else "cpu".
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one rank is.
 
-    Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use
-    them.
+    bundle: index in the placement group. node_id: Ray's. host: the node's address. local_rank: how
+    many ranks with lower numbers share the node, of ranks_on_node.
     """
-    if device != "auto":
-        return device
-    if ray.cluster_resources().get("GPU", 0) < tensor_parallel_size:
-        return "cpu"
-    if len([node for node in ray.nodes() if node["Alive"]]) > 1 or has_cuda():
-        return "cuda"
-    version = importlib.metadata.version("torch")
-    logger.warning(
-        "there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", version
-    )
-    return "cpu"
+
+    rank: int
+    bundle: int
+    node_id: str
+    host: str
+    local_rank: int
+    ranks_on_node: int
 
 
-def bundle_of(device: str) -> dict[str, float]:
-    """What one rank needs."""
-    return {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+class Placement:
+    """The bundles of one engine. Copies of this object in other processes see the same ones."""
 
+    def __init__(
+        self,
+        size: int,
+        device: str,
+        name: str,
+        group: PlacementGroup | None = None,
+        wait_for_nodes_s: float = 0.0,
+    ) -> None:
+        """`group`: one of the caller's, with a bundle per rank; it is used and left. Otherwise
+        `reserve` makes one whose name begins with `name`, which no other engine has.
+        `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have yet.
+        """
+        self.size = size
+        self.device = device
+        self.name = name
+        self.wait_for_nodes_s = wait_for_nodes_s
+        self._callers = group
+        self._known = group
+        self._generation = 0
 
-def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> bool:
-    """Whether one node can hold all ranks of a group. Raises `ConfigError` when the cluster does
-    not have the resources for so many groups, whoever uses them now.
-    """
-    bundle = bundle_of(device)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    held = [int(min(node.get(k, 0) // v for k, v in bundle.items())) for node in nodes]
-    if sum(held) < tensor_parallel_size * groups:
-        what = "the Ray cluster does not have the resources for"
-        if groups > 1:
-            what += f" {groups} replicas with"
-        raise ConfigError(_shortage(tensor_parallel_size, bundle, what, groups))
-    return max(held) >= tensor_parallel_size
+    def reserve(self) -> None:
+        """Reserve a bundle per rank.
 
+        Raises `ConfigError` when the cluster lacks the resources, or when they do not become free
+        in time.
+        """
+        if self._callers is not None:
+            return
+        if not self.wait_for_nodes_s:
+            check_room(self.size, self.device)
+        limit_s = max(PLACEMENT_TIMEOUT_S, self.wait_for_nodes_s)
+        if not self._place(limit_s, lambda: True):
+            what = f"after {limit_s:.0f} s, there is still no room for"
+            raise ConfigError(shortage(self.size, self.device, what))
 
-def place(tensor_parallel_size: int, device: str) -> PlacementGroup:
-    """Reserve one bundle per rank: on one node if one can hold all of them, otherwise on as few
-    nodes as possible.
+    def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> None:
+        """Have every bundle on a living node again, if a node was lost: on those that are left, or
+        on one that joins within `limit_s`.
 
-    Raises `ConfigError` at once when the cluster lacks the resources, or when they do not become
-    free in time.
-    """
-    bundle = bundle_of(device)
-    strategy = "STRICT_PACK" if check_room(tensor_parallel_size, device) else "PACK"
-    group: PlacementGroup = placement_group(
-        [dict(bundle) for _ in range(tensor_parallel_size)], strategy=strategy
-    )
-    if not group.wait(PLACEMENT_TIMEOUT_S):
-        remove_placement_group(group)
-        what = f"after {PLACEMENT_TIMEOUT_S:.0f} s, other work still holds the resources for"
-        raise ConfigError(_shortage(tensor_parallel_size, bundle, what))
-    return group
+        Raises `WorkerError` saying what is missing, also when it is no longer wanted.
+        """
+        if self.is_whole():
+            return
+        if self._callers is None:
+            logger.warning("the placement group %s has lost a node", self.name)
+            self.remove()
+            is_placed = self._place(limit_s, is_wanted)
+        else:
+            is_placed = self._wait(limit_s, is_wanted)
+        if not is_placed:
+            what = f"after {limit_s:.0f} s, there is no room on other nodes for"
+            raise WorkerError(shortage(self.size, self.device, what))
 
+    def take_over(self) -> None:
+        """From now on no copy that another process holds touches the groups of this one: a driver
+        that was given up may live on where nobody reaches it.
+        """
+        self._generation += 1
 
-def _shortage(size: int, bundle: dict[str, float], what: str, groups: int = 1) -> str:
-    needed = {name: amount * size * groups for name, amount in bundle.items()}
-    rows = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            total = node["Resources"]
-            rows.append(
-                f"{node['NodeManagerAddress']}: "
-                + ", ".join(f"{total.get(k, 0):g} {k}" for k in needed)
+    def is_whole(self) -> bool:
+        """Whether every bundle is reserved on a node that is alive."""
+        table = self._table()
+        if table.get("state") != "CREATED":
+            return False
+        alive = {node["NodeID"] for node in living_nodes()}
+        return set(table["bundles_to_node_id"].values()) <= alive
+
+    def places(self) -> list[Place]:
+        """Of each rank. Raises `WorkerError` unless every bundle has a node."""
+        by_bundle = self._table().get("bundles_to_node_id", {})
+        nodes = [by_bundle.get(bundle) for bundle in range(self.size)]
+        if not all(nodes):
+            raise WorkerError(f"the placement group {self.name} has bundles without a node")
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        order = sorted(range(self.size), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
+        sorted_nodes = [nodes[bundle] for bundle in order]
+        return [
+            Place(
+                rank=rank,
+                bundle=order[rank],
+                node_id=node,
+                host=hosts.get(node, ""),
+                local_rank=sorted_nodes[:rank].count(node),
+                ranks_on_node=sorted_nodes.count(node),
             )
-    want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
-    return (
-        f"{what} tensor_parallel_size {size}: needed {want}; nodes have [{'; '.join(rows)}]. "
-        "Lower tensor_parallel_size, add nodes, or wait for other work to end"
-    )
+            for rank, node in enumerate(sorted_nodes)
+        ]
+
+    def in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        """For an actor that is to run there. Raises `WorkerError` without a group."""
+        self._table()
+        if self._known is None:
+            raise WorkerError(f"the placement group {self.name} is gone")
+        return PlacementGroupSchedulingStrategy(self._known, placement_group_bundle_index=bundle)
+
+    def node_ids(self) -> set[str]:
+        """The nodes that have bundles."""
+        return {node for node in self._table().get("bundles_to_node_id", {}).values() if node}
+
+    def remove(self) -> None:
+        """Give the bundles back, if they are ours; Ray ends what runs in them."""
+        if self._callers is None:
+            for group, _ in self._ours(f"{self.name}-"):
+                remove_placement_group(group)
+            self._known = None
+
+    def _table(self) -> dict[str, Any]:
+        """Ray's record of the present group, whichever process made it; empty without one."""
+        if self._known is not None:
+            table: dict[str, Any] = placement_group_table(self._known)
+            if self._callers is not None or table.get("state") != "REMOVED":
+                return table
+        found = self._ours(f"{self.name}-{self._generation}-")
+        self._known, table = found[0] if found else (None, {})
+        return table
+
+    def _ours(self, prefix: str) -> list[tuple[PlacementGroup, dict[str, Any]]]:
+        """The groups whose names begin so, with Ray's record of each."""
+        return [
+            (PlacementGroup(PlacementGroupID(bytes.fromhex(key))), table)
+            for key, table in placement_group_table().items()
+            if table["name"].startswith(prefix) and table["state"] != "REMOVED"
+        ]
+
+    def _place(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+        """Whether a group could be reserved. While it is pending, Ray's autoscaler, if there is
+        one, adds nodes for it. Nodes that come or go may allow another strategy.
+        """
+        until = time.monotonic() + limit_s
+        while True:
+            strategy = strategy_for(self.size, self.device)
+            # Ray frees the name of a group that is removed only later, so each has its own.
+            name = f"{self.name}-{self._generation}-{uuid.uuid4().hex[:8]}"
+            self._known = placement_group(
+                [bundle_of(self.device)] * self.size, strategy=strategy, name=name
+            )
+
+            def is_another(strategy: str = strategy) -> bool:
+                return strategy_for(self.size, self.device) != strategy
+
+            left_s = until - time.monotonic()
+            if self._wait(left_s, lambda: is_wanted() and not is_another()):
+                return True
+            self.remove()
+            if time.monotonic() >= until or not is_wanted():
+                return False
+
+    def _wait(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+        """Whether the present group is placed in time. Says now and then what it waits for."""
+        began_s = said_s = time.monotonic()
+        pause_s = 0.005
+        while not self.is_whole():
+            now_s = time.monotonic()
+            if now_s - began_s > limit_s or self._known is None or not is_wanted():
+                return False
+            if now_s - said_s > SAY_S:
+                said_s = now_s
+                what = f"for {now_s - began_s:.0f} s waiting, at most {limit_s:.0f} s, for room for"
+                logger.warning(shortage(self.size, self.device, what))
+            time.sleep(pause_s)
+            pause_s = min(LOOK_S, 2 * pause_s)
+        return True

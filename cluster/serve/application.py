@@ -12,7 +12,8 @@ import ray
 from ray import serve
 
 from cluster.client.setup import prepare
-from cluster.resources.placement import actor_environment, bundle_of, check_room, pick_device
+from cluster.resources.placement import actor_environment
+from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
 from cluster.serve.replica import NAME, EngineReplica
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
@@ -34,7 +35,8 @@ def application(config: ServeConfig) -> serve.Application:
     if not ray.is_initialized():
         ray.init(address="auto")
     device = pick_device(config.engine.device, size)
-    fits_one_node = check_room(size, device, groups=config.replicas)
+    if not config.engine.wait_for_nodes_s:
+        check_room(size, device, groups=config.replicas)
     deployment = serve.deployment(
         name=NAME,
         num_replicas=config.replicas,
@@ -46,7 +48,7 @@ def application(config: ServeConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         ray_actor_options={"num_cpus": 0, "runtime_env": actor_environment()},
         placement_group_bundles=[bundle_of(device) for _ in range(size)],
-        placement_group_strategy="STRICT_PACK" if fits_one_node else "PACK",
+        placement_group_strategy=strategy_for(size, device),
         logging_config={"enable_access_log": False},
     )
     return deployment(serve.ingress()(EngineReplica)).bind(config)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.client.setup import prepare
-from cluster.resources.placement import check_room, pick_device
+from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
@@ -56,9 +56,9 @@ def run_serve(job: ServeJob) -> None:
         size = job.config.engine.tensor_parallel_size
         lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
         try:
-            check_room(
-                size, pick_device(job.config.engine.device, size), groups=job.config.replicas
-            )
+            if not job.config.engine.wait_for_nodes_s:
+                device = pick_device(job.config.engine.device, size)
+                check_room(size, device, groups=job.config.replicas)
             _serve(job, signals, began, ends_with_ray=SESSION.owns(lease))
         finally:
             SESSION.release(lease)

@@ -30,6 +30,22 @@ def family(session: int) -> set[int]:
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
 
 
+def descendants(pid: int) -> set[int]:
+    """The living children of a process, their children and so on."""
+    found: set[int] = set()
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and _parent_of(path) == pid:
+                found |= {int(path.name)} | descendants(int(path.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _parent_of(path: Path) -> int:
+    return int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def processes(*names: str) -> set[int]:
     """Living processes of our session whose command line begins with one of `names`."""
     return {pid for pid in family(os.getsid(0)) if (command_of(pid) or "").startswith(names)}

@@ -305,10 +305,10 @@ def test_a_cluster_with_too_few_cpus_is_refused_with_what_each_node_has(
     from configs.model import ModelConfig
 
     assert 16 not in ModelConfig.from_dir(small_model.path).possible_tensor_parallel_sizes()
-    from cluster.resources.placement import place
+    from cluster.resources.placement import Placement
 
     with pytest.raises(ConfigError, match=r"needed 16 CPU; nodes have \[.*12 CPU"):
-        place(16, "cpu")
+        Placement(16, "cpu", "test").reserve()
 
 
 def test_ranks_do_not_come_back_with_another_checkpoint(

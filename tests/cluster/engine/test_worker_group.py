@@ -13,7 +13,6 @@ import pytest
 import ray
 import torch
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import remove_placement_group
 
 from cluster.engine import worker_group
 from cluster.engine.driver import Driver
@@ -21,7 +20,8 @@ from cluster.engine.rank_actor import RankActor
 from cluster.engine.start import start_driver
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
-from cluster.resources.placement import actor_environment, pick_device, place
+from cluster.resources.placement import Placement, actor_environment
+from cluster.resources.room import pick_device
 from scheduler.engine import Engine
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import Request, StepResult, ints
@@ -40,6 +40,13 @@ from tests.workers.test_engine_exactness import (
 
 pytestmark = pytest.mark.engine
 
+
+def reserved(size: int, device: str) -> Placement:
+    placement = Placement(size, device, "test")
+    placement.reserve()
+    return placement
+
+
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -53,7 +60,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     config = config_of(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9
     )
-    placement = place(2, "cpu")
+    placement = reserved(2, "cpu")
     group = WorkerGroup(RankMaker(config, placement, "test"))
     try:
         engine = Engine(
@@ -75,7 +82,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
             engine.step()
     finally:
         group.close()
-        remove_placement_group(placement)
+        placement.remove()
     for seq, prompt in zip(sequences, prompts(), strict=True):
         gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
         assert gap is None or gap <= NEAR_TIE
@@ -87,7 +94,7 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
     config = config_of(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5
     )
-    placement = place(2, "cpu")
+    placement = reserved(2, "cpu")
     group = WorkerGroup(RankMaker(config, placement, "test"))
     try:
         engine = Engine(
@@ -113,19 +120,22 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
         assert time.monotonic() - began < 5
     finally:
         group.close()
-        remove_placement_group(placement)
+        placement.remove()
 
 
 def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     users_ray: None, small_model: SmallModel
 ) -> None:
-    placement = place(2, "cpu")
+    placement = reserved(2, "cpu")
     maker = RankMaker(config_of(small_model.path, tensor_parallel_size=2), placement, "test")
     group = WorkerGroup(maker)
     try:
-        group.ranks = [maker.create(rank) for rank in range(2)]
+        places = placement.places()
+        group.ranks = [maker.create(place) for place in places]
         first = group.ranks[0].actor
-        first.start.remote(first.open_rendezvous.remote(), 0, 2, 0, [])  # its peer does not arrive
+        first.start.remote(
+            first.open_rendezvous.remote(), places[0], 0, []
+        )  # its peer does not arrive
         wait_until(
             lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
             "the rendezvous",
@@ -133,7 +143,7 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
         )
     finally:
         group.close()
-        remove_placement_group(placement)
+        placement.remove()
 
 
 def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
@@ -196,7 +206,7 @@ class SeeingDriver(Driver):
     rank_actor = SeeingRankActor
 
     async def visible_gpus(self) -> list[str | None]:
-        actors = [self._maker.create(rank).actor for rank in range(2)]
+        actors = [self._maker.create(place).actor for place in self._maker.placement.places()]
         return [await actor.visible_gpus.remote() for actor in actors]
 
 
@@ -213,13 +223,13 @@ def test_each_rank_sees_the_gpu_that_ray_gave_it(
         environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         monkeypatch.setattr("cluster.engine.start.actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
-    placement = place(2, "cuda")
+    placement = reserved(2, "cuda")
     driver = start_driver(config, placement, "test")
     try:
         assert sorted(ray.get(driver.visible_gpus.remote(), timeout=30)) == ["0", "1"]
     finally:
         ray.kill(driver)
-        remove_placement_group(placement)
+        placement.remove()
 
 
 def say_where(*_: Any) -> None:

@@ -29,13 +29,14 @@ class PoisonedRank(RankActor):
         plan: StepPlan = pickle.loads(data)
         for slot in plan.released:
             self._poisoned.pop(slot, None)
+        is_last = self._rank == self._config.engine.tensor_parallel_size - 1
         if plan.admitted is not None:
             start = 0
             for slot, num_tokens in zip(plan.admitted.slots, plan.admitted.num_tokens, strict=True):
                 tokens = plan.admitted.token_ids[start : start + num_tokens]
                 start += num_tokens
                 for action, token_id in POISON.items():
-                    if token_id in tokens and self._rank == 1:
+                    if token_id in tokens and is_last:
                         self._poisoned[slot] = action
         for action in {self._poisoned[slot] for slot in plan.slots if slot in self._poisoned}:
             if action == "kill":

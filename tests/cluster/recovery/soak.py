@@ -55,7 +55,7 @@ class Health:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.num_samples = 0
-        self.late: list[str] = []
+        self.late: dict[float, str] = {}  # by the time of the fault
         self.latest_s = 0.0  # the longest that "ready" was said after a fault
         self._fault: tuple[float, float, tuple[Any, int], str] | None = None
         threading.Thread(target=self._sample, daemon=True).start()
@@ -71,6 +71,10 @@ class Health:
     def expect(self, epoch: tuple[Any, int], limit_s: float, what: str) -> None:
         """From `limit_s` on, this epoch must not be called ready any more."""
         self._fault = time.monotonic(), limit_s, epoch, what
+
+    def forgive(self) -> None:
+        """The fault went by before anybody had to notice."""
+        self._fault = None
 
     def _sample(self) -> None:
         while True:
@@ -89,7 +93,7 @@ class Health:
             if (driver, stats.num_recoveries) == epoch and asked_s > fault_s:
                 self.latest_s = max(self.latest_s, asked_s - fault_s)
                 if asked_s > fault_s + limit_s:
-                    self.late.append(f"ready {asked_s - fault_s:.2f} s after {what}")
+                    self.late[fault_s] = f"ready {asked_s - fault_s:.2f} s after {what}"
 
 
 class Soak:
@@ -177,6 +181,7 @@ class Soak:
         elif kind == "stop and continue":
             pid = self.signal(first, signal.SIGSTOP)
             time.sleep(0.5 * STUCK_AFTER_S)
+            self.health.forgive()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         elif kind == "driver":
@@ -297,7 +302,7 @@ def main() -> None:
                 soak.idle()
         for action in () if kinds else POISON:
             wrong += soak.poison(action, of, expected)
-        wrong += soak.outlived + soak.health.late
+        wrong += [*soak.outlived, *soak.health.late.values()]
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         time.sleep(1.0)

@@ -1,0 +1,94 @@
+"""What a cluster has for the ranks of an engine: which device, and on how many nodes.
+
+A cluster that cannot hold the ranks is refused, saying what is needed and what each node has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+
+from scheduler.errors import ConfigError
+from workers.configuration import has_cuda
+
+logger = logging.getLogger("eagleray")
+
+
+def pick_device(device: str, tensor_parallel_size: int) -> str:
+    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank,
+    else "cpu".
+
+    Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use
+    them.
+    """
+    if device != "auto":
+        return device
+    if ray.cluster_resources().get("GPU", 0) < tensor_parallel_size:
+        return "cpu"
+    if len(living_nodes()) > 1 or has_cuda():
+        return "cuda"
+    version = importlib.metadata.version("torch")
+    logger.warning(
+        "there are GPUs here, but torch %s cannot use them: the ranks run on the CPU", version
+    )
+    return "cpu"
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """Ray's record of each node that is alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def bundle_of(device: str) -> dict[str, float]:
+    """What one rank needs."""
+    return {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+
+
+def ranks_held(device: str) -> list[int]:
+    """How many ranks each living node could hold if nothing else used it."""
+    bundle = bundle_of(device)
+    nodes = [node["Resources"] for node in living_nodes()]
+    return [int(min(node.get(k, 0) // v for k, v in bundle.items())) for node in nodes]
+
+
+def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> None:
+    """Raise `ConfigError` when the cluster does not have the resources for so many groups, whoever
+    uses them now.
+    """
+    if sum(ranks_held(device)) < tensor_parallel_size * groups:
+        what = "the Ray cluster does not have the resources for"
+        if groups > 1:
+            what += f" {groups} replicas with"
+        raise ConfigError(shortage(tensor_parallel_size, device, what, groups))
+
+
+def strategy_for(tensor_parallel_size: int, device: str) -> str:
+    """Of a placement group: on one node if one can hold all ranks, otherwise on as few nodes as
+    possible.
+    """
+    fits_one = max(ranks_held(device), default=0) >= tensor_parallel_size
+    return "STRICT_PACK" if fits_one else "PACK"
+
+
+def shortage(tensor_parallel_size: int, device: str, what: str, groups: int = 1) -> str:
+    """A message that begins with `what`: what is needed, what each node has and has free, and what
+    to do.
+    """
+    bundle = bundle_of(device)
+    needed = {name: amount * tensor_parallel_size * groups for name, amount in bundle.items()}
+    free = available_resources_per_node()
+    rows = []
+    for node in living_nodes():
+        total, left = node["Resources"], free.get(node["NodeID"], {})
+        has = ", ".join(f"{total.get(k, 0):g} {k} ({left.get(k, 0):g} free)" for k in needed)
+        rows.append(f"{node['NodeManagerAddress']}: {has}")
+    want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+    return (
+        f"{what} tensor_parallel_size {tensor_parallel_size}: needed {want}; nodes have"
+        f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"
+        " end"
+    )
