@@ -3,6 +3,9 @@
     python launch.py generate "What is 47 + 38?" --tp 2
     python launch.py generate --input requests.jsonl --output answers.jsonl --model DIR_OR_HUB_ID
     python launch.py serve --model DIR_OR_HUB_ID --tp 2 --port 8000
+    python launch.py serve --name chat --detach      in a cluster that 'ray start' began
+    python launch.py status
+    python launch.py down chat
     python launch.py top
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
@@ -212,6 +215,15 @@ def bench(
 def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the engine in its cluster.")
+    ] = "eagleray",
+    route_prefix: Annotated[
+        str, typer.Option("--route-prefix", help="Path below which it is served.")
+    ] = "/",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it serves; it stays in the cluster.")
+    ] = False,
     *,
     config: EngineConfig,
     serving: dict[str, Any],
@@ -226,9 +238,38 @@ def serve(
     sampling = {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None}
     run_serve(
         ServeJob(
-            config=ServeConfig(engine=config, sampling=sampling, **serving), host=host, port=port
+            config=ServeConfig(engine=config, sampling=sampling, **serving),
+            host=host,
+            port=port,
+            name=name,
+            route_prefix=route_prefix,
+            detach=detach,
         )
     )
+
+
+RAY_ADDRESS = typer.Option("--ray-address", help="Ray cluster to ask.")
+
+
+@app.command()
+def status(ray_address: Annotated[str | None, RAY_ADDRESS] = None) -> None:
+    """List the engines that are served in a running Ray cluster."""
+    with _exit_codes():
+        from cluster.commands.engines import run_status  # loads Ray
+
+        run_status(ray_address)
+
+
+@app.command()
+def down(
+    name: Annotated[str, typer.Argument(help="Name of the engine.")],
+    ray_address: Annotated[str | None, RAY_ADDRESS] = None,
+) -> None:
+    """End an engine that is served in a running Ray cluster; what runs finishes first."""
+    with _exit_codes():
+        from cluster.commands.engines import run_down  # loads Ray
+
+        run_down(name, ray_address)
 
 
 @app.command()

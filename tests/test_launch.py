@@ -369,8 +369,13 @@ FLAGS = {
             "--api-key",
             "--max-open-requests",
             "--drain-timeout-s",
+            "--name",
+            "--route-prefix",
+            "--detach",
         }
     ),
+    "status": {"--ray-address"},
+    "down": {"--ray-address"},
     "top": {"--url", "--once"},
     "trace": {"--url", "--seconds", "--output"},
     "bench": (
@@ -486,6 +491,8 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         "--served-model-name": "name",
         "--max-open-requests": 5,
         "--drain-timeout-s": 6.5,
+        "--name": "chat",
+        "--route-prefix": "/chat",
         "--temperature": 0.5,
     }
     values = [*words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(flags)]
@@ -500,7 +507,8 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         max_open_requests=5,
         drain_timeout_s=6.5,
     )
-    assert jobs[0] == ServeJob(config=config, host="::1", port=81)
+    job = ServeJob(config=config, host="::1", port=81, name="chat", route_prefix="/chat")
+    assert jobs[0] == job
     assert jobs[1].config.api_key == "given"
 
 

@@ -68,7 +68,8 @@ class Exchange:
         self, scope: Message, receive: Receive, send: Send, timeout_s: float, *, echo_id: bool
     ) -> None:
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        # Below a prefix the path is given whole.
+        self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []

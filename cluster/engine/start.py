@@ -25,7 +25,7 @@ from cluster.engine.processes import end_marked
 from cluster.engine.recovery import Recovery, State, give_up_after_s
 from cluster.engine.report import EngineReport
 from cluster.ray_errors import CALL_TIMEOUT_S, call
-from cluster.resources.placement import Placement, actor_environment
+from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
 from configs.engine import ResolvedConfig
@@ -61,6 +61,10 @@ class EngineProcesses:
     def driver(self) -> Any:
         """The driver actor. It is another one after its death."""
         return self._owner.driver
+
+    def places(self) -> list[Place]:
+        """Where the ranks are. Raises `WorkerError` while a node is missing."""
+        return self._owner.placement.places()
 
 
 def _start(
@@ -107,7 +111,7 @@ class DriverOwner:
 
     def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
         self._config = config
-        self._placement = placement
+        self.placement = placement
         self._engine_id = engine_id
         self._report: EngineReport | None = None
         self._num_idle_deaths = 0
@@ -150,15 +154,15 @@ class DriverOwner:
         recovery.fault(str(error))
         while True:
             self._end_processes()
-            self._placement.take_over()
+            self.placement.take_over()
             recovery.fenced()
             while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
                 time.sleep(min(0.1, recovery.wait_s()))
             if recovery.state is State.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
-                self._placement.restore(limit_s, lambda: not self._is_stopped)
-                self.driver = start_driver(self._config, self._placement, self._engine_id)
+                self.placement.restore(limit_s, lambda: not self._is_stopped)
+                self.driver = start_driver(self._config, self.placement, self._engine_id)
                 self.start()
             except ClientError as failure:
                 raise EngineDeadError(str(failure)) from failure
@@ -176,7 +180,7 @@ class DriverOwner:
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)
-        end_marked(self._engine_id, self._placement.node_ids())
+        end_marked(self._engine_id, self.placement.node_ids())
 
 
 def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -> Any:

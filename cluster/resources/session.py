@@ -147,7 +147,7 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     """Start or join a Ray; returns its address, or "local"."""
     check_arguments(sys.argv)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = address or os.environ.get("RAY_ADDRESS") or cluster_on_this_machine() or "local"
+    address = find_address(address)
     environment: dict[str, str] = {}
     if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
@@ -172,6 +172,13 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
     return address
+
+
+def find_address(address: str | None) -> str:
+    """The cluster to join: the one given, or that of RAY_ADDRESS, or one that `ray start` began on
+    this machine; otherwise "local", a new one.
+    """
+    return address or os.environ.get("RAY_ADDRESS") or cluster_on_this_machine() or "local"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import ray
 import uvicorn
@@ -36,12 +37,25 @@ GATHER_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 75
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """One engine as `launch.py status` shows it. hosts: the address of each rank's node."""
+
+    model: str
+    device: str
+    hosts: tuple[str, ...]
+    state: str
+    num_running: int
+    num_waiting: int
+
+
 class EngineReplica:
     """Run by Ray Serve. The methods take and give what those of `LLM` do."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         sampling = SamplingParams.from_dict(config.sampling)
+        self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
@@ -115,6 +129,19 @@ class EngineReplica:
     async def metric_families(self) -> list[Family]:
         """What this replica has counted."""
         return await self._api.families()
+
+    async def describe(self) -> ReplicaReport:
+        """What runs in this replica, and where."""
+        stats = await self._api.stats()
+        places = await asyncio.to_thread(self._engine.places)
+        return ReplicaReport(
+            model=self._model_name,
+            device=self._engine.report.device,
+            hosts=tuple(place.host for place in places),
+            state=stats.state,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+        )
 
     async def check_health(self) -> None:
         """Raises when the engine is dead, so that Serve replaces this replica."""

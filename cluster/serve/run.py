@@ -24,12 +24,11 @@ from typing import Any
 
 from cluster.client.setup import prepare
 from cluster.resources.room import check_room, pick_device
-from cluster.resources.session import SESSION
+from cluster.resources.session import SESSION, find_address
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
 
-APP_NAME = "eagleray"
 DRAIN_GRACE_S = 5.0
 LISTEN_TIMEOUT_S = 10.0
 
@@ -43,6 +42,9 @@ class ServeJob:
     config: ServeConfig
     host: str
     port: int
+    name: str = "eagleray"
+    route_prefix: str = "/"
+    detach: bool = False
 
 
 def run_serve(job: ServeJob) -> None:
@@ -50,7 +52,14 @@ def run_serve(job: ServeJob) -> None:
     application that did not start.
     """
     began = time.perf_counter()
-    _check_port(job.host, job.port)
+    is_alone = find_address(job.config.engine.ray_address) == "local"
+    if is_alone:
+        _check_port(job.host, job.port)
+        if job.detach:
+            raise ConfigError(
+                "--detach needs a Ray cluster that outlives this command: start one with 'ray start"
+                " --head', or name one with --ray-address"
+            )
     prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _signals() as signals:
         size = job.config.engine.tensor_parallel_size
@@ -80,19 +89,28 @@ class _Signals:
 def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: bool) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: nothing of Ray's outlives this program."""
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     from cluster.serve.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = serve.status()
-    if APP_NAME in running.applications:
+    if job.name in running.applications:
         raise ConfigError(
-            f"an application named {APP_NAME!r} runs in this Ray cluster already; delete it with"
-            " 'serve shutdown' or join another cluster"
+            f"an application named {job.name!r} runs in this Ray cluster already; end it with"
+            f" 'launch.py down {job.name}' or give another --name"
         )
     is_ours = not running.applications
+    if running.proxies:
+        client: Any = serve.context._get_global_client()
+        listening = client.http_config
+        if (job.host, job.port) != (listening.host, listening.port):
+            job = dataclasses.replace(job, host=listening.host, port=listening.port)
+            logger.info("Serve listens on %s:%d already", job.host, job.port)
+    elif not ends_with_ray:
+        _check_port(job.host, job.port)
     # A single engine on this machine listens itself; otherwise Serve's proxy spreads the requests.
-    is_direct = ends_with_ray and job.config.replicas == 1
+    is_direct = ends_with_ray and job.config.replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen)
     try:
@@ -102,13 +120,25 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         try:
-            handle = serve.run(application(config), name=APP_NAME, route_prefix="/", blocking=False)
+            handle = serve.run(
+                application(config),
+                name=job.name,
+                route_prefix=job.route_prefix,
+                blocking=False,
+            )
+        except RayServeException as error:  # such as a prefix that is taken
+            raise ConfigError(f"{error}. Choose another --route-prefix") from None
         except RuntimeError as error:
-            raise EngineError(f"the application did not start: {_reason() or error}") from error
+            reason = _reason(job.name) or error
+            raise EngineError(f"the application did not start: {reason}") from error
         _wait_until_it_listens(job)
         signals.is_serving = True
         seconds = time.perf_counter() - began
-        logger.info("ready on http://%s:%d after %.1f s", job.host, job.port, seconds)
+        path = job.route_prefix.rstrip("/")
+        logger.info("ready on http://%s:%d%s after %.1f s", job.host, job.port, path, seconds)
+        if job.detach:
+            logger.info("it stays; 'launch.py down %s' ends it", job.name)
+            return
         while not signals.stopping.wait(1.0):
             pass
         logger.info("finishing the requests that run; a second signal ends at once")
@@ -116,15 +146,16 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     except KeyboardInterrupt:
         if ends_with_ray:
             raise  # Serve would wait for the requests that run
-        _kill_replicas()
-        serve.delete(APP_NAME)
+        _kill_replicas(job.name)
+        serve.delete(job.name)
         raise
     except BaseException:
-        serve.delete(APP_NAME)
+        serve.delete(job.name)
         raise
-    serve.delete(APP_NAME)
+    serve.delete(job.name)
     # HAProxy is a process of its own, which only this ends.
-    if is_ours and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
+    is_last = is_ours and not serve.status().applications
+    if is_last and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
         serve.shutdown()
 
 
@@ -144,13 +175,13 @@ def _wait_until_it_listens(job: ServeJob) -> None:
             time.sleep(0.05)
 
 
-def _kill_replicas() -> None:
+def _kill_replicas(name: str) -> None:
     """End the replicas, and with them their engines, whatever they are doing."""
     import ray
     from ray.util import list_named_actors
 
     for actor in list_named_actors(all_namespaces=True):
-        if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+        if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 
@@ -164,11 +195,11 @@ def _drain(handle: Any, limit_s: float) -> None:
         logger.warning("%d outputs did not end within %g s", left, limit_s)
 
 
-def _reason() -> str:
+def _reason(name: str) -> str:
     """What Serve says about the deployment that failed."""
     from ray import serve
 
-    application = serve.status().applications.get(APP_NAME)
+    application = serve.status().applications.get(name)
     if application is None:
         return ""
     messages = [deployment.message for deployment in application.deployments.values()]

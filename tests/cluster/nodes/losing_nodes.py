@@ -68,9 +68,6 @@ class World:
         self.llm = LLM(tensor_parallel_size=4, device="cpu", dtype="float32", log_level="error")
         self.expected: list[History] = Load(self.llm, CASES).wait(LIMIT_S)
 
-    def places(self) -> list[Place]:
-        return self.llm._engine._owner._placement.places()
-
     def remove(self, node_id: str) -> None:
         """End a node as a power cut does."""
         [node] = [node for node in self.nodes if node.node_id == node_id]
@@ -117,22 +114,22 @@ def main() -> None:
     logs = Lines()
     logging.getLogger("eagleray").addHandler(logs)
     world = World()
-    check_places(world.places())
+    check_places(world.llm._engine.places())
     check_tokens(world.llm)
 
     def remove_two_ranks() -> None:
-        world.remove(world.places()[3].node_id)
+        world.remove(world.llm._engine.places()[3].node_id)
 
     world.under_load("a node with ranks", remove_two_ranks)
-    check_places(world.places())
+    check_places(world.llm._engine.places())
 
     def remove_the_driver() -> None:
-        world.remove(world.places()[0].node_id)
+        world.remove(world.llm._engine.places()[0].node_id)
         wait_until(logs.says_what_is_missing, "a line that says what is waited for", 60.0)
         world.add()
 
     world.under_load("the driver's node, with too little left", remove_the_driver)
-    check_places(world.places())
+    check_places(world.llm._engine.places())
     world.llm.shutdown()
     ray.shutdown()
     world.cluster.shutdown()

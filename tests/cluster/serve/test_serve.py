@@ -22,6 +22,7 @@ from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
+from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 
 pytestmark = pytest.mark.engine
@@ -266,6 +267,41 @@ def test_a_cluster_that_is_joined_is_looked_at_first(
         check=False,
     )
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_two_engines_are_started_listed_asked_and_ended_apart(
+    served: tuple[str, Any], small_model: SmallModel
+) -> None:
+    import ray
+
+    url, _ = served
+    address = ray.get_runtime_context().gcs_address
+    other = ["--name", "other", "--model", str(small_model.path), "--device", "cpu", "--tp", "2"]
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "launch.py", *arguments, "--ray-address", address]
+        return subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    taken = launch("serve", *other, "--port", url.rpartition(":")[2], "--detach")
+    assert taken.returncode == 2 and "Choose another --route-prefix" in taken.stderr, taken.stderr
+    started = launch("serve", *other, "--route-prefix", "/other", "--detach")
+    assert started.returncode == 0, started.stderr
+    listed = launch("status")
+    rows = [line.split() for line in listed.stdout.splitlines() if "RUNNING" in line]
+    assert [row[1] for row in rows] == ["eagleray", "eagleray", "other"], listed.stdout
+    assert "tiny" in rows[0] and small_model.path.name in rows[2] and "serving" in rows[2]
+    asked = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{url}/other/v1/completions", json=asked, timeout=20)
+    assert answer.status_code == 200, answer.text
+    assert httpx.get(f"{url}/other/v1/models").json()["data"][0]["id"] == small_model.path.name
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    unknown = launch("down", "another")
+    assert unknown.returncode == 2 and "running: eagleray, other" in unknown.stderr
+    assert launch("down", "other").returncode == 0
+    assert "other" not in launch("status").stdout
+    assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_a_port_in_use_is_named() -> None:
