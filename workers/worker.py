@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -34,6 +33,7 @@ from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.loader import LoadingBar, fingerprint, load_weights
+from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
 from workers.progress import Progress
@@ -277,7 +277,8 @@ class Worker:
 
     def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
         config = self.config
-        self._checkpoint = fingerprint(Path(config.model_dir))
+        model_dir = local_checkpoint(config)
+        self._checkpoint = fingerprint(model_dir)
         model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
         bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
@@ -286,7 +287,7 @@ class Worker:
             if bar is not None:
                 bar(done, total)
 
-        load_weights(model.slices(), Path(config.model_dir), config.model, loaded)
+        load_weights(model.slices(), model_dir, config.model, loaded)
         model.pack()
         return model
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
+from workers.models.local import MODEL_PATTERNS, TOKENIZER_PATTERNS, download
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
-MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
 
 def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
@@ -39,16 +38,9 @@ def find_model(model: str, revision: str | None = None, *, what: str = "model") 
 
 
 def _download(model: str, revision: str | None, what: str) -> Path:
-    from huggingface_hub import snapshot_download
-
+    patterns = MODEL_PATTERNS if what == "model" else TOKENIZER_PATTERNS
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=MODEL_PATTERNS if what == "model" else TOKENIZER_PATTERNS,
-            )
-        )
+        return download(model, revision, patterns)
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

@@ -22,7 +22,7 @@ from cluster.engine.recovery import give_up_after_s
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from configs.engine import ResolvedConfig
-from scheduler.errors import ClientError, EaglerayError, StepTimeoutError, WorkerError
+from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan, StepResult
 from workers.report import GRACE_S, WorkerReport
 
@@ -124,6 +124,11 @@ class WorkerGroup:
                 for rank, place, of_rank in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
+            if len({report.checkpoint for report in reports}) > 1:
+                raise ConfigError(
+                    f"the nodes {sorted({place.host for place in places})} have different files at"
+                    f" {self._config.model_dir}: give all of them the same checkpoint"
+                )
             num_blocks = min(report.num_kv_blocks for report in reports)
             if first is not None:
                 _check_same(first, reports)

@@ -319,7 +319,10 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
     with LLM(model, tensor_parallel_size=2, spares="off", **OPTIONS) as engine:
         stream = engine.stream([1, 2, 3], ENDLESS)
         next(stream)
-        os.utime(next(model.glob("*.safetensors")))
+        weights = next(model.glob("*.safetensors"))
+        # Another file, as a download would put there: the old one is mapped.
+        (model / "new").write_bytes(weights.read_bytes()[:-1000] + bytes(1000))
+        (model / "new").replace(weights)
         os.kill(max(processes("ray::RankActor") - others), 9)
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"the files of the checkpoint have changed"):

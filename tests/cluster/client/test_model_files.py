@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.client import model_files
 from cluster.client.model_files import find_model, generation_defaults
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
+from workers.models.local import MODEL_PATTERNS
 
 
 def test_a_directory_is_found_wherever_one_stands(
@@ -102,7 +102,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("nobody/some-model", "v2") == tmp_path
     assert asked == [
-        ("nobody/some-model", {"revision": "v2", "allow_patterns": model_files.MODEL_PATTERNS})
+        ("nobody/some-model", {"revision": "v2", "allow_patterns": MODEL_PATTERNS})
     ]
 
 

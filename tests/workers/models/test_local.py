@@ -1,0 +1,67 @@
+"""Where a rank finds its checkpoint, and how it knows that it is the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from configs.engine import ResolvedConfig
+from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import ConfigError
+from tests.workers.conftest import config_of
+from workers.models.loader import fingerprint
+from workers.models.local import MODEL_PATTERNS, local_checkpoint
+
+HASH = "0123456789abcdef"
+
+
+def config_at(path: Path, model: str) -> ResolvedConfig:
+    config = config_of(DEFAULT_MODEL_DIR)
+    engine = dataclasses.replace(config.engine, model=model)
+    return dataclasses.replace(config, model_dir=str(path), engine=engine)
+
+
+def test_a_directory_that_this_machine_lacks_is_named_with_the_machine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"the machine {os.uname().nodename} has no checkpoint"):
+        local_checkpoint(config_at(tmp_path / "model", str(tmp_path / "model")))
+
+
+class StandInForTheHub:
+    """Checks what `snapshot_download` is asked: no hub can be reached from tests."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def __call__(self, model: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert (model, revision, allow_patterns) == ("Qwen/Qwen3-0.6B", HASH, MODEL_PATTERNS)
+        if self.path is None:
+            raise OSError("no route to the hub")
+        return str(self.path)
+
+
+def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(tmp_path))
+    assert local_checkpoint(config) == tmp_path
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(None))
+    with pytest.raises(ConfigError, match=rf"cannot download .* in revision {HASH}: no route"):
+        local_checkpoint(config)
+
+
+def test_copies_have_one_fingerprint_and_other_weights_another(tmp_path: Path) -> None:
+    copy = shutil.copytree(DEFAULT_MODEL_DIR, tmp_path / "copy")
+    assert fingerprint(copy) == fingerprint(DEFAULT_MODEL_DIR)
+    weights = copy / "model.safetensors"
+    os.utime(weights)
+    assert fingerprint(copy) == fingerprint(DEFAULT_MODEL_DIR)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(copy) != fingerprint(DEFAULT_MODEL_DIR)

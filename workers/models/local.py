@@ -1,0 +1,43 @@
+"""The checkpoint on the machine where a rank runs: a directory that is there, or a download."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from configs.engine import ResolvedConfig
+from scheduler.errors import ConfigError
+
+TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
+MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+
+
+def local_checkpoint(config: ResolvedConfig) -> Path:
+    """The directory of the checkpoint on this machine.
+
+    The engine was configured where `config.model_dir` exists. A hub id that is not here yet is
+    downloaded, in the same revision; the hub's library lets one process per machine do it. Raises
+    `ConfigError` naming the machine that lacks a directory.
+    """
+    known, model = Path(config.model_dir), config.engine.model
+    if known.is_dir():
+        return known
+    here = socket.gethostname()
+    if known.parent.name != "snapshots":  # where the hub's library puts a revision
+        raise ConfigError(
+            f"the machine {here} has no checkpoint at {known}, but a rank has to run there: copy it"
+            " to the same path, share the folder, or use a hub id"
+        )
+    try:
+        return download(model, known.name, MODEL_PATTERNS)
+    except Exception as error:
+        raise ConfigError(
+            f"the machine {here} cannot download {model!r} in revision {known.name}: {error}"
+        ) from error
+
+
+def download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    """The directory of a hub id, after downloading what is missing. Raises the library's errors."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
