@@ -8,6 +8,7 @@ engine's name) finds those whose ids are not known.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -29,6 +30,7 @@ from cluster.resources.room import living_nodes
 from scheduler.errors import EngineDeadError, EngineError
 
 IS_LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_TIMEOUT_S = 10.0
 # Time for what Ray was told to end: Ray reports a process that is killed otherwise as a fault.
 GRACE_S = 0.2
@@ -55,6 +57,8 @@ def mark(engine_id: str) -> ProcessId:
     """
     descriptor, pid = -1, os.getpid()
     if IS_LINUX:
+        if ray.get_runtime_context().get_actor_id() is not None:
+            _end_with_parent()
         descriptor = os.memfd_create(f"eagleray-{engine_id}")
         faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
     return ProcessId(
@@ -63,6 +67,19 @@ def mark(engine_id: str) -> ProcessId:
         started=_started(pid),
         marked_fd=descriptor,
     )
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent, the raylet.
+
+    The raylet of a node that was cut off and declared dead ends itself, and asks its workers to
+    end; one that waits for a lost peer would not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() == 1:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_all(processes: list[ProcessId]) -> None:

@@ -101,9 +101,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("nobody/some-model", "v2") == tmp_path
-    assert asked == [
-        ("nobody/some-model", {"revision": "v2", "allow_patterns": MODEL_PATTERNS})
-    ]
+    assert asked == [("nobody/some-model", {"revision": "v2", "allow_patterns": MODEL_PATTERNS})]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from configs.paths import CHECKOUT
+from kernels.cpu.cache import cache_dir
+from tests.cluster.nodes.hosts import Host, hosts, why_not
+from tests.cluster.nodes.losing_nodes import SOON_DEAD
+from tests.cluster.processes import wait_until
 
 pytestmark = pytest.mark.engine
+NO_HOSTS = why_not()
 
 
 def run(program: str, limit_s: float) -> str:
@@ -23,3 +32,67 @@ def run(program: str, limit_s: float) -> str:
 
 def test_an_engine_over_two_nodes_outlives_the_loss_of_either() -> None:
     assert "the driver's node" in run("losing_nodes", 300.0)
+
+
+# A host has a home of its own.
+ENVIRONMENT = os.environ | {
+    "EAGLERAY_CACHE_DIR": str(cache_dir()),
+    "PYTHONPATH": str(CHECKOUT),
+    "RAY_AUTH_MODE": "disabled",
+}
+
+
+@pytest.fixture
+def ray_hosts() -> Iterator[list[Host]]:
+    """Three hosts that form a Ray cluster, with a CPU each."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    with hosts(3) as made:
+        head = made[0].address
+        for host in made:
+            where = [f"--address={head}:6379"]
+            if host is made[0]:
+                where = ["--head", "--port=6379", "--include-dashboard=false"]
+            own = [f"--node-ip-address={host.address}", "--num-cpus=1", "--disable-usage-stats"]
+            host.run(ray, "start", *where, *own, env=ENVIRONMENT | SOON_DEAD)
+        yield made
+
+
+def nothing_of_ray_runs(host: Host) -> bool:
+    return not any("ray::" in command for command in host.commands())
+
+
+@pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
+    """No connection is closed: whoever is on the other side only falls silent. When it comes back,
+    what runs there has to end, and to leave the others alone.
+    """
+    head = ray_hosts[0]
+    by_address = {host.address: host for host in ray_hosts}
+    program = head.start(
+        *(sys.executable, "-m", "tests.cluster.nodes.cut_off", head.address),
+        cwd=CHECKOUT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
+    )
+    assert program.stdin is not None and program.stdout is not None
+    lines = []
+    for line in program.stdout:
+        lines.append(line)
+        match line.split():
+            case ["cut", address]:
+                assert any("RankActor" in each for each in by_address[address].commands())
+                by_address[address].pull_cable()
+            case ["plug", address]:
+                by_address[address].plug_cable()
+            case ["look", "at", address]:
+                gone = partial(nothing_of_ray_runs, by_address[address])
+                wait_until(gone, "the end of what ran on the host that was cut off", 90.0)
+            case _:
+                continue
+        program.stdin.write("done\n")
+        program.stdin.flush()
+    assert program.wait(30) == 0, "".join(lines)
+    assert "tokens again after" in lines[-1]
+    print(lines[-1])

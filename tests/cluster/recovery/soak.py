@@ -58,7 +58,14 @@ class Health:
         self.late: dict[float, str] = {}  # by the time of the fault
         self.latest_s = 0.0  # the longest that "ready" was said after a fault
         self._fault: tuple[float, float, tuple[Any, int], str] | None = None
-        threading.Thread(target=self._sample, daemon=True).start()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing may be asked of Ray when it stops."""
+        self._stopping.set()
+        self._thread.join()
 
     def epoch(self) -> tuple[Any, int]:
         """The driver, and how often its ranks came back."""
@@ -77,8 +84,7 @@ class Health:
         self._fault = None
 
     def _sample(self) -> None:
-        while True:
-            time.sleep(SAMPLE_S)
+        while not self._stopping.wait(SAMPLE_S):
             driver = self.llm._engine.driver
             asked_s = time.monotonic()
             try:
@@ -286,6 +292,7 @@ def main() -> None:
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         before, rounds, wrong = holdings(llm), 0, []
+        before["threads"] -= 1  # that of `Health`
         while sum(soak.done.values()) < args.faults:
             load = Load(llm, of)
             rounds += 1
@@ -306,6 +313,7 @@ def main() -> None:
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         time.sleep(1.0)
+        soak.health.stop()
         after = holdings(llm)
     line = {
         "machine": machine(),
