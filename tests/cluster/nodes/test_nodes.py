@@ -15,7 +15,7 @@ from configs.paths import CHECKOUT
 from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.nodes.losing_nodes import SOON_DEAD
-from tests.cluster.processes import wait_until
+from tests.cluster.processes import OURS, wait_until
 
 pytestmark = pytest.mark.engine
 NO_HOSTS = why_not()
@@ -57,8 +57,8 @@ def ray_hosts() -> Iterator[list[Host]]:
         yield made
 
 
-def nothing_of_ray_runs(host: Host) -> bool:
-    return not any("ray::" in command for command in host.commands())
+def nothing_of_ours_runs(host: Host) -> bool:
+    return not any(command.startswith(OURS) for command in host.commands())
 
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
@@ -87,7 +87,7 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
             case ["plug", address]:
                 by_address[address].plug_cable()
             case ["look", "at", address]:
-                gone = partial(nothing_of_ray_runs, by_address[address])
+                gone = partial(nothing_of_ours_runs, by_address[address])
                 wait_until(gone, "the end of what ran on the host that was cut off", 90.0)
             case _:
                 continue
