@@ -58,6 +58,7 @@ class Host:
         assert self._init.stdout is not None
         assert self._init.stdout.readline() == "ready\n"
         [self.pid] = descendants(self._init.pid)
+        remove_link(self._cable)
         ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self.pid)
         ip("link", "set", self._cable, "master", SWITCH, "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
@@ -96,6 +97,7 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """So many hosts, on a switch that this machine is on too, at number 1."""
+    remove_link(SWITCH)
     ip("link", "add", SWITCH, "type", "bridge")
     made: list[Host] = []
     try:
@@ -106,7 +108,12 @@ def hosts(count: int) -> Iterator[list[Host]]:
     finally:
         for host in made:
             host.close()
-        ip("link", "delete", SWITCH)
+        remove_link(SWITCH)
+
+
+def remove_link(name: str) -> None:
+    """Remove what a run that was killed may have left."""
+    subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
 
 
 def ip(*arguments: Any) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml  # type: ignore[import-untyped]
 
 from configs.paths import CHECKOUT
 from tests.cluster.nodes.hosts import Host, hosts, why_not
+from tests.cluster.processes import wait_until
 
 pytestmark = pytest.mark.engine
 SSHD = "/usr/sbin/sshd"
@@ -56,11 +58,16 @@ def cluster_file(made: list[Host], home: Path) -> Path:
     config["provider"]["head_ip"] = made[0].address
     config["provider"]["worker_ips"] = [host.address for host in made[1:]]
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(home / "key")}
-    config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/eagleray/.venv"]
+    assert config["setup_commands"][0].startswith("make ")
+    config["setup_commands"][0] = f"ln -sfn {sys.prefix} ~/eagleray/.venv"
     config["file_mounts"]["~/.ray/auth_token"] = str(home / ".ray" / "auth_token")
     path = home / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def has_no_raylet(host: Host) -> bool:
+    return not any("/raylet " in command for command in host.commands())
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -99,5 +106,6 @@ def test_hosts_are_brought_up_deployed_to_asked_and_torn_down(home: Path) -> Non
         assert "RUNNING" in ray("exec", file, f"{launch} status")
         ray("exec", file, f"{launch} down eagleray")
         ray("down", "-y", file)
-        running = [command for host in made for command in host.commands()]
-        assert not [command for command in running if "raylet" in command]
+        for host in made:
+            gone = partial(has_no_raylet, host)
+            wait_until(gone, f"the end of Ray on {host.name}", 20.0)
