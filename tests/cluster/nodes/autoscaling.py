@@ -1,44 +1,60 @@
-"""An engine that no node can hold yet: the autoscaler adds nodes for it. A program of its own, with
-Ray's fake provider, whose nodes are raylets on this machine.
+"""An engine that no node can hold yet: the autoscaler adds nodes for it.
+
+The program below joins a cluster whose autoscaler has Ray's fake provider: its nodes are raylets on
+the same machine.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-
-import ray
-from ray.cluster_utils import AutoscalingCluster
+from typing import Any
 
 from cluster import LLM, SamplingParams
 from scheduler.errors import ConfigError
-from tests.cluster.nodes.losing_nodes import check_places
 
-QUESTION = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
+NOTHING: tuple[str, ...] = (
+    *("initialization_commands", "setup_commands", "head_setup_commands", "rsync_exclude"),
+    *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+    *("cluster_synced_files", "rsync_filter"),
+)
+# For `ray start --autoscaling-config`.
+CONFIG: dict[str, Any] = {
+    "cluster_name": "fake",
+    "provider": {"type": "fake_multinode"},
+    "max_workers": 2,
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 10,
+    "available_node_types": {
+        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "worker": {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+    },
+    "head_node_type": "head",
+    "auth": {},
+    "docker": {},
+    "file_mounts": {},
+    "file_mounts_sync_continuously": False,
+    **{name: [] for name in NOTHING},
+}
+ENVIRONMENT = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+QUESTION: Any = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
 
 
 def main() -> None:
-    worker = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-    cluster = AutoscalingCluster(
-        head_resources={"CPU": 0}, worker_node_types={"worker": worker}, idle_timeout_minutes=10
-    )
-    cluster.start()
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cpu", "log_level": "error"}
+    options["ray_address"] = f"{sys.argv[1]}:6379"
     try:
-        ray.init("auto", log_to_driver=False)
-        try:
-            LLM(tensor_parallel_size=4, device="cpu")
-        except ConfigError as error:
-            assert "needed 4 CPU" in str(error), error
-        else:
-            raise AssertionError("it did not wait, and began all the same")
-        began = time.monotonic()
-        with LLM(tensor_parallel_size=4, device="cpu", wait_for_nodes_s=120) as llm:
-            check_places(llm._engine.places())
-            [output] = llm.generate([QUESTION], SamplingParams(temperature=0))
-            assert output.text == "85", output
-        print(f"nodes were made and the engine answered after {time.monotonic() - began:.1f} s")
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        LLM(**options)
+    except ConfigError as error:
+        assert "needed 2 CPU" in str(error), error
+    else:
+        raise AssertionError("it began without the resources")
+    began = time.monotonic()
+    with LLM(**options, wait_for_nodes_s=120) as llm:
+        assert [place.local_rank for place in llm._engine.places()] == [0, 1]
+        [output] = llm.generate([QUESTION], SamplingParams(temperature=0))
+        assert output.text == "85", output
+        print(f"a node was made and it answered after {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

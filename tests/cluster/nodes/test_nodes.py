@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,11 +14,12 @@ import pytest
 
 from configs.paths import CHECKOUT
 from kernels.cpu.cache import cache_dir
+from tests.cluster.nodes import autoscaling
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.nodes.losing_nodes import SOON_DEAD
 from tests.cluster.processes import OURS, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nodes]
 NO_HOSTS = why_not()
 
 
@@ -42,10 +44,12 @@ ENVIRONMENT = os.environ | {
 }
 
 
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
 @pytest.fixture
 def ray_hosts() -> Iterator[list[Host]]:
     """Three hosts that form a Ray cluster, with a CPU each."""
-    ray = str(Path(sys.executable).with_name("ray"))
     with hosts(3) as made:
         head = made[0].address
         for host in made:
@@ -53,7 +57,7 @@ def ray_hosts() -> Iterator[list[Host]]:
             if host is made[0]:
                 where = ["--head", "--port=6379", "--include-dashboard=false"]
             own = [f"--node-ip-address={host.address}", "--num-cpus=1", "--disable-usage-stats"]
-            host.run(ray, "start", *where, *own, env=ENVIRONMENT | SOON_DEAD)
+            host.run(RAY, "start", *where, *own, env=ENVIRONMENT | SOON_DEAD)
         yield made
 
 
@@ -96,3 +100,15 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
     assert program.wait(30) == 0, "".join(lines)
     assert "tokens again after" in lines[-1]
     print(lines[-1])
+
+
+@pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+def test_the_autoscaler_makes_a_node_for_a_group_that_does_not_fit() -> None:
+    with hosts(1) as [host]:
+        host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
+        where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]
+        where += ["--autoscaling-config=/tmp/config.json", "--disable-usage-stats"]
+        host.run(RAY, "start", "--head", *where, env=ENVIRONMENT | autoscaling.ENVIRONMENT)
+        program = [sys.executable, "-m", "tests.cluster.nodes.autoscaling", host.address]
+        said = host.run(*program, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=200.0)
+        assert "a node was made" in said

@@ -21,7 +21,7 @@ from configs.paths import CHECKOUT
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.processes import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nodes]
 SSHD = "/usr/sbin/sshd"
 MISSING = [tool for tool in (SSHD, "ssh", "ssh-keygen", "rsync") if shutil.which(tool) is None]
 WHY_NOT = f"{MISSING} is not installed (Debian: openssh-server, rsync)" if MISSING else why_not()
