@@ -37,6 +37,9 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.recovery.soak
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 0 --seed 1
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 2 --seed 2
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 25 --tp 1 --seed 3
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 0.02
+	$(BIN)/python -m tests.cluster.recovery.false_alarm
 
 bench: $(VENV)/.ready
 	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \

@@ -121,7 +121,10 @@ def open_engine(
         for piece in slices:
             fill(piece)
 
-    with mock.patch("workers.worker.load_weights", fill_all):
+    with (
+        mock.patch("workers.worker.local_checkpoint", lambda _: Path(engine.model)),
+        mock.patch("workers.worker.load_weights", fill_all),
+    ):
         executor = RecordingExecutor(config)
     limits = SchedulerLimits(
         num_blocks=executor.inner.num_kv_blocks,

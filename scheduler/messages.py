@@ -118,7 +118,8 @@ class EngineStats:
     that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
     num_admitted sequences, step_seconds the parts of `StepResult.seconds`. is_ready: the ranks
     answer, and if there is work it moves; state and num_recoveries are those of the group of ranks;
-    step_age_s is the time since the last result while steps are under way.
+    step_age_s is the time since the last result while steps are under way. waits_for says which
+    resources are missing, while ranks cannot be placed.
     """
 
     num_running: int
@@ -136,6 +137,7 @@ class EngineStats:
     state: str = "serving"
     num_recoveries: int = 0
     step_age_s: float = 0.0
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -325,7 +325,7 @@ class Api:
         if not stats.is_ready:
             raise OverloadedError(
                 f"the ranks are {stats.state}, and the last result came {stats.step_age_s:.1f} s"
-                " ago; requests are kept and go on"
+                f" ago; requests are kept and go on. {stats.waits_for}".rstrip(". ")
             )
         body = {"state": stats.state, "step_age_s": round(stats.step_age_s, 3)}
         await exchange.answer(200, encode_json(body).encode())

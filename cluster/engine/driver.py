@@ -154,6 +154,7 @@ class Driver:
             state=self._supervisor.recovery.state.value,
             num_recoveries=self._supervisor.recovery.num_recoveries,
             step_age_s=time.monotonic() - busy_since_s if busy_since_s is not None else 0.0,
+            waits_for=self._maker.placement.waits_for,
         )
 
     async def shutdown(self) -> None:

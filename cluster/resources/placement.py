@@ -86,6 +86,7 @@ class Placement:
         self._callers = group
         self._known = group
         self._generation = 0
+        self.waits_for = ""  # what is missing, while a group is pending
 
     def reserve(self) -> None:
         """Reserve a bundle per rank.
@@ -218,14 +219,19 @@ class Placement:
         """Whether the present group is placed in time. Says now and then what it waits for."""
         began_s = said_s = time.monotonic()
         pause_s = 0.005
-        while not self.is_whole():
-            now_s = time.monotonic()
-            if now_s - began_s > limit_s or self._known is None or not is_wanted():
-                return False
-            if now_s - said_s > SAY_S:
-                said_s = now_s
-                what = f"for {now_s - began_s:.0f} s waiting, at most {limit_s:.0f} s, for room for"
-                logger.warning(shortage(self.size, self.device, what))
-            time.sleep(pause_s)
-            pause_s = min(LOOK_S, 2 * pause_s)
+        try:
+            while not self.is_whole():
+                now_s = time.monotonic()
+                if now_s - began_s > limit_s or self._known is None or not is_wanted():
+                    return False
+                if pause_s == LOOK_S:
+                    self.waits_for = shortage(self.size, self.device, "there is no room yet for")
+                if now_s - said_s > SAY_S:
+                    said_s = now_s
+                    passed = f"waiting for {now_s - began_s:.0f} s, at most {limit_s:.0f} s"
+                    logger.warning("%s: %s", passed, self.waits_for)
+                time.sleep(pause_s)
+                pause_s = min(LOOK_S, 2 * pause_s)
+        finally:
+            self.waits_for = ""
         return True

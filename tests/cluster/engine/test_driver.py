@@ -13,6 +13,7 @@ import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     supervisor = FakeSupervisor()
     monkeypatch.setattr(Driver, "make_supervisor", lambda *_, **__: supervisor)
     monkeypatch.setattr(driver_module, "mark", lambda _: None)
-    placement: Any = None
+    placement: Any = SimpleNamespace(waits_for="")
     driver = Driver(config_of(model_dir, frontend_timeout_s=1.0), placement, "test")
     driver._supervisor = supervisor  # type: ignore[assignment]
     return driver

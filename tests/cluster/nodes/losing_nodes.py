@@ -38,23 +38,6 @@ SOON_DEAD = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
-class Lines(logging.Handler):
-    """Keeps what the program's side logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def says_what_is_missing(self) -> bool:
-        told = (
-            r"for \d+ s waiting, at most 300 s, for room for .* needed 4 CPU; nodes have \[.*2 CPU"
-        )
-        return any(re.search(told, line) for line in self.lines)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class World:
     """A cluster, one engine on it, and what its clients must see."""
 
@@ -111,24 +94,27 @@ def check_places(places: list[Place]) -> None:
 
 def main() -> None:
     os.environ.update(SOON_DEAD)
-    logs = Lines()
-    logging.getLogger("eagleray").addHandler(logs)
     world = World()
     check_places(world.llm._engine.places())
     check_tokens(world.llm)
 
-    def remove_two_ranks() -> None:
-        world.remove(world.llm._engine.places()[3].node_id)
-
-    world.under_load("a node with ranks", remove_two_ranks)
-    check_places(world.llm._engine.places())
-
     def remove_the_driver() -> None:
         world.remove(world.llm._engine.places()[0].node_id)
-        wait_until(logs.says_what_is_missing, "a line that says what is waited for", 60.0)
+
+    world.under_load("the driver's node", remove_the_driver)
+    check_places(world.llm._engine.places())
+
+    def remove_what_cannot_be_spared() -> None:
+        world.remove(world.llm._engine.places()[3].node_id)
+        told = r"no room yet for .* needed 4 CPU; nodes have \[.*: 2 CPU \("
+        wait_until(
+            lambda: re.search(told, world.llm.stats().waits_for) is not None,
+            "a state that says what is missing",
+            60.0,
+        )
         world.add()
 
-    world.under_load("the driver's node, with too little left", remove_the_driver)
+    world.under_load("a node with ranks, with too little left", remove_what_cannot_be_spared)
     check_places(world.llm._engine.places())
     world.llm.shutdown()
     ray.shutdown()

@@ -182,7 +182,8 @@ class Driver:
         self.is_alive, self.is_stopped = True, False
         self.frontends = world.parts.frontends(1e9)
         self.scheduler = world.parts.scheduler(world.scenario.limits)
-        config = SimpleNamespace(engine=SimpleNamespace(spares="off", stuck_after_s=1.0))
+        options = SimpleNamespace(spares="off", stuck_after_s=1.0, wait_for_nodes_s=0)
+        config = SimpleNamespace(engine=options)
         maker: Any = SimpleNamespace(world=world, config=config, size=1)
         kind = type(
             "SimulatedSupervisor",
