@@ -30,6 +30,8 @@ from scheduler.errors import ConfigError
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
 # fit on a laptop.
 MIN_LOCAL_CPUS = 16
+# Set by Ray for programs that `ray job submit` runs.
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Settings of a local cluster that we start, unless the environment sets them.
 LOCAL_RAY = {
     # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it
@@ -163,7 +165,9 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
             raise ConfigError(
                 f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS"
             )
-        options = {"runtime_env": {"working_dir": str(CHECKOUT)}}
+        # A program that was submitted as a job of the cluster has its working directory already.
+        is_job = JOB in os.environ
+        options = {} if is_job else {"runtime_env": {"working_dir": str(CHECKOUT)}}
         failed = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, DEFAULT_MODEL_DIR
 from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes import autoscaling
 from tests.cluster.nodes.hosts import Host, hosts, why_not
@@ -112,3 +112,16 @@ def test_the_autoscaler_makes_a_node_for_a_group_that_does_not_fit() -> None:
         program = [sys.executable, "-m", "tests.cluster.nodes.autoscaling", host.address]
         said = host.run(*program, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=200.0)
         assert "a node was made" in said
+
+
+@pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+def test_a_job_that_is_submitted_uses_the_cluster_it_runs_in() -> None:
+    """Its working directory comes without weights, so it names a model."""
+    with hosts(1) as [host]:
+        where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=2"]
+        host.run(RAY, "start", "--head", *where, "--disable-usage-stats", env=ENVIRONMENT)
+        job = [sys.executable, "launch.py", "generate", "What is 47 + 38?", "--tp", "2"]
+        job += ["--model", str(DEFAULT_MODEL_DIR), "--device", "cpu"]
+        submit = [RAY, "job", "submit", "--working-dir", str(CHECKOUT), "--", *job]
+        said = host.run(*submit, env=ENVIRONMENT, limit_s=250.0)
+        assert "> What is 47 + 38?\n85\n" in said, said
