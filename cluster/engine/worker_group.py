@@ -109,7 +109,9 @@ class WorkerGroup:
         """
         if first is not None:
             limit_s = give_up_after_s(self._config.engine.wait_for_nodes_s)
-            self._maker.placement.restore(limit_s, lambda: not self._is_closed)
+            if self._maker.placement.restore(limit_s, lambda: not self._is_closed):
+                end_ranks([spare for spare in self._spares if spare is not None])
+                self._spares = [None] * self._maker.size
         places = self._maker.placement.places()
         began, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         self.ranks = [self._spare_at(place) or self._maker.create(place) for place in places]

@@ -103,14 +103,15 @@ class Placement:
             what = f"after {limit_s:.0f} s, there is still no room for"
             raise ConfigError(shortage(self.size, self.device, what))
 
-    def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> None:
+    def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Have every bundle on a living node again, if a node was lost: on those that are left, or
-        on one that joins within `limit_s`.
+        on one that joins within `limit_s`. Returns whether anything had to be done: whatever ran in
+        the bundles has ended then.
 
         Raises `WorkerError` saying what is missing, also when it is no longer wanted.
         """
         if self.is_whole():
-            return
+            return False
         if self._callers is None:
             logger.warning("the placement group %s has lost a node", self.name)
             self.remove()
@@ -120,6 +121,7 @@ class Placement:
         if not is_placed:
             what = f"after {limit_s:.0f} s, there is no room on other nodes for"
             raise WorkerError(shortage(self.size, self.device, what))
+        return True
 
     def take_over(self) -> None:
         """From now on no copy that another process holds touches the groups of this one: a driver
@@ -170,8 +172,9 @@ class Placement:
     def remove(self) -> None:
         """Give the bundles back, if they are ours; Ray ends what runs in them."""
         if self._callers is None:
-            for group, _ in self._ours(f"{self.name}-"):
-                remove_placement_group(group)
+            for generation in range(self._generation + 1):
+                for group, _ in self._ours(generation):
+                    remove_placement_group(group)
             self._known = None
 
     def _table(self) -> dict[str, Any]:
@@ -180,12 +183,13 @@ class Placement:
             table: dict[str, Any] = placement_group_table(self._known)
             if self._callers is not None or table.get("state") != "REMOVED":
                 return table
-        found = self._ours(f"{self.name}-{self._generation}-")
+        found = self._ours(self._generation)
         self._known, table = found[0] if found else (None, {})
         return table
 
-    def _ours(self, prefix: str) -> list[tuple[PlacementGroup, dict[str, Any]]]:
-        """The groups whose names begin so, with Ray's record of each."""
+    def _ours(self, generation: int) -> list[tuple[PlacementGroup, dict[str, Any]]]:
+        """The groups of one generation, with Ray's record of each."""
+        prefix = f"{self.name}-{generation}-"
         return [
             (PlacementGroup(PlacementGroupID(bytes.fromhex(key))), table)
             for key, table in placement_group_table().items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -52,6 +53,7 @@ def run_serve(job: ServeJob) -> None:
     application that did not start.
     """
     began = time.perf_counter()
+    _check_names(job)
     is_alone = find_address(job.config.engine.ray_address) == "local"
     if is_alone:
         _check_port(job.host, job.port)
@@ -206,6 +208,15 @@ def _reason(name: str) -> str:
     # The last line of a remote traceback names the error.
     lines = [line for message in messages for line in message.splitlines() if "Error" in line]
     return lines[-1].strip() if lines else str(application.message)
+
+
+def _check_names(job: ServeJob) -> None:
+    if not re.fullmatch(r"[\w.-]+", job.name):
+        raise ConfigError(
+            f"--name {job.name!r} must consist of letters, digits, dots, dashes and underscores"
+        )
+    if not re.fullmatch(r"/|(/[\w.-]+)+", job.route_prefix):
+        raise ConfigError(f"--route-prefix {job.route_prefix!r} must be a path such as /chat")
 
 
 def _check_port(host: str, port: int) -> None:

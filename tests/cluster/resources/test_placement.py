@@ -82,12 +82,11 @@ def test_a_lost_node_is_replaced_on_what_is_left(ray: MadeUpRay) -> None:
     placement = Placement(2, "cpu", "engine")
     placement.reserve()
     assert ray.strategies == ["STRICT_PACK"] and placement.node_ids() == {"a"}
-    placement.restore(1.0, lambda: True)
-    assert len(ray.groups) == 1
+    assert not placement.restore(1.0, lambda: True) and len(ray.groups) == 1
     del ray.cpus["a"]
     ray.cpus |= {"b": 1.0, "c": 1.0}
     assert not placement.is_whole()
-    placement.restore(1.0, lambda: True)
+    assert placement.restore(1.0, lambda: True)
     assert ray.strategies == ["STRICT_PACK", "PACK"] and placement.node_ids() == {"b", "c"}
     assert ray.groups["00"]["state"] == "REMOVED"
 
@@ -131,5 +130,8 @@ def test_a_driver_that_was_given_up_does_not_touch_the_groups_of_its_successor(
     del ray.cpus["a"]
     owner.restore(1.0, lambda: True)
     assert owner.is_whole() and not driver.is_whole() and driver.node_ids() == set()
+    ray.cpus["c"] = 2.0
+    assert driver.restore(1.0, lambda: True)  # it makes one of its own
+    assert owner.is_whole()
     owner.remove()
     assert all(group["state"] == "REMOVED" for group in ray.groups.values())

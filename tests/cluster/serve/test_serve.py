@@ -233,6 +233,8 @@ def test_a_second_sigterm_ends_everything_within_five_seconds() -> None:
         (["--replicas", "0"], "replicas must be a whole number of at least 1"),
         (["--api-key", ""], "api_key must not be empty"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--name", "a#b"], "--name 'a#b' must consist of letters"),
+        (["--route-prefix", "chat/"], "--route-prefix 'chat/' must be a path such as /chat"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str) -> None:
