@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,8 @@ from benchmarks.gpu_check_speed import speed
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.device import CudaDevice
-from workers.parallel.group import TensorParallelGroup, _connect, open_rendezvous
+from workers.parallel.backend import TorchTransport, open_rendezvous
+from workers.parallel.group import TensorParallelGroup
 from workers.roofline import Machine
 
 
@@ -100,8 +100,9 @@ def _process_group(check: Check) -> Row:
     a GPU within a graph.
     """
     rendezvous = open_rendezvous("127.0.0.1", _GROUP_TIMEOUT_S)
-    timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
-    backend = _connect(0, 1, rendezvous.address, check.device, timeout)
+    backend = TorchTransport.connect(
+        [0], 0, rendezvous.address, check.device, _GROUP_TIMEOUT_S, "rank 0"
+    )
     # Claims to be one of two: a group of one does nothing.
     group = TensorParallelGroup(0, 2, check.device, backend=backend)
     summed, largest = (
@@ -111,7 +112,7 @@ def _process_group(check: Check) -> Row:
     gathered = torch.empty(1, *summed.shape, dtype=summed.dtype, device=check.device)
 
     def run() -> None:
-        group._gather(group.all_reduce(summed), gathered)
+        gathered.copy_(group.all_gather(group.all_reduce(summed)))
         group.all_reduce_max(largest)
         group.all_reduce(largest)
 

@@ -1,8 +1,9 @@
 """What an all-reduce takes by transport and size: `python -m benchmarks.transports`.
 
-Ranks on one host through shared memory, on one host through gloo, and on hosts of their own (made
-of network namespaces, see `tests.cluster.nodes.hosts`) through gloo. For the last, the packets and
-bytes that leave rank 0's host are counted. Prints one JSON line per transport and number of ranks.
+Ranks on one host through shared memory and through gloo, on hosts of their own (made of network
+namespaces, see `tests.cluster.nodes.hosts`) through gloo, and four on two hosts, through gloo and
+hierarchically. Between hosts, the packets and bytes that leave rank 0's host are counted. Prints
+one JSON line per transport and number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 from benchmarks.common import machine
 from configs.paths import CHECKOUT
 from tests.cluster.nodes.hosts import hosts, why_not
-from workers.parallel.group import TensorParallelGroup, open_rendezvous
+from workers.parallel.backend import open_rendezvous
+from workers.parallel.group import TensorParallelGroup
 
 SIZES = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20)  # bytes
 NUM_WARMUP, NUM_TIMED = 20, 200
@@ -43,7 +45,7 @@ def run_rank(rank: int, size: int, host: str, port: int, *, share: bool) -> None
     group = TensorParallelGroup.create(rank, size, (host, port), torch.device("cpu"), TIMEOUT_S)
     if share:
         group.share_memory(TIMEOUT_S)
-        assert group.transport == "shared memory"
+        assert group.transport.startswith("shared memory")
     found = {}
     for num_bytes in SIZES:
         tensor = torch.zeros(num_bytes // 4)
@@ -129,6 +131,13 @@ def main() -> None:
             found = measure([host.start for host in made], made[0].address, share=False)
         line = {"ranks": size, "transport": "gloo between hosts", "by_bytes": found}
         print(json.dumps(line), flush=True)
+    if why_not() is None:
+        with hosts(2) as (one, two):
+            starts = [one.start, one.start, two.start, two.start]
+            for name, share in (("gloo", False), ("shared memory within hosts", True)):
+                found = measure(starts, one.address, share=share)
+                line = {"ranks": 4, "transport": f"{name}, two hosts", "by_bytes": found}
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

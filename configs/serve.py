@@ -12,6 +12,8 @@ from configs.engine import MAX_TIMEOUT_S, EngineConfig
 from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
+MAX_REPLICAS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
@@ -26,8 +28,24 @@ class ServeConfig:
         flag="--replicas",
         help="Engines, each with its own ranks.",
         at_least=1,
-        at_most=1024,
+        at_most=MAX_REPLICAS,
     )
+    max_replicas: int | None = option(
+        None,
+        flag="--max-replicas",
+        help="With it, engines are added under load up to this number, and ended after it.",
+        at_least=1,
+        at_most=MAX_REPLICAS,
+    )
+    target_ongoing_requests: int | None = option(
+        None,
+        flag="--target-ongoing-requests",
+        help="Requests per engine beyond which one is added; by default half of --max-num-seqs.",
+        at_least=1,
+        at_most=2**20,
+    )
+    upscale_delay_s: float = option(30.0, above=0, at_most=MAX_TIMEOUT_S)
+    downscale_delay_s: float = option(600.0, above=0, at_most=MAX_TIMEOUT_S)
     served_model_name: str | None = option(
         None, flag="--served-model-name", help="Name in the API; by default that of --model."
     )
@@ -59,8 +77,22 @@ class ServeConfig:
         for each in dataclasses.fields(self):
             if "flag" in each.metadata:
                 check_option(each, getattr(self, each.name))
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_replicas {self.max_replicas} is below replicas {self.replicas}, with which"
+                " serving starts; raise it, or leave it out for a fixed number"
+            )
+        if self.target_ongoing_requests is not None and self.max_replicas is None:
+            raise ConfigError(
+                "target_ongoing_requests says when engines are added; give max_replicas with it"
+            )
         if self.api_key == "":
             raise ConfigError("api_key must not be empty; leave it out to serve without one")
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one engine, always."""
+        return self.replicas == (self.max_replicas or 1) == 1
 
     @property
     def model_name(self) -> str:

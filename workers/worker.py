@@ -35,7 +35,8 @@ from workers.model_runner import ModelRunner, PendingStep, run_largest_step, war
 from workers.models.loader import LoadingBar, fingerprint, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
-from workers.parallel.group import Address, Rendezvous, TensorParallelGroup, open_rendezvous
+from workers.parallel.backend import Address, Rendezvous, open_rendezvous
+from workers.parallel.group import TensorParallelGroup
 from workers.progress import Progress
 from workers.report import GRACE_S, WorkerReport
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig
 
 from cluster.client.setup import prepare
 from cluster.resources.placement import actor_environment
@@ -39,7 +40,8 @@ def application(config: ServeConfig) -> serve.Application:
         check_room(size, device, groups=config.replicas)
     deployment = serve.deployment(
         name=NAME,
-        num_replicas=config.replicas,
+        num_replicas="auto" if config.max_replicas else config.replicas,
+        autoscaling_config=_autoscaling(config),
         max_ongoing_requests=MANY,
         max_queued_requests=-1,
         max_constructor_retry_count=MAX_CONSTRUCTOR_TRIES,
@@ -52,3 +54,21 @@ def application(config: ServeConfig) -> serve.Application:
         logging_config={"enable_access_log": False},
     )
     return deployment(serve.ingress()(EngineReplica)).bind(config)
+
+
+def _autoscaling(config: ServeConfig) -> AutoscalingConfig | None:
+    """When Serve adds and ends replicas; None for a fixed number of them."""
+    if config.max_replicas is None:
+        return None
+    # Serve decides by the mean over this time, and by default over 30 s.
+    look_back_s = min(30.0, config.upscale_delay_s)
+    return AutoscalingConfig(
+        min_replicas=config.replicas,
+        max_replicas=config.max_replicas,
+        target_ongoing_requests=config.target_ongoing_requests
+        or max(1, config.engine.max_num_seqs // 2),
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+        look_back_period_s=look_back_s,
+        metrics_interval_s=look_back_s / 3,
+    )

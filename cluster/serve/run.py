@@ -112,7 +112,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     elif not ends_with_ray:
         _check_port(job.host, job.port)
     # A single engine on this machine listens itself; otherwise Serve's proxy spreads the requests.
-    is_direct = ends_with_ray and job.config.replicas == 1 and job.route_prefix == "/"
+    is_direct = ends_with_ray and job.config.is_single and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen)
     try:

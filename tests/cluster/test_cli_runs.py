@@ -283,3 +283,13 @@ def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(
     )
     assert program.returncode == 0, program.stderr
     assert program.stdout.splitlines() == ["5 5", "still initialized: True 7"]
+
+
+def test_the_demonstration_kills_a_rank_while_its_text_goes_on() -> None:
+    command = [sys.executable, "-m", "cluster.commands.lose_rank"]
+    done = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1, was killed]" in done.stdout
+    assert "[240 tokens;" in done.stdout and "; the same tokens as without]" in done.stdout

@@ -50,7 +50,7 @@ WAITS, CLOSED, DIFFERS = 1, 2, 3
 BASE, RANK, SIZE, PART, OFFSET, STATE_SIZE = range(6)
 
 # Kinds of operations.
-GATHER, SUM_FLOAT32, SUM_BFLOAT16, SUM_INT64, MAX_FLOAT32, MAX_INT64, LEAVE = range(7)
+GATHER, BROADCAST, SUM_FLOAT32, SUM_BFLOAT16, SUM_INT64, MAX_FLOAT32, MAX_INT64, LEAVE = range(8)
 
 
 def compile_advance() -> None:
@@ -147,7 +147,8 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
         length = min(PART_BYTES, num_bytes - offset)
         if _load_acquire(_published(base, rank)) < part:
             buffer = _buffer(base, size, rank, part)
-            _copy(source + offset, buffer + _LINE, length)
+            if rank == 0 or kind != BROADCAST:
+                _copy(source + offset, buffer + _LINE, length)
             numba.carray(_pointer(buffer), 1, np.int64)[0] = label
             _store_release(_published(base, rank), part)
         for peer in range(size):
@@ -191,6 +192,8 @@ def _combine(
     if kind == GATHER:
         for peer in range(size):
             _copy(first + step * peer, target + stride * peer, length)
+    elif kind == BROADCAST:
+        _copy(first, target, length)
     elif kind == SUM_BFLOAT16:
         _fold(first, step, size, target, length, np.uint16, np.float32, maximum)
     elif kind in (SUM_INT64, MAX_INT64):

@@ -19,7 +19,7 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 from scheduler.errors import WorkerError
 from workers.parallel import segment
 from workers.parallel.advance import (
+    BROADCAST,
     CLOSED,
     DIFFERS,
     GATHER,
@@ -44,6 +45,7 @@ from workers.parallel.advance import (
     compile_advance,
     segment_bytes,
 )
+from workers.parallel.transport import Exchange
 
 _YIELD_S = 0.002  # a waiting rank yields for this long, then sleeps between checks
 _MAX_SLEEP_S = 0.001
@@ -53,30 +55,40 @@ _SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16, torch.int64: 
 _MAXIMA = {torch.float32: MAX_FLOAT32, torch.int64: MAX_INT64}
 _THROUGH = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int32: torch.int64}
 
-Exchange = Callable[[str], list[str]]
-
 
 class SharedMemoryReducer:
-    """One rank's end of the mapped `memory`; `pids` has the process id of every rank. `join`
-    creates one on every rank or on none. Raises `ProcessLookupError` when a peer is already dead.
+    """A `Transport`: one rank's end of the mapped `memory`. `join` creates one on every rank or on
+    none.
     """
 
+    name = "shared memory"
+
     def __init__(
-        self, rank: int, process_ids: list[int], memory: mmap.mmap, timeout_s: float
+        self,
+        index: int,
+        ranks: Sequence[int],
+        process_ids: list[int],
+        memory: mmap.mmap,
+        timeout_s: float,
+        who: str,
     ) -> None:
-        self.rank = rank
-        self.size = len(process_ids)
+        """The end of rank `ranks[index]`, which errors call `who`; `process_ids` belong to `ranks`.
+        Raises `ProcessLookupError` when a peer is already dead.
+        """
         self.timeout_s = timeout_s
+        self.rank = ranks[index]
+        self._who, self._ranks = who, ranks
         self._process_ids = process_ids
+        self._size = len(ranks)
         self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
-        self._state = np.array([self._memory.ctypes.data, rank, self.size, 1, 0], np.int64)
+        self._state = np.array([self._memory.ctypes.data, index, self._size, 1, 0], np.int64)
         self._unusable = ""
         self._leaving = threading.Lock()
         self._watched: dict[int, int] = {}  # rank by file descriptor
         self._poll = select.poll()
         try:
-            for peer in range(self.size):
-                if peer != rank:
+            for peer in range(self._size):
+                if peer != index:
                     self._watch(peer)
         except OSError:
             self.close()
@@ -84,32 +96,36 @@ class SharedMemoryReducer:
 
     @classmethod
     def join(
-        cls, rank: int, size: int, exchange: Exchange, timeout_s: float
+        cls, rank: int, ranks: Sequence[int], exchange: Exchange, timeout_s: float, who: str
     ) -> SharedMemoryReducer | str:
-        """Map a new segment on every rank, or report on every rank why that is impossible.
-        `exchange` gives every rank the texts of all, in rank order; each must be shorter than 1000
-        bytes. `timeout_s` bounds every later operation. Raises what `exchange` does.
+        """Map a new segment on every one of `ranks`, or report on every one why that is impossible.
+        `exchange`, called twice, gives each the texts of all, in the order of `ranks`; each text
+        must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `who` names this
+        rank in errors. Raises what `exchange` does.
         """
+        index, size, first = ranks.index(rank), len(ranks), f"rank {ranks[0]}"
         compile_advance()  # nothing has to be cleaned up yet
         token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
         descriptor, reducer = -1, None
         try:
-            if rank == 0:
+            if index == 0:
                 try:
                     descriptor, path = segment.create(segment_bytes(size), token)
                 except OSError as error:
-                    reason = f"rank 0 got no shared memory: {error}"
+                    reason = f"{first} got no shared memory: {error}"
             cards = [
                 json.loads(card)
                 for card in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
             ]
             if cards[0][2]:
                 try:
-                    descriptor = segment.open_segment(cards[0], cards[rank]) if rank else descriptor
+                    if index > 0:
+                        descriptor = segment.open_segment(cards[0], cards[index])
                     memory = mmap.mmap(descriptor, segment_bytes(size))
-                    reducer = cls(rank, [card[1] for card in cards], memory, timeout_s)
+                    process_ids = [card[1] for card in cards]
+                    reducer = cls(index, ranks, process_ids, memory, timeout_s, who)
                 except OSError as error:
-                    reason = f"rank {rank} cannot share memory with rank 0: {error}"
+                    reason = f"rank {rank} cannot share memory with {first}: {error}"
             reasons = exchange(reason)
         finally:
             if descriptor >= 0:
@@ -139,9 +155,20 @@ class SharedMemoryReducer:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order. Any dtype, on the CPU. Errors as `all_reduce`."""
         tensor = tensor.contiguous()
-        out_R = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        out_R = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
         self._run("all_gather", tensor.data_ptr(), out_R.data_ptr(), tensor.nbytes, GATHER)
         return out_R
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give every rank what the first one has in `tensor`: contiguous, of any dtype, on the CPU.
+        Errors as `all_reduce`.
+        """
+        address = tensor.data_ptr()
+        self._run("broadcast", address, address, tensor.nbytes, BROADCAST)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Limit of every operation from now on."""
+        self.timeout_s = timeout_s
 
     def close(self) -> None:
         """Leave; ranks that wait for this one fail at once. Never waits for a peer."""
@@ -167,7 +194,7 @@ class SharedMemoryReducer:
     def _run(self, name: str, source: int, target: int, num_bytes: int, kind: int) -> None:
         memory = self._memory  # this reference keeps it mapped, even if another thread closes
         if memory is None:
-            raise WorkerError(f"rank {self.rank} of {self.size} {self._unusable}")
+            raise WorkerError(f"{self._who} {self._unusable}")
         try:
             if advance(self._state, source, target, num_bytes, kind):
                 self._wait(name, source, target, num_bytes, kind)
@@ -183,17 +210,18 @@ class SharedMemoryReducer:
             outcome, peer = divmod(code, OUTCOME)
             waited_s = time.monotonic() - started
             if self._memory is None:  # another thread has closed
-                raise WorkerError(f"rank {self.rank} of {self.size} {self._unusable}")
+                raise WorkerError(f"{self._who} {self._unusable}")
             if outcome == CLOSED:
-                self._fail(name, f"rank {peer} has left the group")
+                self._fail(name, f"rank {self._ranks[peer]} has left the group")
             if outcome == DIFFERS:
-                self._fail(name, f"rank {peer} runs another operation, or one of another size")
+                other = f"rank {self._ranks[peer]} runs another operation"
+                self._fail(name, f"{other}, or one of another size")
             if waited_s > self.timeout_s:
                 part = self._state[PART]
                 self._fail(
                     name,
-                    f"part {part} of rank {peer} did not come in {self.timeout_s} s: it is gone or"
-                    " stuck",
+                    f"part {part} of rank {self._ranks[peer]} did not come in {self.timeout_s} s:"
+                    " it is gone or stuck",
                 )
             if waited_s > next_look_s:
                 next_look_s = waited_s + _LOOK_S
@@ -202,7 +230,7 @@ class SharedMemoryReducer:
                     # What it published before it died may have been all that we were waiting for.
                     if not advance(self._state, *operation):
                         return
-                    self._fail(name, f"rank {dead} (process {self._process_ids[dead]}) has died")
+                    self._fail(name, f"{self._described(dead)} has died")
             if waited_s < _YIELD_S:
                 os.sched_yield()
             else:
@@ -213,8 +241,11 @@ class SharedMemoryReducer:
         # Checked second: a watch that another thread has closed is not a sign of death.
         return self._watched[ended[0][0]] if ended and self._memory is not None else None
 
+    def _described(self, peer: int) -> str:
+        return f"rank {self._ranks[peer]} (process {self._process_ids[peer]})"
+
     def _fail(self, name: str, why: str) -> NoReturn:
-        raise WorkerError(f"rank {self.rank} of {self.size}: {name} failed: {why}")
+        raise WorkerError(f"{self._who}: {name} failed: {why}")
 
     def _watch(self, peer: int) -> None:
         """Open a file descriptor that becomes readable when exactly this process has ended. On

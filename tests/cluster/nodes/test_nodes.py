@@ -103,15 +103,20 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
 
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
-def test_the_autoscaler_makes_a_node_for_a_group_that_does_not_fit() -> None:
+@pytest.mark.parametrize(
+    ("program", "said"), [("autoscaling", "nodes were made"), ("growing", "none failed")]
+)
+def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None:
+    """For one that does not fit, and for the second replica of an application under load."""
     with hosts(1) as [host]:
         host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]
         where += ["--autoscaling-config=/tmp/config.json", "--disable-usage-stats"]
         host.run(RAY, "start", "--head", *where, env=ENVIRONMENT | autoscaling.ENVIRONMENT)
-        program = [sys.executable, "-m", "tests.cluster.nodes.autoscaling", host.address]
-        said = host.run(*program, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=200.0)
-        assert "a node was made" in said
+        run_it = [sys.executable, "-m", f"tests.cluster.nodes.{program}", host.address]
+        printed = host.run(*run_it, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=280.0)
+        assert said in printed
+        print(printed.splitlines()[-1])
 
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))

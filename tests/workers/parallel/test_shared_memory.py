@@ -29,7 +29,8 @@ import torch
 from scheduler.errors import WorkerError
 from workers.parallel import advance, segment
 from workers.parallel.advance import PART_BYTES
-from workers.parallel.group import TensorParallelGroup, open_rendezvous
+from workers.parallel.backend import open_rendezvous
+from workers.parallel.group import TensorParallelGroup
 from workers.parallel.shared_memory import SharedMemoryReducer
 
 CPU = torch.device("cpu")
@@ -144,7 +145,10 @@ def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> 
         return list(texts)
 
     def rank_main(rank: int) -> Any:
-        joined = SharedMemoryReducer.join(rank, size, partial(exchange, rank), timeout_s)
+        who = f"rank {rank} of {size}"
+        joined = SharedMemoryReducer.join(
+            rank, range(size), partial(exchange, rank), timeout_s, who
+        )
         try:
             return run(joined)
         finally:

@@ -20,7 +20,8 @@ from kernels.select import select_backend
 from scheduler.messages import TokenLogprobs
 from scheduler.params import Sampling
 from tests.kernels import sampling_reference as reference
-from workers.parallel.group import TensorParallelGroup, open_rendezvous
+from workers.parallel.backend import open_rendezvous
+from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Group, Sampler, _gap_rows, to_logprobs
 
 BACKENDS = ("reference", "cpu")

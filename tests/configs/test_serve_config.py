@@ -1,0 +1,48 @@
+"""Options of a served application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.serve.application import _autoscaling
+from configs.engine import EngineConfig
+from configs.serve import ServeConfig
+from scheduler.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_replicas": 0}, "max_replicas must be"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas 2 is below replicas 3"),
+        ({"target_ongoing_requests": 4}, "give max_replicas with it"),
+        ({"upscale_delay_s": 0}, "upscale_delay_s must be"),
+        ({"engine": 3}, "engine must be a mapping"),
+        ({"model": "x"}, "unknown serving option 'model'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig.from_dict(options)
+
+
+def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
+    assert _autoscaling(ServeConfig(replicas=2)) is None
+    assert ServeConfig().is_single
+    assert not ServeConfig(replicas=2).is_single
+    assert not ServeConfig(max_replicas=2).is_single
+
+
+def test_replicas_follow_ongoing_requests() -> None:
+    config = ServeConfig(
+        engine=EngineConfig(max_num_seqs=10), replicas=2, max_replicas=5, upscale_delay_s=6.0
+    )
+    scaling = _autoscaling(config)
+    assert scaling is not None
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
+    assert scaling.target_ongoing_requests == 5
+    assert (scaling.upscale_delay_s, scaling.look_back_period_s) == (6.0, 6.0)
+    given = ServeConfig(max_replicas=5, target_ongoing_requests=3)
+    assert (found := _autoscaling(given)) and found.target_ongoing_requests == 3

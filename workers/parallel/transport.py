@@ -1,0 +1,44 @@
+"""How the tensors of a tensor-parallel group travel: what every transport does.
+
+`backend.py` has gloo (CPU) and NCCL (CUDA), `shared_memory.py` the ranks of one host, and
+`hierarchical.py` ranks on several hosts of which some share one. All ranks call the same operations
+in the same order, from one thread; `close` may come from another. Legend: R ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Exchange = Callable[[str], list[str]]
+
+
+class Transport(Protocol):
+    """Operations between ranks. Each raises `WorkerError` when a peer has died, has left or does
+    not arrive in time; the transport cannot be used afterwards.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def all_reduce(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
+        ...
+
+    def all_reduce_max(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """Maximum over the ranks, in place; returns `tensor`."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, /) -> torch.Tensor:
+        """[R, *tensor.shape], in rank order."""
+        ...
+
+    def set_timeout(self, timeout_s: float, /) -> None:
+        """Limit of every operation from now on."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Never waits for a peer."""
+        ...
