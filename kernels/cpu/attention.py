@@ -1,11 +1,13 @@
 """Paged attention on a CPU, one kernel for decode and prefill.
 
-Head-major caches: keys [N, K, D, P], values [N, K, P, D]. Scores then vectorize over the tokens of
-a block, and the weighted sum over the head dimension; neither needs a sum across a vector. Softmax
-is the online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), one block at a time, in
-float32 throughout. Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D
-head dim, N blocks, P block size, W blocks of a row, M queries of a tile times G. A task is one tile
-of queries of one row and one KV head.
+The caches are those of `kv_layout.py`. Softmax is the online softmax of Milakov and Gimelshein 2018
+(arXiv:1805.02867), one block at a time, in float32. Products of float32 are `matmul_tile.py`'s;
+those of bfloat16 too, widened to float32, unless the processor has dot products of pairs: then
+`dot_tile.py`'s, for which the weights of the values are rounded to bfloat16, as they are on a GPU.
+
+Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
+block size, W elements side by side in a cache, in tables blocks of a row, M queries of a tile times
+G. A task is one tile of queries of one row and one KV head.
 """
 
 from __future__ import annotations
@@ -13,20 +15,27 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 
+from kernels.cpu.dot_tile import LANES, PAIR, add_dots
 from kernels.cpu.jit import (
     Array,
     as_array,
     exp_nonpositive,
     fast_jit,
     fast_parallel_jit,
+    float_of_ordered,
     narrow,
+    ordered_bits,
     widen,
 )
+from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.matmul_tile import add_product
 from kernels.metadata import AttentionMetadata
 
 _TILE = 16  # queries of a tile
+_BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
 def paged_attention(
@@ -38,15 +47,18 @@ def paged_attention(
 ) -> torch.Tensor:
     """As `paged_attention_reference`."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache)
     _paged_attention(
         as_array(q_THD),
-        as_array(k_cache),
-        as_array(v_cache),
+        as_array(k_laid_out),
+        as_array(v_laid_out),
         as_array(out_THD),
         attn.query_start_B1.numpy(),
         attn.seq_lens_B.numpy(),
         attn.block_table_BW.numpy(),
         np.float32(scale),
+        _BFLOAT16 if k_laid_out.shape[-1] == PAIR else _FLOAT32,
+        numba.get_num_threads(),
     )
     return out_THD
 
@@ -67,13 +79,72 @@ def _tiles(starts_B1: Array, tile: int) -> Array:
     return tiles
 
 
+def _add_product(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
+    """c += a[:, :depth] @ b[:depth], with c in float32; `ahead` is the address of what is read
+    next. With a in float32, b [K, N, 1] is widened to it. With a in bfloat16, b is [K / 2, N, 2].
+    """
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_add_product)  # the signatures must match exactly, so none is annotated
+def _choose_product(a_MK, b_KNW, c_MN, depth, ahead):  # type: ignore[no-untyped-def]
+    if a_MK.dtype == types.uint16:
+        return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_pairs(a_MK, b_KNW, c_MN, depth, ahead)
+    return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_widened(a_MK, b_KNW, c_MN, depth)
+
+
 @fast_jit
-def _add_product(a_MK: Array, b_KN: Array, c_MN: Array, depth: int) -> None:
-    """c += a[:, :depth] @ b[:depth]; `b_KN` in the dtype of the cache, the others float32."""
+def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
+    """See `_add_product`. The last of an odd number of elements is multiplied alone: what lies
+    beside it may be anything.
+    """
+    num_pairs = depth // PAIR
+    _add_whole_pairs(a_MK.ctypes.data, a_MK.shape[1], b_KNW, c_MN, num_pairs, ahead)
+    if depth % PAIR:
+        last_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
+        for n in range(b_KNW.shape[1]):
+            last_1NW[0, n, 0], last_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
+        start = a_MK.ctypes.data + 2 * PAIR * num_pairs
+        _add_whole_pairs(start, a_MK.shape[1], last_1NW, c_MN, 1, ahead)
+
+
+@fast_jit
+def _add_whole_pairs(
+    a: int, a_length: int, b_KNW: Array, c_MN: Array, num_pairs: int, ahead: int
+) -> None:
+    """`a`: address of the first element, in rows of `a_length`."""
+    rows, columns = c_MN.shape
+    b, c = b_KNW.ctypes.data, c_MN.ctypes.data
+    lda, ldb, ldc = 2 * a_length, 2 * PAIR * columns, 4 * columns
+    column = 0
+    while column + 4 * LANES <= columns:
+        at_b, at_c, row = b + 2 * PAIR * column, c + 4 * column, 0
+        fetched = ahead + 4 * column * num_pairs
+        while row + 4 <= rows:
+            add_dots(4, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
+            row += 4
+        while row + 2 <= rows:
+            add_dots(2, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
+            row += 2
+        if row < rows:
+            add_dots(1, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
+        column += 4 * LANES
+    while column < columns:  # a multiple of 16, like all that is stored in pairs
+        for row in range(rows):
+            at_c = c + row * ldc + 4 * column
+            add_dots(
+                1, 1, a + row * lda, lda, b + 2 * PAIR * column, ldb, at_c, ldc, num_pairs, ahead
+            )
+        column += LANES
+
+
+@fast_jit
+def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int) -> None:
+    """See `_add_product`."""
     rows, columns = c_MN.shape
     a, lda = a_MK.ctypes.data, a_MK.shape[1]
-    b, c, like = b_KN.ctypes.data, c_MN.ctypes.data, b_KN[0, 0]
-    size = b_KN.itemsize
+    b, c, like = b_KN1.ctypes.data, c_MN.ctypes.data, b_KN1[0, 0, 0]
+    size = b_KN1.itemsize
     column = 0
     while column + 64 <= columns:
         row = 0
@@ -123,24 +194,33 @@ def _add_product(a_MK: Array, b_KN: Array, c_MN: Array, depth: int) -> None:
     for row in range(rows):  # columns beyond a multiple of 64
         for k in range(depth):
             for n in range(column, columns):
-                c_MN[row, n] += a_MK[row, k] * widen(b_KN[k, n])
+                c_MN[row, n] += a_MK[row, k] * widen(b_KN1[k, n, 0])
 
 
 @fast_jit
 def _softmax_block(
-    s_MP: Array, acc_MD: Array, max_M: Array, sum_M: Array, ends_M: Array, first: int
+    s_MP: Array,
+    p_MP: Array,
+    scale: np.float32,
+    acc_MD: Array,
+    max_M: Array,
+    sum_M: Array,
+    ends_M: Array,
+    first: int,
 ) -> None:
-    """Turn scores into weights relative to the running maximum; what was accumulated so far is
-    rescaled when the maximum grows.
+    """From products `s_MP` to weights `p_MP` relative to the running maximum; what was accumulated
+    so far is rescaled when the maximum grows.
 
     Row m sees tokens before `ends_M[m]`; the block starts at token `first`.
     """
     num_rows, size = s_MP.shape
     for m in range(num_rows):
-        seen = min(size, ends_M[m] - first)
-        largest = max_M[m]
+        seen = max(0, min(size, ends_M[m] - first))
+        ordered = ordered_bits(max_M[m])
         for p in range(seen):
-            largest = max(largest, s_MP[m, p])
+            s_MP[m, p] *= scale
+            ordered = max(ordered, ordered_bits(s_MP[m, p]))
+        largest = float_of_ordered(ordered)
         if largest > max_M[m]:
             factor = exp_nonpositive(max_M[m] - largest)
             sum_M[m] *= factor
@@ -150,18 +230,18 @@ def _softmax_block(
         total = np.float32(0)
         for p in range(seen):
             weight = exp_nonpositive(s_MP[m, p] - largest)
-            s_MP[m, p] = weight
+            p_MP[m, p] = narrow(weight, p_MP[0, 0])
             total += weight
         sum_M[m] += total
-        for p in range(max(0, seen), size):
-            s_MP[m, p] = np.float32(0)
+        for p in range(seen, size):
+            p_MP[m, p] = narrow(np.float32(0), p_MP[0, 0])
 
 
 @fast_jit
 def _attend_tile(
     q_THD: Array,
-    k_NKDP: Array,
-    v_NKPD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
     out_THD: Array,
     first_token: int,
     num_queries: int,
@@ -169,16 +249,20 @@ def _attend_tile(
     table_W: Array,
     head: int,
     scale: np.float32,
+    like: Array,
+    ahead: int,
 ) -> None:
     """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
-    `head`.
+    `head`. `ahead`: address of the keys that the thread's next tile begins with.
     """
-    kv_heads, dim, size = k_NKDP.shape[1:]
-    group = q_THD.shape[1] // kv_heads
+    kv_heads, size = k_NKDPW.shape[1], k_NKDPW.shape[3]
+    heads, dim = q_THD.shape[1:]
+    group = heads // kv_heads
     rows = num_queries * group
-    q_MD = np.empty((rows, dim), np.float32)
+    q_MD = np.empty((rows, dim), like.dtype)
     acc_MD = np.zeros((rows, dim), np.float32)
     s_MP = np.empty((rows, size), np.float32)
+    p_MP = np.empty((rows, size), like.dtype)
     max_M = np.full(rows, -np.inf, np.float32)
     sum_M = np.zeros(rows, np.float32)
     ends_M = np.empty(rows, np.int64)
@@ -186,14 +270,20 @@ def _attend_tile(
         for g in range(group):
             ends_M[i * group + g] = first_position + i + 1
             for d in range(dim):
-                q_MD[i * group + g, d] = widen(q_THD[first_token + i, head * group + g, d]) * scale
+                query = widen(q_THD[first_token + i, head * group + g, d])
+                q_MD[i * group + g, d] = narrow(query, q_MD[0, 0])
     end = first_position + num_queries
-    for block in range((end + size - 1) // size):
+    num_blocks = (end + size - 1) // size
+    for block in range(num_blocks):
         block_id = np.int64(table_W[block])
+        k_DPW, v_PDW = k_NKDPW[block_id, head], v_NKPDW[block_id, head]
         s_MP[:] = np.float32(0)
-        _add_product(q_MD, k_NKDP[block_id, head], s_MP, dim)
-        _softmax_block(s_MP, acc_MD, max_M, sum_M, ends_M, block * size)
-        _add_product(s_MP, v_NKPD[block_id, head], acc_MD, min(size, end - block * size))
+        _add_product(q_MD, k_DPW, s_MP, dim, v_PDW.ctypes.data)
+        _softmax_block(s_MP, p_MP, scale, acc_MD, max_M, sum_M, ends_M, block * size)
+        depth, following = min(size, end - block * size), ahead
+        if block + 1 < num_blocks:
+            following = k_NKDPW[np.int64(table_W[block + 1]), head].ctypes.data
+        _add_product(p_MP, v_PDW, acc_MD, depth, following)
     for i in range(num_queries):
         for g in range(group):
             m = i * group + g
@@ -207,32 +297,45 @@ def _attend_tile(
 @fast_parallel_jit
 def _paged_attention(
     q_THD: Array,
-    k_NKDP: Array,
-    v_NKPD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
     out_THD: Array,
     starts_B1: Array,
     lens_B: Array,
     table_BW: Array,
     scale: np.float32,
+    like: Array,
+    num_threads: int,
 ) -> None:
+    """`like`: an array of what products multiply, bfloat16 or float32."""
     tiles = _tiles(starts_B1, _TILE)
     num_tiles = len(tiles)
-    # Heads are the outer loop and tiles the inner one, so threads take equal parts of every row,
-    # whatever the row lengths.
-    for index in numba.prange(k_NKDP.shape[1] * num_tiles):
+    # Threads take whole heads, so that each has an equal part of every row, whatever the row
+    # lengths; of a row, a thread reads the heads one after the other, as they lie in a block.
+    kv_heads = k_NKDPW.shape[1]
+    heads_each = kv_heads // num_threads if kv_heads % num_threads == 0 else 1
+    for index in numba.prange(kv_heads * num_tiles):
         # An index of `prange` is unsigned, which would compile its helpers a second time.
         task = np.int64(index)
-        row, first_query, num_queries = tiles[task % num_tiles]
+        heads, place = task // (num_tiles * heads_each), task % (num_tiles * heads_each)
+        row, first_query, num_queries = tiles[place // heads_each]
         start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
+        head = heads * heads_each + place % heads_each
+        next_place = place + 1 if place + 1 < num_tiles * heads_each else place
+        next_row = tiles[next_place // heads_each, 0]
+        next_block = np.int64(table_BW[next_row, 0])
+        next_head = heads * heads_each + next_place % heads_each
         _attend_tile(
             q_THD,
-            k_NKDP,
-            v_NKPD,
+            k_NKDPW,
+            v_NKPDW,
             out_THD,
             start + np.int64(first_query),
             np.int64(num_queries),
             np.int64(lens_B[row]) - (end - start) + np.int64(first_query),
             table_BW[row],
-            task // num_tiles,
+            head,
             scale,
+            like,
+            k_NKDPW[next_block, next_head].ctypes.data,
         )

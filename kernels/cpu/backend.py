@@ -7,26 +7,14 @@ from functools import partial
 
 import torch
 
-from kernels.cpu import attention, elementwise, jit, linear, sampling
+from kernels.cpu import attention, elementwise, few_rows, jit, linear, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
-from kernels.interface import Kernels, SamplingKernels, Shape
+from kernels.cpu.dot_tile import has_dot_products
+from kernels.cpu.kv_layout import head_major_shapes
+from kernels.interface import Kernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
-
-
-def head_major_shapes(
-    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
-) -> tuple[Shape, Shape]:
-    """Keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size,
-    head_dim].
-    """
-    return (num_blocks, kv_heads, head_dim, block_size), (
-        num_blocks,
-        kv_heads,
-        block_size,
-        head_dim,
-    )
 
 
 class CpuKernels:
@@ -79,7 +67,9 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
     )
     qkv, table = torch.zeros(1, 3, _DIM, dtype=dtype), torch.zeros(1, _DIM)
     positions = torch.zeros(1, dtype=torch.int32)
+    products = [few_rows.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
     return [
+        *products,
         lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
         lambda: elementwise.qk_norm_rope_store(
             qkv, weight, weight, 1e-6, table, positions, k_cache, v_cache, attn.slot_mapping_T

@@ -5,7 +5,8 @@ Results equal those of the references up to one rounding: between operations, wh
 the dtype of the input, values stay float32 here. Square roots and divisions are exact, so the bits
 do not depend on the processor's vendor. Threads take tokens.
 Legend: T tokens of the step, E features, H query heads of this rank, K its KV heads, X = H + 2K, D
-head dim, N blocks, P block size, L positions of the rotary table, F features of the MLP.
+head dim, N blocks, P block size, W elements side by side (see `kv_layout.py`), L positions of the
+rotary table, F features of the MLP.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
+from kernels.cpu.kv_layout import as_laid_out
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,9 +64,8 @@ def qk_norm_rope_store(
     v_cache: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """As `qk_norm_rope_store_reference`, into head-major caches: keys [N, K, D, P], values [N, K,
-    P, D].
-    """
+    """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
+    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = torch.empty(num_tokens, num_rows - 2 * k_cache.shape[1], dim, dtype=qkv_TXD.dtype)
     _qk_norm_rope_store(
@@ -74,8 +75,8 @@ def qk_norm_rope_store(
         np.float32(eps),
         cos_sin_LD.numpy(),
         positions_T.numpy(),
-        as_array(k_cache),
-        as_array(v_cache),
+        as_array(k_laid_out),
+        as_array(v_laid_out),
         slot_mapping_T.numpy(),
         as_array(q_THD),
     )
@@ -156,8 +157,8 @@ def _store_token(
     k_weight_D: Array,
     eps: np.float32,
     cos_sin_D: Array,
-    k_NKDP: Array,
-    v_NKPD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
     slot: int,
     q_HD: Array,
 ) -> None:
@@ -165,7 +166,7 @@ def _store_token(
     if it is -1.
     """
     num_heads, dim = q_HD.shape
-    kv_heads, size = v_NKPD.shape[1:3]
+    kv_heads, _, size, width = k_NKDPW.shape[1:]
     turned_D = np.empty(dim, np.float32)
     for h in range(num_heads):
         _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, turned_D)
@@ -176,9 +177,14 @@ def _store_token(
     block, place = slot // size, slot % size
     for k in range(kv_heads):
         _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
+        for pair in range(dim // width):
+            for w in range(width):
+                k_NKDPW[block, k, pair, place, w] = narrow(
+                    turned_D[pair * width + w], k_NKDPW[block, k, pair, place, w]
+                )
+        row, side = place // width, place % width
         for d in range(dim):
-            k_NKDP[block, k, d, place] = narrow(turned_D[d], k_NKDP[block, k, d, place])
-            v_NKPD[block, k, place, d] = qkv_XD[num_heads + kv_heads + k, d]
+            v_NKPDW[block, k, row, d, side] = qkv_XD[num_heads + kv_heads + k, d]
 
 
 @fast_parallel_jit
@@ -189,15 +195,23 @@ def _qk_norm_rope_store(
     eps: np.float32,
     cos_sin_LD: Array,
     positions_T: Array,
-    k_NKDP: Array,
-    v_NKPD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
     slots_T: Array,
     q_THD: Array,
 ) -> None:
     for t in numba.prange(len(qkv_TXD)):
         cos_sin_D = cos_sin_LD[positions_T[t]]
         _store_token(
-            qkv_TXD[t], q_weight_D, k_weight_D, eps, cos_sin_D, k_NKDP, v_NKPD, slots_T[t], q_THD[t]
+            qkv_TXD[t],
+            q_weight_D,
+            k_weight_D,
+            eps,
+            cos_sin_D,
+            k_NKDPW,
+            v_NKPDW,
+            slots_T[t],
+            q_THD[t],
         )
 
 

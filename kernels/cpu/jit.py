@@ -91,6 +91,22 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+@numba.njit(inline="always")
+def ordered_bits(value: np.float32) -> np.int32:
+    """An int32 that is greater for a greater float. A maximum of integers vectorizes, one of floats
+    does not, because of NaN.
+    """
+    bits = np.int32(bits_of_float(value))
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@numba.njit(inline="always")
+def float_of_ordered(ordered: np.int32) -> np.float32:
+    """The inverse of `ordered_bits`."""
+    bits = np.uint32(ordered ^ ((ordered >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    return float_of_bits(bits)  # type: ignore[no-any-return]
+
+
 @intrinsic
 def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c in float32, rounded once, whatever the compiler may contract."""

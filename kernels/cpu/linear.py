@@ -2,7 +2,8 @@
 unchanged.
 
 Packing once saves oneDNN from reordering the weight at every call, about half the time for a decode
-batch. Where the processor has no bfloat16 instructions nothing is packed.
+batch. Where the processor has no bfloat16 instructions nothing is packed. Products of few rows are
+our own where the processor and the layout allow it (`few_rows.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from typing import cast
 import torch
 from torch.nn import functional
 
+from kernels.cpu import few_rows
+from kernels.cpu.dot_tile import has_dot_products
+
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
 _ROWS_HINT = 16
+_ADDRESS = "address_for_few_rows"  # attribute of a packed weight
 
 
 def _has_bfloat16() -> bool:
@@ -28,7 +33,10 @@ def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
     """
     if weight_YX.dtype is not torch.bfloat16 or not _has_bfloat16():
         return weight_YX
-    return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
+    packed_YX = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
+    if has_dot_products():
+        vars(packed_YX)[_ADDRESS] = few_rows.packed_address(weight_YX, packed_YX)
+    return packed_YX
 
 
 def linear(
@@ -37,5 +45,8 @@ def linear(
     """x @ weight.T + bias, [T, Y]."""
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
+    address = vars(packed_YX).get(_ADDRESS)
+    if address is not None and len(x_TX) <= few_rows.max_rows():
+        return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(torch.Tensor, product)

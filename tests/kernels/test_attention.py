@@ -12,6 +12,7 @@ import torch
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
 from kernels.select import select_backend
+from tests.kernels.cpu_caches import to_cpu
 
 CPU = select_backend("cpu", "cpu")
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -73,11 +74,7 @@ def paged_attention_cpu(
     scale: float,
 ) -> torch.Tensor:
     """The CPU kernel over the same caches in its own layout."""
-    k_cache, v_cache = (
-        k_cache.permute(0, 2, 3, 1).contiguous(),
-        v_cache.permute(0, 2, 1, 3).contiguous(),
-    )
-    return CPU.paged_attention(q, k_cache, v_cache, attn, scale)
+    return CPU.paged_attention(q, *to_cpu(k_cache, v_cache), attn, scale)
 
 
 def dense_attention(case: Case, scale: float) -> torch.Tensor:
@@ -161,17 +158,22 @@ def test_cpu_does_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
-def test_cpu_reads_nothing_beyond_the_end_of_a_row(garbage: float) -> None:
+def test_cpu_reads_nothing_beyond_the_end_of_a_row(garbage: float, dtype: torch.dtype) -> None:
     """An earlier owner may have left anything in a block."""
-    q, k_cache, v_cache, attn = make_case([70, 5, 130], [1, 5, 9], block_size=64, head_dim=64)
+    case = make_case([70, 5, 131], [1, 5, 9], block_size=64, head_dim=64, dtype=dtype)
+    q, k_cache, v_cache, attn = case
     want = paged_attention_reference(q, k_cache, v_cache, attn, 0.25)
     for row, length in enumerate(attn.seq_lens_B.tolist()):
         last = int(attn.block_table_BW[row, (length - 1) // 64])
         for cache in (k_cache, v_cache):
             cache[last, (length - 1) % 64 + 1 :] = garbage
     torch.testing.assert_close(
-        paged_attention_cpu(q, k_cache, v_cache, attn, 0.25), want, atol=1e-5, rtol=0
+        paged_attention_cpu(q, k_cache, v_cache, attn, 0.25),
+        want,
+        atol=1e-5 if dtype is torch.float32 else BFLOAT16_TOLERANCE,
+        rtol=0,
     )
 
 

@@ -11,6 +11,7 @@ from kernels.interface import Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from kernels.reference.kv_store import store_kv_reference
 from kernels.select import select_backend
+from tests.kernels.cpu_caches import from_cpu
 
 CPU = select_backend("cpu", "cpu")
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -21,13 +22,8 @@ Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 def token_major(kernels: Kernels, caches: Caches) -> Caches:
-    """Views of a backend's caches as [N, P, K, D]."""
-    k_cache, v_cache = caches
-    return (
-        caches
-        if kernels is REFERENCE
-        else (k_cache.permute(0, 3, 1, 2), v_cache.permute(0, 2, 1, 3))
-    )
+    """A backend's caches as [N, P, K, D]."""
+    return caches if kernels is REFERENCE else from_cpu(*caches)
 
 
 def store(
@@ -102,9 +98,9 @@ def test_slots_beyond_two_to_the_31_elements_are_reached(kernels: Kernels) -> No
     caches = torch.empty(k_shape, dtype=torch.bfloat16), torch.empty(v_shape, dtype=torch.bfloat16)
     k, v = signs(1, 8, 128, seed=2).bfloat16(), signs(1, 8, 128, seed=3).bfloat16()
     store(kernels, k, v, caches, torch.tensor([num_blocks * 16 - 1]))
-    k_cache, v_cache = token_major(kernels, caches)
-    assert torch.equal(k_cache[num_blocks - 1, 15], k[0])
-    assert torch.equal(v_cache[num_blocks - 1, 15], v[0])
+    last = token_major(kernels, (caches[0][-1:], caches[1][-1:]))
+    assert torch.equal(last[0][0, 15], k[0])
+    assert torch.equal(last[1][0, 15], v[0])
 
 
 def test_reference_writes_into_a_cache_that_is_not_contiguous() -> None:

@@ -1,0 +1,49 @@
+"""How keys and values lie in the CPU's KV cache: by head, keys [N, K, D, P], values [N, K, P, D].
+
+Scores then vectorize over the tokens of a block, and the weighted sum over the head dimension;
+neither needs a sum across a vector. Where the processor multiplies pairs of bfloat16
+(`dot_tile.py`), the two dimensions of keys that follow each other lie side by side, and the two
+tokens of values: keys [N, K, D/2, P, 2], values [N, K, P/2, D, 2], in the same memory. Legend: N
+blocks, K KV heads, D head dim, P block size, W elements side by side (1 or 2).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels.cpu.dot_tile import LANES, PAIR, has_dot_products
+from kernels.interface import Shape
+
+
+def head_major_shapes(
+    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+) -> tuple[Shape, Shape]:
+    """Keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size,
+    head_dim].
+    """
+    return (num_blocks, kv_heads, head_dim, block_size), (
+        num_blocks,
+        kv_heads,
+        block_size,
+        head_dim,
+    )
+
+
+def as_laid_out(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the caches as the kernels read and write them: keys [N, K, D/W, P, W], values [N, K,
+    P/W, D, W].
+    """
+    blocks, kv_heads, dim, size = k_cache.shape
+    side_by_side = width(k_cache.dtype, dim, size)
+    return k_cache.view(blocks, kv_heads, dim // side_by_side, size, side_by_side), v_cache.view(
+        blocks, kv_heads, size // side_by_side, dim, side_by_side
+    )
+
+
+@functools.cache
+def width(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
+    """W for caches of this dtype and shape on this processor."""
+    fits = head_dim % LANES == 0 and block_size % LANES == 0
+    return PAIR if dtype is torch.bfloat16 and fits and has_dot_products() else 1
