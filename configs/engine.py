@@ -29,6 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_MAX_MODEL_LEN = 40960
 MAX_TIMEOUT_S = 86400.0  # a day
+MAX_SLOWDOWN = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,13 @@ class EngineConfig:
         help="Tokens per step; by default the device's best.",
         at_least=1,
     )
+    max_decode_slowdown: float = option(
+        3.0,
+        flag="--max-decode-slowdown",
+        help="A CPU's step with prompts takes at most so many times one without; 0: no limit.",
+        above=-1,
+        at_most=MAX_SLOWDOWN,
+    )
     max_model_len: int | None = option(
         None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2
     )
@@ -144,6 +152,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_option(field, getattr(self, field.name))
+        _check_slowdown(self.max_decode_slowdown)
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_batched_tokens < self.max_num_seqs
@@ -164,6 +173,15 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}")
         return cls(**values)
+
+
+def _check_slowdown(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value == 0 or 1 < value <= MAX_SLOWDOWN):  # type: ignore[operator]
+        raise ConfigError(
+            "max_decode_slowdown must be above 1 (at most so many times the time of a step that"
+            f" only decodes) and at most {MAX_SLOWDOWN}, or 0 for no limit; got {value!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

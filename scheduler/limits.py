@@ -11,7 +11,7 @@ from scheduler.messages import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Sizes in tokens, blocks and sequences."""
+    """Sizes in tokens, blocks and sequences; max_decode_slowdown as in `pace.py`."""
 
     num_blocks: int
     block_size: int
@@ -20,6 +20,7 @@ class SchedulerLimits:
     max_model_len: int
     vocab_size: int
     enable_prefix_caching: bool = True
+    max_decode_slowdown: float = 0.0
 
     @property
     def max_total_tokens(self) -> int:

@@ -9,6 +9,7 @@ MAX_RECORDS = 4096
 
 # Why the first sequence in line was not admitted.
 NO_SLOT, NO_BLOCKS, NO_TOKENS = "max_num_seqs", "kv blocks", "max_num_batched_tokens"
+PACE = "max_decode_slowdown"
 IN_FLIGHT, SUSPECT = "its last token is in flight", "a suspect runs alone"
 
 
@@ -17,9 +18,10 @@ class StepRecord:
     """One step. Times are seconds of the scheduler's clock; `done_s` is 0 until the result is read
     and stays 0 for a step that was lost.
 
-    num_rows, num_tokens: what the step runs. waits_for: why the first sequence in line was not
-    admitted, "" if none was left. num_preempted: in this step; num_evicted: blocks of the prefix
-    cache that were taken, since the start. seconds: `StepResult.seconds`.
+    num_rows, num_tokens: what the step runs. num_decoding: rows that run one token. waits_for: why
+    the first sequence in line was not admitted, "" if none was left. num_preempted: in this step;
+    num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
+    `StepResult.seconds`.
     """
 
     step_id: int
@@ -28,6 +30,7 @@ class StepRecord:
     done_s: float = 0.0
     num_rows: int
     num_tokens: int
+    num_decoding: int
     num_admitted: int
     num_running: int
     num_waiting: int

@@ -3,7 +3,8 @@
     schedule(): running sequences first, then waiting ones, both in order of arrival, each gets as
     many tokens as it has not computed yet, until `max_num_batched_tokens` are planned. When a
     running sequence needs a block and none is free, the latest arrival is preempted: it gives back
-    its blocks and slot and goes to the head of the waiting queue.
+    its blocks and slot and goes to the head of the waiting queue. Beside sequences that decode,
+    prompts get what `pace.py` allows.
 
 A step is accounted for when it is submitted, not when its result is read, so the next one can be
 planned right away (running ahead). `apply` gives the tokens of a result to the *sequences* of the
@@ -40,6 +41,7 @@ from scheduler.messages import (
     TokenLogprobs,
     ints,
 )
+from scheduler.pace import Pace
 from scheduler.records import StepRecord, StepRecords
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
@@ -84,6 +86,7 @@ class _Step:
     # With its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
+    is_paced: bool = False  # the budget is the one beside decodes
     waits_for: str = ""  # why the first in line was not admitted
 
 
@@ -121,6 +124,7 @@ class Scheduler:
         self.suspects: list[Sequence] = []  # in order of arrival; the first one runs alone
         self.stats = SchedulerStats()
         self.records = StepRecords()
+        self.pace = Pace(limits.max_decode_slowdown, limits.max_num_batched_tokens)
         self.epoch = 0
         self._next_step_id = 0
         self._next_arrival = 0
@@ -217,7 +221,13 @@ class Scheduler:
                 " tokens"
             )
         self.submitted.popleft()
-        submitted.record.done_s, submitted.record.seconds = self._clock(), result.seconds
+        record = submitted.record
+        record.done_s, record.seconds = self._clock(), result.seconds
+        self.pace.observe(
+            record.num_decoding,
+            record.num_tokens - record.num_decoding,
+            sum(result.seconds.values()),
+        )
         for part, seconds in result.seconds.items():
             of_parts = self.stats.step_seconds
             of_parts[part] = of_parts.get(part, 0.0) + seconds
@@ -326,6 +336,8 @@ class Scheduler:
                 index += 1
                 continue
             num_new = total - seq.num_computed
+            if num_new > 1 and slots and not step.is_paced:
+                budget, step.is_paced = min(budget, self.pace.budget(len(slots))), True
             if num_new > budget:
                 num_new = budget
             computed = seq.num_computed + num_new
@@ -371,12 +383,15 @@ class Scheduler:
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admit waiting sequences in order, while there are slots, blocks and budget."""
+        if step.slots and not step.is_paced and self.waiting:
+            step.budget = min(step.budget, self.pace.budget(len(step.slots)))
+            step.is_paced = True
         while self.waiting:
             seq = self.waiting[0]
             if not self._free_slots:
                 step.waits_for = records.NO_SLOT
             elif step.budget <= 0:
-                step.waits_for = records.NO_TOKENS
+                step.waits_for = records.PACE if step.is_paced else records.NO_TOKENS
             elif seq.num_pending:
                 step.waits_for = records.IN_FLIGHT
             elif not self.block_manager.can_allocate(seq):
@@ -421,7 +436,8 @@ class Scheduler:
             epoch=plan.epoch,
             launched_s=self._clock(),
             num_rows=len(step.slots),
-            num_tokens=self.limits.max_num_batched_tokens - step.budget,
+            num_tokens=sum(step.num_new_tokens),
+            num_decoding=step.num_new_tokens.count(1),
             num_admitted=len(step.admitted),
             num_running=len(self.running),
             num_waiting=len(self.waiting),

@@ -317,6 +317,7 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
 # The surface
 
 ENGINE_FLAGS = {
+    "--max-decode-slowdown",
     "--model",
     "--tp",
     "--tokenizer",
@@ -407,6 +408,7 @@ ENGINE_FLAGS_AND_VALUES = {
     "--kv-cache-bytes": 10,
     "--max-num-seqs": 11,
     "--max-num-batched-tokens": 12,
+    "--max-decode-slowdown": 2.5,
     "--max-model-len": 13,
     "--gpu-memory-utilization": 0.5,
     "--num-steps-ahead": 0,
@@ -431,6 +433,7 @@ ENGINE = EngineConfig(
     kv_cache_bytes=10,
     max_num_seqs=11,
     max_num_batched_tokens=12,
+    max_decode_slowdown=2.5,
     max_model_len=13,
     gpu_memory_utilization=0.5,
     num_steps_ahead=0,
@@ -642,6 +645,7 @@ def test_the_options_of_an_engine_are_these() -> None:
         "enable_prefix_caching",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "max_decode_slowdown",
         "max_model_len",
         "enforce_eager",
         "num_steps_ahead",

@@ -36,8 +36,9 @@ class CpuKernels:
 
     def set_num_threads(self, num_threads: int, /) -> None:
         """Threads of torch and of numba."""
-        torch.set_num_threads(num_threads)
+        # In this order: numba, when it starts its threads, gives torch's OpenMP all cores.
         jit.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Calls on one token of one head."""

@@ -140,7 +140,10 @@ class FakeRank:
             )
             if samples:
                 sampled.append(self._sample(row, context))
-        return StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled)
+        seconds = {"forward": 0.05 + 0.01 * sum(plan.num_new_tokens)}
+        return StepResult(
+            step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled, seconds=seconds
+        )
 
     # -- what changed ------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ def _draw_limits(rng: Random) -> SchedulerLimits:
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         enable_prefix_caching=rng.random() < 0.9,
+        max_decode_slowdown=(0.0, 1.5, 3.0)[extra % 3],
     )
 
 

@@ -51,6 +51,7 @@ RECORDS = [
         launched_s=100.0 + 0.01 * step_id,
         done_s=done_s,
         num_rows=3,
+        num_decoding=1,
         num_tokens=3,
         num_admitted=0,
         num_running=3,

@@ -1,0 +1,68 @@
+"""How many prompt tokens a step may hold beside sequences that decode.
+
+Whoever decodes waits for the whole step, prompts of others included. What a step costs differs by
+processor and model, so it is learned from the steps that have run:
+
+    seconds = base(rows that decode) + slope * prompt tokens
+    budget  = (max_decode_slowdown - 1) * base / slope
+
+`base` is the median of the last steps without prompts, by the number of rows; `slope` that of the
+steps with prompts, after `base` is taken off. Then a step takes `max_decode_slowdown` times as long
+as one that only decodes. If the first sequences decode while prompts still arrive, there is no step
+without prompts to learn from; then one with few prompt tokens gives a first guess of `base`. Has no
+clock: seconds come with the results, so a replay decides the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+FEWEST_TOKENS = 32  # per step, so that prompts get on whatever they cost
+_REMEMBERED = 9
+
+
+class Pace:
+    """Learns from `observe`, answers `budget`. With `max_decode_slowdown` 0 there is no limit."""
+
+    def __init__(self, max_decode_slowdown: float, most_tokens: int) -> None:
+        self.max_decode_slowdown = max_decode_slowdown
+        self.most_tokens = most_tokens
+        self._decode_s: dict[int, deque[float]] = {}  # by number of rows
+        self._token_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._bases: dict[int, float] = {}
+        self._guessed_s: float | None = None  # the base, before it was ever seen
+
+    def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
+        """A step has taken so long."""
+        if not self.max_decode_slowdown or seconds <= 0:
+            return
+        if num_prompt_tokens:
+            if num_decoding and num_prompt_tokens <= FEWEST_TOKENS and self._token_s:
+                self._guessed_s = max(
+                    seconds / 2, seconds - num_prompt_tokens * median(self._token_s)
+                )
+            own = seconds - (self.base_s(num_decoding) or 0.0)
+            self._token_s.append(max(0.0, own) / num_prompt_tokens)
+        else:
+            remembered = self._decode_s.setdefault(num_decoding, deque(maxlen=_REMEMBERED))
+            remembered.append(seconds)
+            self._bases[num_decoding] = median(remembered)
+
+    def base_s(self, num_decoding: int) -> float | None:
+        """What a step of so many decoding rows takes: that of the nearest number that has run."""
+        if not self._bases:
+            return self._guessed_s
+        return self._bases[min(self._bases, key=lambda rows: abs(rows - num_decoding))]
+
+    def budget(self, num_decoding: int) -> int:
+        """Most prompt tokens of a step in which so many rows decode."""
+        if not self.max_decode_slowdown or not num_decoding or not self._token_s:
+            return self.most_tokens
+        base = self.base_s(num_decoding)
+        if base is None:
+            return min(self.most_tokens, FEWEST_TOKENS)
+        allowed_s, token_s = (self.max_decode_slowdown - 1) * base, median(self._token_s)
+        if self.most_tokens * token_s <= allowed_s:
+            return self.most_tokens
+        return min(self.most_tokens, max(FEWEST_TOKENS, int(allowed_s / token_s)))

@@ -1,0 +1,138 @@
+"""Prompt tokens beside decodes: what is learned from the steps, and the budgets that follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.messages import StepPlan, StepResult, ints
+from scheduler.pace import FEWEST_TOKENS, Pace
+from scheduler.scheduler import Scheduler
+from tests.scheduler.helpers import make_limits, make_request, must_schedule
+
+BASE_S, ROW_S, TOKEN_S = 0.060, 0.001, 0.0005
+CAP = 512
+
+
+class CountsDecodesIntoTheSlope(Pace):
+    """Steps without prompts are taken for prompts of one token per row."""
+
+    def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
+        super().observe(num_decoding, num_prompt_tokens, seconds)
+        if not num_prompt_tokens:
+            self._token_s.append(seconds / num_decoding)
+
+
+def seconds_of(plan: StepPlan) -> float:
+    """What a step of this plan takes on a machine of these costs."""
+    num_decoding = plan.num_new_tokens.count(1)
+    return BASE_S + ROW_S * num_decoding + TOKEN_S * (sum(plan.num_new_tokens) - num_decoding)
+
+
+def run(scheduler: Scheduler, num_steps: int) -> list[StepPlan]:
+    """Steps one after the other, each with its seconds."""
+    plans = []
+    for _ in range(num_steps):
+        plan = must_schedule(scheduler)
+        tokens = ints([9] * sum(plan.samples))
+        seconds = {"forward": 0.9 * seconds_of(plan), "sample": 0.1 * seconds_of(plan)}
+        scheduler.apply(
+            StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=tokens, seconds=seconds)
+        )
+        plans.append(plan)
+    return plans
+
+
+def scheduler_with_decodes(slowdown: float, pace: type[Pace] = Pace) -> Scheduler:
+    """Eight sequences decode, and long prompts wait."""
+    limits = make_limits(
+        num_blocks=4000,
+        max_num_seqs=16,
+        max_num_batched_tokens=CAP,
+        max_model_len=2000,
+        max_decode_slowdown=slowdown,
+    )
+    scheduler = Scheduler(limits)
+    scheduler.pace = pace(slowdown, CAP)
+    for row in range(8):
+        scheduler.add(make_request(f"decode-{row}", [row + 1] * 5, max_tokens=900))
+    run(scheduler, 6)
+    for row in range(4):
+        scheduler.add(make_request(f"prompt-{row}", [20 + row] * 1500, max_tokens=9))
+    return scheduler
+
+
+def check_converged(pace: type[Pace]) -> None:
+    """After ten steps, six of them without prompts, a step with prompts takes between 2.7 and 3
+    times one without.
+    """
+    scheduler = scheduler_with_decodes(3.0, pace)
+    *_, last = run(scheduler, 4)
+    assert len(last.slots) > 8, "no prompt beside the decodes"
+    alone_s = BASE_S + last.num_new_tokens.count(1) * ROW_S
+    assert 2.7 * alone_s <= seconds_of(last) <= 3.0 * alone_s, seconds_of(last) / alone_s
+
+
+def test_steps_beside_decodes_take_the_allowed_time_after_ten_steps() -> None:
+    check_converged(Pace)
+
+
+def test_a_slope_with_decodes_in_it_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_converged(CountsDecodesIntoTheSlope)
+
+
+def test_without_a_limit_or_without_decodes_a_step_is_full() -> None:
+    assert {sum(plan.num_new_tokens) for plan in run(scheduler_with_decodes(0.0), 5)} == {CAP}
+    scheduler = scheduler_with_decodes(3.0)
+    run(scheduler, 5)
+    for seq in list(scheduler.running):
+        if seq.request_id.startswith("decode"):
+            scheduler.finish(seq, "abort")
+    plan = must_schedule(scheduler)
+    assert sum(plan.num_new_tokens) == CAP
+
+
+def test_prompts_get_on_whatever_they_cost() -> None:
+    pace = Pace(1.1, CAP)
+    pace.observe(4, 0, 0.010)
+    pace.observe(4, 100, 5.0)
+    assert pace.budget(4) == FEWEST_TOKENS
+
+
+def test_nothing_is_limited_before_anything_is_known() -> None:
+    pace = Pace(3.0, CAP)
+    assert pace.budget(4) == CAP
+    pace.observe(4, 0, 0.010)
+    assert pace.budget(4) == CAP
+    pace.observe(0, 100, 0.0)  # a device that does not tell its time
+    assert pace.budget(4) == CAP
+
+
+def test_where_no_step_was_without_prompts_one_with_few_gives_a_first_guess() -> None:
+    pace = Pace(3.0, CAP)
+    pace.observe(0, 400, BASE_S + 400 * TOKEN_S)
+    assert pace.budget(4) == FEWEST_TOKENS
+    pace.observe(4, FEWEST_TOKENS, BASE_S + FEWEST_TOKENS * TOKEN_S)
+    guessed = pace.budget(4)
+    assert 0.5 * 2 * BASE_S / TOKEN_S < guessed < 2 * BASE_S / TOKEN_S
+    pace.observe(4, 0, BASE_S)
+    assert guessed < pace.budget(4) < 1.1 * 2 * BASE_S / TOKEN_S
+
+
+def test_one_slow_step_changes_little() -> None:
+    """Another program had the processor."""
+    pace = Pace(3.0, CAP)
+    for _ in range(4):
+        pace.observe(4, 0, 0.010)
+        pace.observe(4, 100, 0.010 + 100 * 0.001)
+    before = pace.budget(4)
+    pace.observe(4, 0, 3.0)
+    pace.observe(4, 10, 3.0)
+    assert pace.budget(4) == before == 20 + 12  # raised to the fewest
+
+
+def test_the_nearest_number_of_rows_stands_for_one_that_has_not_run() -> None:
+    pace = Pace(3.0, CAP)
+    pace.observe(1, 0, 0.010)
+    pace.observe(64, 0, 0.100)
+    assert (pace.base_s(8), pace.base_s(50), pace.base_s(500)) == (0.010, 0.100, 0.100)
