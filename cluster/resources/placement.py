@@ -36,8 +36,12 @@ SAY_S = 10.0
 logger = logging.getLogger("eagleray")
 
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch when it is imported
+
+
 def actor_environment() -> dict[str, Any]:
-    """Runtime environment of our actors: the checkout on the path.
+    """Runtime environment of our actors: the checkout on the path, and huge pages for torch's large
+    tensors on a CPU where the system leaves them to programs.
 
     An actor passes its environment on to the actors it starts, so nothing about GPUs may be set
     here: the driver has none, but the ranks it starts have.
@@ -45,7 +49,12 @@ def actor_environment() -> dict[str, Any]:
     inherited = os.environ.get("PYTHONPATH")
     path = f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)
     faults = os.environ.get(FAULTS)  # set by tests alone
-    return {"env_vars": {"PYTHONPATH": path} | ({FAULTS: faults} if faults else {})}
+    variables = {
+        "PYTHONPATH": path,
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+        **({FAULTS: faults} if faults else {}),
+    }
+    return {"env_vars": variables}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
