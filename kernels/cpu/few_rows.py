@@ -49,6 +49,8 @@ def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | No
     if size_in % PAIR or torch.ops.mkldnn._nbytes(packed_YX) != 2 * rows * columns:
         return None
     address = _data_pointer(packed_YX)
+    if address is None:
+        return None
     stored = np.ctypeslib.as_array((ctypes.c_uint16 * (rows * columns)).from_address(address))
     panels = stored.reshape(rows // _PANEL, columns // PAIR, _PANEL, PAIR)
     # The first and the last panel show the order of all of them.
@@ -79,12 +81,16 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _data_pointer(tensor: torch.Tensor) -> int:
-    """Through torch's C interface: Python has no access to the memory of a packed weight."""
+def _data_pointer(tensor: torch.Tensor) -> int | None:
+    """Through torch's C interface: Python has no access to the memory of a packed weight. None if
+    this torch does not have that interface.
+    """
+    library = _torch_library()
+    if not hasattr(torch._C, "_aoti") or not hasattr(library, "aoti_torch_get_data_ptr"):
+        return None
     allocate: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
     [handle] = allocate([tensor])
     pointer, held = ctypes.c_void_p(), ctypes.c_void_p(_capsule_pointer()(handle, None))
-    library = _torch_library()
     failed = library.aoti_torch_get_data_ptr(held, ctypes.byref(pointer))
     library.aoti_torch_delete_tensor_object(held)
     if failed or pointer.value is None:

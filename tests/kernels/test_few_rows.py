@@ -63,6 +63,16 @@ def test_another_layout_is_seen() -> None:
     assert few_rows.packed_address(odd, torch.ops.mkldnn._reorder_linear_weight(odd, 16)) is None
 
 
+def test_a_torch_without_the_interface_leaves_products_to_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(few_rows, "_torch_library", object)
+    weight, x = normal(128, 64, seed=1), normal(3, 64, seed=2)
+    want = x.double() @ weight.double().T
+    out = linear.linear(x, linear.pack_weight(weight), None)
+    torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=2**-8)
+
+
 def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(128, 64, seed=1)
     packed = linear.pack_weight(weight)
