@@ -17,11 +17,12 @@ def option(
     flag_default: Any = dataclasses.MISSING,
     at_least: int | None = None,
     above: float | None = None,
+    or_zero: bool = False,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have
-    `above`.
+    `above`; 0 is possible too with `or_zero`.
     """
     return dataclasses.field(
         default=default,
@@ -31,6 +32,7 @@ def option(
             "flag_default": default if flag_default is dataclasses.MISSING else flag_default,
             "at_least": at_least,
             "above": above,
+            "or_zero": or_zero,
             "at_most": at_most,
             "choices": choices,
         },
@@ -53,7 +55,9 @@ def check_option(field: dataclasses.Field[Any], value: object) -> None:
     elif limits["at_least"] is not None:
         _check_whole(name, value, limits["at_least"], limits["at_most"])
     elif limits["above"] is not None:
-        _check_fraction(name, value, limits["above"], limits["at_most"])
+        if not (limits["or_zero"] and value == 0 and not isinstance(value, bool)):
+            zero = "0, or " if limits["or_zero"] else ""
+            _check_fraction(name, value, limits["above"], limits["at_most"], zero)
     elif not isinstance(value, str):
         raise ConfigError(f"{name} must be text, got {value!r}")
 
@@ -65,10 +69,10 @@ def _check_whole(name: str, value: object, least: int, most: int | None) -> None
         raise ConfigError(f"{name} must be a whole number of {limits}, got {value!r}")
 
 
-def _check_fraction(name: str, value: object, above: float, most: float) -> None:
+def _check_fraction(name: str, value: object, above: float, most: float, zero: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type,operator]
         unit = " seconds" if name.endswith("_s") else ""
         raise ConfigError(
-            f"{name} must be above {above:g} and at most {most:g}{unit}, got {value!r}"
+            f"{name} must be {zero}above {above:g} and at most {most:g}{unit}, got {value!r}"
         )

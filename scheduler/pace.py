@@ -53,6 +53,8 @@ class Pace:
         """What a step of so many decoding rows takes: that of the nearest number that has run."""
         if not self._bases:
             return self._guessed_s
+        if num_decoding in self._bases:
+            return self._bases[num_decoding]
         return self._bases[min(self._bases, key=lambda rows: abs(rows - num_decoding))]
 
     def budget(self, num_decoding: int) -> int:

@@ -86,7 +86,7 @@ class _Step:
     # With its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
-    is_paced: bool = False  # the budget is the one beside decodes
+    is_paced: bool | None = None  # whether decodes limit the budget; None: nobody has asked yet
     waits_for: str = ""  # why the first in line was not admitted
 
 
@@ -336,8 +336,8 @@ class Scheduler:
                 index += 1
                 continue
             num_new = total - seq.num_computed
-            if num_new > 1 and slots and not step.is_paced:
-                budget, step.is_paced = min(budget, self.pace.budget(len(slots))), True
+            if num_new > 1 and slots and step.is_paced is None:
+                budget = self._pace(step, budget)
             if num_new > budget:
                 num_new = budget
             computed = seq.num_computed + num_new
@@ -358,6 +358,12 @@ class Scheduler:
             if num_new > 1 or computed % block_size == 0:
                 manager.publish(seq, min(computed, len(seq.token_ids)))
         step.budget = budget
+
+    def _pace(self, step: _Step, budget: int) -> int:
+        """What is left of the budget for prompts beside the rows planned so far."""
+        allowed = self.pace.budget(len(step.slots))
+        step.is_paced = allowed < budget
+        return min(budget, allowed)
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
         """Give a running sequence the blocks for `num_tokens`; False if it was itself preempted."""
@@ -383,9 +389,8 @@ class Scheduler:
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admit waiting sequences in order, while there are slots, blocks and budget."""
-        if step.slots and not step.is_paced and self.waiting:
-            step.budget = min(step.budget, self.pace.budget(len(step.slots)))
-            step.is_paced = True
+        if step.slots and step.is_paced is None and self.waiting:
+            step.budget = self._pace(step, step.budget)
         while self.waiting:
             seq = self.waiting[0]
             if not self._free_slots:

@@ -18,7 +18,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu.dot_tile import LANES, PAIR, add_dots
+from kernels.cpu.dot_tile import LANES, PAIR, add_dots, add_rows
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -118,16 +118,8 @@ def _add_whole_pairs(
     lda, ldb, ldc = 2 * a_length, 2 * PAIR * columns, 4 * columns
     column = 0
     while column + 4 * LANES <= columns:
-        at_b, at_c, row = b + 2 * PAIR * column, c + 4 * column, 0
-        fetched = ahead + 4 * column * num_pairs
-        while row + 4 <= rows:
-            add_dots(4, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
-            row += 4
-        while row + 2 <= rows:
-            add_dots(2, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
-            row += 2
-        if row < rows:
-            add_dots(1, 4, a + row * lda, lda, at_b, ldb, at_c + row * ldc, ldc, num_pairs, fetched)
+        at_b, at_c = b + 2 * PAIR * column, c + 4 * column
+        add_rows(a, lda, at_b, ldb, at_c, ldc, rows, num_pairs, ahead + 4 * column * num_pairs)
         column += 4 * LANES
     while column < columns:  # a multiple of 16, like all that is stored in pairs
         for row in range(rows):

@@ -16,6 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.jit import exact_jit
+
 PAIR = 2
 LANES = 16
 _LINE = 64  # bytes of a cache line
@@ -143,3 +145,27 @@ def add_dots(
         return context.get_dummy_value()
 
     return types.void(num_rows, num_vectors, *([types.int64] * 8)), generate
+
+
+@exact_jit
+def add_rows(
+    a: int,
+    lda: int,
+    b: int,
+    ldb: int,
+    c: int,
+    ldc: int,
+    rows: int,
+    num_pairs: int,
+    ahead: int,
+) -> None:
+    """`add_dots` for any number of rows and 64 columns."""
+    row = 0
+    while row + 4 <= rows:
+        add_dots(4, 4, a + row * lda, lda, b, ldb, c + row * ldc, ldc, num_pairs, ahead)
+        row += 4
+    while row + 2 <= rows:
+        add_dots(2, 4, a + row * lda, lda, b, ldb, c + row * ldc, ldc, num_pairs, ahead)
+        row += 2
+    if row < rows:
+        add_dots(1, 4, a + row * lda, lda, b, ldb, c + row * ldc, ldc, num_pairs, ahead)

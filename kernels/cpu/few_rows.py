@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from llvmlite import binding as llvm
 
-from kernels.cpu.dot_tile import PAIR, add_dots
+from kernels.cpu.dot_tile import PAIR, add_rows
 from kernels.cpu.jit import Array, as_array, exact_jit, exact_parallel_jit, narrow, widen
 
 _PANEL, _BLOCK = 64, 32
@@ -115,20 +115,10 @@ def _add_panel(x: int, row_bytes: int, panel: int, sums: int, rows: int, num_pai
     """Add a panel's products to `sums`, float32 [rows, 64]. All but sizes are addresses."""
     for first in range(0, num_pairs, _CHUNK):
         count = min(_CHUNK, num_pairs - first)
-        chunk, x_chunk, row = panel + first * _PAIR_BYTES, x + 2 * PAIR * first, 0
-        # What a group of rows fetches of the next chunk begins where the group before ended.
+        chunk = panel + first * _PAIR_BYTES
         ahead = chunk + count * _PAIR_BYTES
-        while row + 4 <= rows:
-            at_x, at_sums = x_chunk + row * row_bytes, sums + row * _ROW_BYTES
-            add_dots(4, 4, at_x, row_bytes, chunk, _PAIR_BYTES, at_sums, _ROW_BYTES, count, ahead)
-            row += 4
-        while row + 2 <= rows:
-            at_x, at_sums = x_chunk + row * row_bytes, sums + row * _ROW_BYTES
-            add_dots(2, 4, at_x, row_bytes, chunk, _PAIR_BYTES, at_sums, _ROW_BYTES, count, ahead)
-            row += 2
-        if row < rows:
-            at_x, at_sums = x_chunk + row * row_bytes, sums + row * _ROW_BYTES
-            add_dots(1, 4, at_x, row_bytes, chunk, _PAIR_BYTES, at_sums, _ROW_BYTES, count, ahead)
+        at_x = x + 2 * PAIR * first
+        add_rows(at_x, row_bytes, chunk, _PAIR_BYTES, sums, _ROW_BYTES, rows, count, ahead)
 
 
 @exact_parallel_jit

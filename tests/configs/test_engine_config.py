@@ -372,3 +372,11 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
 def test_a_name_is_text(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be"):
         EngineConfig.from_dict({name: 5})
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, 1, 1001, float("nan"), "3", False, None])
+def test_a_slowdown_is_zero_or_above_one(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"max_decode_slowdown must be 0, or above 1 and at most"):
+        EngineConfig(max_decode_slowdown=value)  # type: ignore[arg-type]
+    assert EngineConfig(max_decode_slowdown=0).max_decode_slowdown == 0
+    assert EngineConfig(max_decode_slowdown=1.5).max_decode_slowdown == 1.5

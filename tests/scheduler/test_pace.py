@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler import records
 from scheduler.messages import StepPlan, StepResult, ints
 from scheduler.pace import FEWEST_TOKENS, Pace
 from scheduler.scheduler import Scheduler
@@ -136,3 +137,11 @@ def test_the_nearest_number_of_rows_stands_for_one_that_has_not_run() -> None:
     pace.observe(1, 0, 0.010)
     pace.observe(64, 0, 0.100)
     assert (pace.base_s(8), pace.base_s(50), pace.base_s(500)) == (0.010, 0.100, 0.100)
+
+
+def test_records_say_what_the_first_in_line_waits_for() -> None:
+    for slowdown, reason in ((0.0, records.NO_TOKENS), (3.0, records.PACE)):
+        scheduler = scheduler_with_decodes(slowdown)
+        run(scheduler, 2)
+        *_, last = scheduler.records.since(0.0)
+        assert last.waits_for == reason

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import WorkerPool, executor_of
+from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import StepPlan
 from tests.workers.conftest import config_of
@@ -308,6 +309,18 @@ def test_threads_are_set_where_start_is_called(small_checkpoint: Path) -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_first_setting_of_threads_in_a_process_counts() -> None:
+    """numba starts its threads then, which must not give torch all cores."""
+    program = (
+        "import torch; from kernels.select import select_backend;"
+        " select_backend('cpu', 'cpu').set_num_threads(1); print(torch.get_num_threads())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
 
 
 def test_in_process_executor_runs_plans(small_checkpoint: Path) -> None:

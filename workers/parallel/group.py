@@ -13,6 +13,7 @@ Legend: R ranks of the group.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -181,7 +182,7 @@ class TensorParallelGroup:
         found = [self._chosen, self._backend if self._backend is not self._chosen else None]
         return [transport for transport in found if transport is not None]
 
-    def _connect(self, ranks: range | list[int], timeout_s: float) -> TorchTransport:
+    def _connect(self, ranks: Sequence[int], timeout_s: float) -> TorchTransport:
         assert self._address is not None
         try:
             return TorchTransport.connect(

@@ -32,7 +32,7 @@ class HierarchicalReducer:
         between: TorchTransport | None,
         hosts: Sequence[Sequence[int]],
     ) -> None:
-        self._within, self._between, self._hosts = within, between, hosts
+        self._within, self._between = within, between
         self._largest = max(map(len, hosts))
         # Where each rank's part is once the hosts' padded parts follow one another.
         where = {

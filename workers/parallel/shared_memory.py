@@ -19,7 +19,7 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -45,7 +45,6 @@ from workers.parallel.advance import (
     compile_advance,
     segment_bytes,
 )
-from workers.parallel.transport import Exchange
 
 _YIELD_S = 0.002  # a waiting rank yields for this long, then sleeps between checks
 _MAX_SLEEP_S = 0.001
@@ -54,6 +53,8 @@ _LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
 _SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16, torch.int64: SUM_INT64}
 _MAXIMA = {torch.float32: MAX_FLOAT32, torch.int64: MAX_INT64}
 _THROUGH = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int32: torch.int64}
+
+Exchange = Callable[[str], list[str]]
 
 
 class SharedMemoryReducer:

@@ -7,12 +7,9 @@ in the same order, from one thread; `close` may come from another. Legend: R ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-Exchange = Callable[[str], list[str]]
 
 
 class Transport(Protocol):
