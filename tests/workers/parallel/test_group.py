@@ -124,6 +124,23 @@ def test_a_peer_that_leaves_fails_the_others_at_once(transport: str) -> None:
     assert max(on_ranks(3, run, transport=transport)) < 9.0
 
 
+def test_a_failure_between_hosts_ends_the_wait_within_one() -> None:
+    """Rank 2 waits for rank 0, which has lost rank 1 but does not leave."""
+    told = threading.Event()
+
+    def run(group: TensorParallelGroup) -> bool:
+        if group.rank == 1:
+            group.close()
+            return True
+        with pytest.raises(WorkerError):
+            group.all_reduce(torch.zeros(4))
+        if group.rank == 2:
+            told.set()
+        return told.wait(8.0)
+
+    assert all(on_ranks(3, run, transport=HIERARCHICAL))
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(
