@@ -30,6 +30,11 @@ HERE = threading.local()  # the host of the rank that runs in a thread
 HOSTS = ("a", "b", "a", "a")  # of ranks that are not all on one
 
 
+@pytest.fixture(autouse=True)
+def threads_have_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "host_id", lambda: HERE.host)
+
+
 def on_ranks(
     size: int,
     run: Callable[[TensorParallelGroup], Any],
@@ -49,8 +54,7 @@ def on_ranks(
         finally:
             group.close()
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
-        patch.setattr(segment, "host_id", lambda: HERE.host)
+    with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank_main, range(size)))
 
 
