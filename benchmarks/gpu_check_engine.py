@@ -34,7 +34,7 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
-from workers.models.layers import WeightSlice
+from workers.models.weights import WeightSlice
 from workers.roofline import floor_s, layer_parameters, works_of
 
 QWEN3_8B = QWEN3_0_6B | {

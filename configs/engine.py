@@ -18,6 +18,7 @@ from typing import Any
 from configs.model import DTYPES, ModelConfig, rope_max_length
 from configs.options import check_option, option
 from configs.paths import DEFAULT_MODEL_DIR
+from configs.quantization import QUANTIZATIONS, Quantization
 from scheduler.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -59,6 +60,12 @@ class EngineConfig:
         flag="--dtype",
         help="auto (the checkpoint's), float32, bfloat16 or float16.",
         choices=("auto", *DTYPES),
+    )
+    quantization: str | None = option(
+        None,
+        flag="--quantization",
+        help="int8: matrices as 8-bit numbers, half the memory; faster, less exact. CPU only.",
+        choices=QUANTIZATIONS,
     )
     attention_backend: str = option("auto", flag="--attention-backend", choices=ATTENTION_BACKENDS)
     block_size: int | None = option(
@@ -185,6 +192,7 @@ class ResolvedConfig:
     model_dir: str
     device: str
     dtype: str
+    quantization: Quantization | None
     attention_backend: str
     block_size: int
     max_num_batched_tokens: int
@@ -206,12 +214,13 @@ def resolve(
     block_size: int,
     dtypes: tuple[str, ...],
     fast_dtypes: tuple[str, ...],
+    quantizations: tuple[str, ...],
 ) -> ResolvedConfig:
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
     `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    default, `dtypes` what it computes in. A checkpoint's own dtype is used if it is among
-    `fast_dtypes`; otherwise float32 takes its place.
+    default, `dtypes` and `quantizations` what it computes in. A checkpoint's own dtype is used if
+    it is among `fast_dtypes`; otherwise float32 takes its place.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)
@@ -229,6 +238,15 @@ def resolve(
             f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
             f" {', '.join(dtypes)}. Choose one of them, or another attention_backend"
         )
+    quantization = model.quantization
+    if quantization is None and engine.quantization is not None:
+        quantization = Quantization(stored=False, vocabulary=True)
+    if quantization is not None and "int8" not in quantizations:
+        raise ConfigError(
+            f"quantization 'int8' is not possible on device {device!r} with kernel backend"
+            f" {attention_backend!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
+            " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
+        )
     tokens = engine.max_num_batched_tokens or max(
         DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs
     )
@@ -238,6 +256,7 @@ def resolve(
         model_dir=str(model_dir),
         device=device,
         dtype=dtype,
+        quantization=quantization,
         attention_backend=attention_backend,
         block_size=engine.block_size or block_size,
         max_num_batched_tokens=tokens,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.quantization import Quantization, read_quantization
 from scheduler.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
@@ -40,7 +41,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense Qwen3 model: sizes in elements, `dtype` that of the checkpoint."""
+    """A dense Qwen3 model: sizes in elements, `dtype` and `quantization` those of the
+    checkpoint.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -56,6 +59,7 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -81,6 +85,7 @@ class ModelConfig:
                 rope=_read_rope(raw, where),
                 dtype=_read_dtype(raw, where),
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
+                quantization=read_quantization(raw, where),
             )
         except KeyError as error:
             raise ConfigError(
@@ -181,10 +186,6 @@ def _check_supported(raw: Mapping[str, Any], where: str) -> None:
         )
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window is not supported")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: quantized checkpoints are not supported; use one in {', '.join(DTYPES)}"
-        )
 
 
 def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:

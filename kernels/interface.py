@@ -6,7 +6,7 @@ or without flash-attn), and `kernels/reference/` (plain PyTorch), whose function
 kernel computes. This module imports neither torch nor a backend, so a client can ask what would run
 without loading it.
 
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E
+Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table. In sampling: R
 the rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
 top-k, N ranks.
@@ -32,6 +32,7 @@ class Capabilities:
 
     description: how the log names it.
     dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for.
+    quantizations: formats of weights it computes with, besides the dtypes.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
 
@@ -40,6 +41,7 @@ class Capabilities:
     default_block_size: int
     dtypes: tuple[str, ...]
     fast_dtypes: tuple[str, ...]
+    quantizations: tuple[str, ...] = ()
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
 
@@ -61,6 +63,33 @@ class GapRows:
     rows_R: torch.Tensor
     max_R: torch.Tensor
     temperature_R: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Weight:
+    """A weight of 8-bit codes: `codes_YX * scale_Y` in the rows.
+
+    codes_YX: int8 between -127 and 127; once packed, in the layout of the backend.
+    scale_Y : float32.
+    """
+
+    codes_YX: torch.Tensor
+    scale_Y: torch.Tensor
+
+
+class Int8Kernels(Protocol):
+    """Products of 8-bit codes; `kernels/reference/int8.py` defines their results, to the bit."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """As `Kernels.first_step`, for these kernels."""
+
+    def pack(self, weight: Int8Weight, /) -> Int8Weight:
+        """The weight in the layout `linear` wants, perhaps the same."""
+
+    def linear(
+        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """x, quantized per row, @ weight.T + bias, [T, Y] in the dtype of x."""
 
 
 class SamplingKernels(Protocol):
@@ -130,6 +159,7 @@ class Kernels(Protocol):
 
     capabilities: Capabilities
     sampling: SamplingKernels
+    int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /

@@ -6,6 +6,7 @@ affects them.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,3 +72,64 @@ def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> tor
     if name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
         return 0.5 * noise
     return 2.0 * noise / math.sqrt(parameter.shape[1])
+
+
+def quantize_checkpoint(model_dir: Path) -> None:
+    """Rewrite a checkpoint of one file as compressed-tensors stores 8-bit weights: per layer matrix
+    its codes and a `weight_scale` per row, and a `quantization_config`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from kernels.reference.int8 import quantize_rows
+
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes, scale = quantize_rows(tensors[name])
+        tensors |= {name: codes, f"{name}_scale": scale.unsqueeze(1)}
+    save_file(tensors, path)
+    config = json.loads((model_dir / "config.json").read_text())
+    config["quantization_config"] = COMPRESSED_TENSORS
+    (model_dir / "config.json").write_text(json.dumps(config))
+
+
+# What llm-compressor writes for its scheme W8A8 with `ignore=["lm_head"]`.
+COMPRESSED_TENSORS: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "format": "int-quantized",
+            "input_activations": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": True,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": None,
+                "observer_kwargs": {},
+                "strategy": "token",
+                "symmetric": True,
+                "type": "int",
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": None,
+                "num_bits": 8,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "channel",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "int-quantized",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}

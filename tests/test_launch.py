@@ -318,6 +318,7 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
 
 ENGINE_FLAGS = {
     "--max-decode-slowdown",
+    "--quantization",
     "--model",
     "--tp",
     "--tokenizer",
@@ -402,6 +403,7 @@ ENGINE_FLAGS_AND_VALUES = {
     "--revision": "r",
     "--device": "cpu",
     "--dtype": "float32",
+    "--quantization": "int8",
     "--attention-backend": "reference",
     "--block-size": 8,
     "--num-kv-blocks": 9,
@@ -427,6 +429,7 @@ ENGINE = EngineConfig(
     revision="r",
     device="cpu",
     dtype="float32",
+    quantization="int8",
     attention_backend="reference",
     block_size=8,
     num_kv_blocks=9,
@@ -637,6 +640,7 @@ def test_the_options_of_an_engine_are_these() -> None:
         "tensor_parallel_size",
         "device",
         "dtype",
+        "quantization",
         "attention_backend",
         "block_size",
         "num_kv_blocks",

@@ -27,11 +27,13 @@ FIRST_STEP, OTHER_STEPS = "first-step", "other-steps"
 _LOWEST_PRIORITY = 19
 
 
-def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str) -> None:
+def compile_first_step(
+    kernels: Kernels, group: TensorParallelGroup, dtype: str, quantized: bool = False
+) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(kernels, group.size, dtype)
+    calls = _calls_of_first_step(kernels, group.size, dtype, quantized)
     for i, call in enumerate(calls):
         turn, place = divmod(i, group.size)
         # Back and forth, because the slowest come first: 0, 1, 1, 0, 0, 1, 1, ...
@@ -44,14 +46,18 @@ def compile_first_step(kernels: Kernels, group: TensorParallelGroup, dtype: str)
         group.progress.num_compiled += 1
 
 
-def load_first_step(kernels: Kernels, size: int, dtype: str) -> None:
+def load_first_step(kernels: Kernels, size: int, dtype: str, quantized: bool = False) -> None:
     """Make the same kernels ready in a process without a group; they are cached already."""
-    for call in _calls_of_first_step(kernels, size, dtype):
+    for call in _calls_of_first_step(kernels, size, dtype, quantized):
         call()
 
 
-def _calls_of_first_step(kernels: Kernels, size: int, dtype: str) -> list[Callable[[], object]]:
+def _calls_of_first_step(
+    kernels: Kernels, size: int, dtype: str, quantized: bool
+) -> list[Callable[[], object]]:
     calls: list[Callable[[], object]] = list(kernels.first_step(torch_dtype(dtype)))
+    if quantized and kernels.int8 is not None:
+        calls += kernels.int8.first_step(torch_dtype(dtype))
     if size > 1 and calls:
         calls.insert(1, compile_all_reduce)
     return calls

@@ -45,6 +45,7 @@ def resolve_config(
         block_size=backend.default_block_size,
         dtypes=backend.dtypes,
         fast_dtypes=backend.fast_dtypes,
+        quantizations=backend.quantizations,
     )
 
 

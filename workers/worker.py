@@ -82,7 +82,8 @@ class Worker:
         config = self.config
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
-        load_first_step(kernels, config.engine.tensor_parallel_size, config.dtype)
+        size, quantized = config.engine.tensor_parallel_size, config.quantization is not None
+        load_first_step(kernels, size, config.dtype, quantized)
         if load and config.device == "cpu":
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = self._load(self._group, kernels)
@@ -104,7 +105,8 @@ class Worker:
         with self._phase("rendezvous"):
             group.join(address, engine.start_timeout_s)
         with self._phase("compile"):
-            compile_first_step(kernels, group, self.config.dtype)
+            quantized = self.config.quantization is not None
+            compile_first_step(kernels, group, self.config.dtype, quantized)
         group.share_memory(engine.start_timeout_s)
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
@@ -280,7 +282,8 @@ class Worker:
         config = self.config
         model_dir = local_checkpoint(config)
         self._checkpoint = fingerprint(model_dir)
-        model = Qwen3(config.model, group, kernels, torch_dtype(config.dtype), config.max_model_len)
+        dtype, length = torch_dtype(config.dtype), config.max_model_len
+        model = Qwen3(config.model, group, kernels, dtype, length, config.quantization)
         bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
         def loaded(done: int, total: int) -> None:

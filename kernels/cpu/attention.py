@@ -125,7 +125,17 @@ def _add_whole_pairs(
         for row in range(rows):
             at_c = c + row * ldc + 4 * column
             add_dots(
-                1, 1, a + row * lda, lda, b + 2 * PAIR * column, ldb, at_c, ldc, num_pairs, ahead
+                PAIR,
+                1,
+                1,
+                a + row * lda,
+                lda,
+                b + 2 * PAIR * column,
+                ldb,
+                at_c,
+                ldc,
+                num_pairs,
+                ahead,
             )
         column += LANES
 

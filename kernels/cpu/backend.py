@@ -10,8 +10,9 @@ import torch
 from kernels.cpu import attention, elementwise, few_rows, jit, linear, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.dot_tile import has_dot_products
+from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
-from kernels.interface import Kernels, SamplingKernels
+from kernels.interface import Int8Kernels, Kernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
@@ -22,6 +23,7 @@ class CpuKernels:
 
     capabilities = CPU
     sampling: SamplingKernels = sampling.CpuSampling()
+    int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
     kv_cache_shapes = staticmethod(head_major_shapes)
     pack_weight = staticmethod(linear.pack_weight)
     linear = staticmethod(linear.linear)

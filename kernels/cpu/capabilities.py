@@ -18,19 +18,34 @@ _X86_BFLOAT16 = (
 )
 
 
+# With these, products of 8-bit numbers are exact; without, oneDNN's sums may saturate.
+_X86_INT8 = ({"avx512_vnni"}, {"avx_vnni"})
+
+
+def _flags() -> set[str] | None:
+    """What /proc/cpuinfo says of an x86 processor; None if that is not to be had."""
+    if platform.machine() != "x86_64":
+        return None
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((set(line.split()) for line in lines if line.startswith("flags")), None)
+
+
 def has_bfloat16() -> bool:
     """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
-    if platform.machine() == "x86_64":
-        try:
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-        except OSError:
-            lines = []
-        flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
-        if flags is not None:
-            return any(needed <= flags for needed in _X86_BFLOAT16)
+    flags = _flags()
+    if flags is not None:
+        return any(needed <= flags for needed in _X86_BFLOAT16)
     torch = importlib.import_module("torch")  # slow to import, but it always knows
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
+
+
+def has_int8() -> bool:
+    """Whether oneDNN multiplies 8-bit numbers exactly. Only known of x86 processors on Linux."""
+    return any(needed <= (_flags() or set()) for needed in _X86_INT8)
 
 
 CPU = Capabilities(
@@ -39,4 +54,5 @@ CPU = Capabilities(
     default_block_size=BLOCK_SIZE,
     dtypes=("float32", "bfloat16"),
     fast_dtypes=("float32", "bfloat16") if has_bfloat16() else ("float32",),
+    quantizations=("int8",) if has_int8() else (),
 )

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kernels.cpu import few_rows
 from kernels.cpu.dot_tile import has_dot_products
+from kernels.cpu.packed import max_rows, packed_address
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
 _ROWS_HINT = 16
@@ -35,7 +36,7 @@ def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
         return weight_YX
     packed_YX = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
     if has_dot_products():
-        vars(packed_YX)[_ADDRESS] = few_rows.packed_address(weight_YX, packed_YX)
+        vars(packed_YX)[_ADDRESS] = packed_address(weight_YX, packed_YX)
     return packed_YX
 
 
@@ -46,7 +47,7 @@ def linear(
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = vars(packed_YX).get(_ADDRESS)
-    if address is not None and len(x_TX) <= few_rows.max_rows():
+    if address is not None and len(x_TX) <= max_rows():
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(torch.Tensor, product)

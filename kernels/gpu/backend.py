@@ -11,7 +11,7 @@ from kernels.gpu import attention, elementwise
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.sampling import GpuSampling
-from kernels.interface import Capabilities, Kernels, SamplingKernels
+from kernels.interface import Capabilities, Int8Kernels, Kernels, SamplingKernels
 from kernels.reference.backend import token_major_shapes
 
 
@@ -20,6 +20,7 @@ class TritonKernels:
 
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = GpuSampling()
+    int8: Int8Kernels | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
     linear = staticmethod(functional.linear)
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)

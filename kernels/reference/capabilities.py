@@ -8,4 +8,5 @@ REFERENCE = Capabilities(
     default_block_size=16,
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
+    quantizations=("int8",),
 )

@@ -11,7 +11,9 @@ import pytest
 
 from configs.engine import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig, resolve
 from configs.model import ModelConfig
+from configs.quantization import Quantization
 from scheduler.errors import ClientError, ConfigError
+from tests.checkpoints import COMPRESSED_TENSORS
 
 LEAST = {
     "tensor_parallel_size": 1,
@@ -71,6 +73,7 @@ def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfi
         block_size=16,
         dtypes=dtypes,
         fast_dtypes=dtypes,
+        quantizations=("int8",),
     )
 
 
@@ -228,6 +231,34 @@ def test_a_dtype_the_kernels_lack_is_refused_with_the_possible_ones() -> None:
         resolved(dtype="float16")
 
 
+def test_quantization_is_the_users_or_the_checkpoints() -> None:
+    from_user = Quantization(stored=False, vocabulary=True)
+    assert resolved(quantization="int8").quantization == from_user
+    raw = {"quantization_config": COMPRESSED_TENSORS}
+    for options in ({}, {"quantization": "int8"}):
+        assert resolved(raw, **options).quantization == Quantization(stored=True, vocabulary=False)
+    assert resolved().quantization is None
+    with pytest.raises(ConfigError, match="quantization must be one of int8, got 'fp8'"):
+        EngineConfig(quantization="fp8")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
+    raw = {"quantization_config": COMPRESSED_TENSORS} if stored else {}
+    with pytest.raises(ConfigError, match="'int8' is not possible on device 'cuda' with kernel"):
+        resolve(
+            EngineConfig(quantization=None if stored else "int8"),
+            ModelConfig.from_dict(RAW | raw),
+            Path("/models/some"),
+            "cuda",
+            attention_backend="triton",
+            block_size=16,
+            dtypes=("bfloat16",),
+            fast_dtypes=("bfloat16",),
+            quantizations=(),
+        )
+
+
 def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None:
     model = ModelConfig.from_dict(RAW)
     assert model.dtype == "bfloat16"
@@ -241,6 +272,7 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
             block_size=16,
             dtypes=("float32", "bfloat16"),
             fast_dtypes=("float32",),
+            quantizations=(),
         )
         assert config.dtype == want
 
@@ -260,6 +292,7 @@ def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> No
             block_size=256,
             dtypes=("bfloat16", "float16"),
             fast_dtypes=("bfloat16", "float16"),
+            quantizations=(),
         )
 
 

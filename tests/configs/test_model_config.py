@@ -190,9 +190,9 @@ def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
     assert read(use_sliding_window=False, sliding_window=128) == read()
 
 
-def test_a_quantized_checkpoint_is_refused() -> None:
+def test_a_checkpoint_of_another_quantization_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="quantized checkpoints are not supported; use one in float32, bfloat16"
+        ConfigError, match="has quant_method 'fp8'; of quantized checkpoints only 8-bit integers"
     ):
         read(quantization_config={"quant_method": "fp8"})
 

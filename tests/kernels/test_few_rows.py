@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu import few_rows, linear
+from kernels.cpu import few_rows, linear, packed
 from kernels.cpu.dot_tile import has_dot_products
+from kernels.cpu.packed import max_rows, packed_address
 
 pytestmark = pytest.mark.skipif(
     not has_dot_products(), reason="this processor has no dot products of bfloat16 (AVX-512-BF16)"
@@ -20,10 +21,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The packed weight, which must live as long as its address."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    address = few_rows.packed_address(weight, packed)
+    whole = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    address = packed_address(weight, whole)
     assert address is not None
-    return packed, address
+    return whole, address
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -32,7 +33,7 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
 def test_product_is_near_that_of_float64(shape: tuple[int, int], with_bias: bool) -> None:
     size_out, size_in = shape
     weight, bias = normal(*shape, seed=1), normal(size_out, seed=2) if with_bias else None
-    packed, address = pack(weight)
+    whole, address = pack(weight)
     for rows in (*range(1, 10), 16, 31, 32, 33):
         x = normal(rows, size_in, seed=rows)
         out = few_rows.linear(x, address, size_out, bias)
@@ -40,12 +41,12 @@ def test_product_is_near_that_of_float64(shape: tuple[int, int], with_bias: bool
         want = want if bias is None else want + bias.double()
         # One rounding to bfloat16, and those of the float32 sums.
         torch.testing.assert_close(out.double(), want, atol=1e-4 * size_in**0.5, rtol=2**-8)
-    assert packed.is_mkldnn
+    assert whole.is_mkldnn
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
-    _packed, address = pack(normal(192, 320, seed=1))
+    _whole, address = pack(normal(192, 320, seed=1))
     x = normal(32, 320, seed=2)
     whole = few_rows.linear(x, address, 192, None)
     for first in range(32):
@@ -58,15 +59,15 @@ def test_another_layout_is_seen() -> None:
     """As a later oneDNN, or one for another processor, may pack."""
     weight = normal(256, 128, seed=1)
     other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0).contiguous(), 16)
-    assert few_rows.packed_address(weight, other) is None
+    assert packed_address(weight, other) is None
     odd = normal(64, 63, seed=1)
-    assert few_rows.packed_address(odd, torch.ops.mkldnn._reorder_linear_weight(odd, 16)) is None
+    assert packed_address(odd, torch.ops.mkldnn._reorder_linear_weight(odd, 16)) is None
 
 
 def test_a_torch_without_the_interface_leaves_products_to_onednn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(few_rows, "_torch_library", object)
+    monkeypatch.setattr(packed, "_torch_library", object)
     weight, x = normal(128, 64, seed=1), normal(3, 64, seed=2)
     want = x.double() @ weight.double().T
     out = linear.linear(x, linear.pack_weight(weight), None)
@@ -75,7 +76,7 @@ def test_a_torch_without_the_interface_leaves_products_to_onednn(
 
 def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(128, 64, seed=1)
-    packed = linear.pack_weight(weight)
+    whole = linear.pack_weight(weight)
     taken: list[int] = []
 
     def spy(x: torch.Tensor, address: int, size_out: int, bias: object) -> torch.Tensor:
@@ -83,8 +84,8 @@ def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.zeros(len(x), size_out, dtype=torch.bfloat16)
 
     monkeypatch.setattr(few_rows, "linear", spy)
-    most = few_rows.max_rows()
+    most = max_rows()
     for rows in (1, most, most + 1):
-        out = linear.linear(normal(rows, 64, seed=2), packed, None)
+        out = linear.linear(normal(rows, 64, seed=2), whole, None)
         assert out.shape == (rows, 128)
     assert taken == [1, most]

@@ -17,7 +17,7 @@ from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.rank_pool import WorkerPool
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
-from kernels.cpu.capabilities import has_bfloat16
+from kernels.cpu.capabilities import has_bfloat16, has_int8
 from tests.workers.conftest import config_of
 from workers.models.checkpoint import expected_tensors
 
@@ -44,20 +44,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_dir
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rank_holds_its_share_and_no_more(
     pool: WorkerPool, checkpoint: Path, size: int, dtype: str
 ) -> None:
-    config = config_of(checkpoint, tensor_parallel_size=size, dtype=dtype)
+    if dtype == "int8" and not has_int8():
+        pytest.skip("no dot products of 8-bit numbers here")
+    held = {"quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
+    config = config_of(checkpoint, tensor_parallel_size=size, **held)
     load(pool, config)  # the first time also loads numba and compiled kernels, some 40 MiB
     measured = load(pool, config)
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
     stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
-    if (
-        dtype == "bfloat16" and has_bfloat16()
-    ):  # a tied embedding is held twice: as rows, and packed for the product
-        stored += 2 * 40_000 * 512
+    # A tied embedding is held twice where it is packed: as rows, and for the product.
+    if dtype == "int8" or (dtype == "bfloat16" and has_bfloat16()):
+        stored += getattr(torch, dtype).itemsize * 40_000 * 512
     for sizes in measured:
         print(
             {name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()},

@@ -22,7 +22,7 @@ from scheduler.errors import ConfigError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1}
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 
@@ -45,25 +45,31 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not model.tie_word_embeddings:
         tensors["lm_head.weight"] = (model.vocab_size, hidden)
-    projections = {
-        "q_proj": (heads, hidden),
-        "k_proj": (kv_heads, hidden),
-        "v_proj": (kv_heads, hidden),
-        "o_proj": (hidden, heads),
+    matrices = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (model.intermediate_size, hidden),
+        "mlp.up_proj": (model.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, model.intermediate_size),
     }
     for layer in (f"model.layers.{index}" for index in range(model.num_hidden_layers)):
-        for name, shape in projections.items():
-            tensors[f"{layer}.self_attn.{name}.weight"] = shape
-            if model.attention_bias:
-                tensors[f"{layer}.self_attn.{name}.bias"] = shape[:1]
+        for name, shape in matrices.items():
+            tensors[f"{layer}.{name}.weight"] = shape
+            if _has_codes(model):
+                tensors[f"{layer}.{name}.weight_scale"] = (shape[0], 1)
+            if model.attention_bias and name.startswith("self_attn"):
+                tensors[f"{layer}.{name}.bias"] = shape[:1]
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}.self_attn.{name}.weight"] = (model.head_dim,)
-        for name in ("gate_proj", "up_proj"):
-            tensors[f"{layer}.mlp.{name}.weight"] = (model.intermediate_size, hidden)
-        tensors[f"{layer}.mlp.down_proj.weight"] = (hidden, model.intermediate_size)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = (hidden,)
     return tensors
+
+
+def _has_codes(model: ModelConfig) -> bool:
+    return model.quantization is not None and model.quantization.stored
 
 
 def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
@@ -95,6 +101,13 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
             raise ConfigError(
                 f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
                 f" calls for {list(shape)}; they do not belong together"
+            )
+        codes = _has_codes(model) and f"{name}_scale" in expected
+        if (stored[name].dtype == "I8") is not codes:
+            raise ConfigError(
+                f"{stored[name].path}: {name} is of dtype {stored[name].dtype}, but config.json"
+                f" {'has' if codes else 'does not have'} a quantization_config that makes it codes"
+                " of dtype I8; they do not belong together"
             )
     return {name: stored[name] for name in expected}
 
@@ -163,8 +176,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
-            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Quantized"
-            " checkpoints are not supported"
+            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Of"
+            " quantized checkpoints only 8-bit integers of compressed-tensors are supported"
         )
     start, end = entry["data_offsets"]
     num_bytes = _ITEM_BYTES[dtype]

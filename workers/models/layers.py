@@ -11,65 +11,38 @@ shard, X features in, Y features out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from configs.model import ModelConfig
-from kernels.interface import Kernels
+from workers.models.weights import WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlice:
-    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to
-    `start + target.shape[dim]` along `dim`, everything along the others.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    target: torch.Tensor
-    dim: int = 0
-    start: int = 0
 
 
 class Replicated:
     """A parameter every rank holds whole: the weight of a norm."""
 
-    def __init__(
-        self, name: str, size: int, group: TensorParallelGroup, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, name: str, size: int, form: WeightFormat) -> None:
         self.name = name
-        self.weight = torch.empty(size, dtype=dtype, device=group.device)
+        self.weight = form.vector(size)
 
     def slices(self) -> Iterator[WeightSlice]:
         yield WeightSlice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
 
 
 class _Matrix:
-    """A weight [Y, X] and perhaps a bias. The weight is a plain tensor while it is filled; `pack`
-    hands it to the kernels.
-    """
+    """A weight [Y, X] and perhaps a bias."""
 
-    def __init__(
-        self,
-        size_out: int,
-        size_in: int,
-        bias: bool,
-        group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
-    ) -> None:
-        self.kernels = kernels
-        self.weight_YX = torch.empty(size_out, size_in, dtype=dtype, device=group.device)
-        self.bias_Y = torch.empty(size_out, dtype=dtype, device=group.device) if bias else None
+    def __init__(self, size_out: int, size_in: int, bias: bool, form: WeightFormat) -> None:
+        self.size_in = size_in
+        self.weight = form.layer_matrix(size_out, size_in)
+        self.bias_Y = form.vector(size_out) if bias else None
 
     def pack(self) -> None:
         """Call once, after every slice is filled: from then on only the product can read the
         weight.
         """
-        self.weight_YX = self.kernels.pack_weight(self.weight_YX)
+        self.weight = self.weight.packed()
 
 
 class _ColumnParallel(_Matrix):
@@ -83,8 +56,7 @@ class _ColumnParallel(_Matrix):
         """Copy `length` rows of the matrix `name` (of `full` rows), from row `start`, to our rows
         from `offset`.
         """
-        weight = self.weight_YX[offset : offset + length]
-        yield WeightSlice(f"{name}.weight", (full, self.weight_YX.shape[1]), weight, 0, start)
+        yield from self.weight.slices(name, (full, self.size_in), offset, length, 0, start)
         if self.bias_Y is not None:
             yield WeightSlice(
                 f"{name}.bias", (full,), self.bias_Y[offset : offset + length], 0, start
@@ -102,23 +74,18 @@ class QKVParallelLinear(_ColumnParallel):
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
         self.name, self.model, self.rank = name, model, group.rank
         self.num_heads = model.num_attention_heads // group.size
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
         heads = self.num_heads + 2 * self.num_kv_heads
-        super().__init__(
-            heads * model.head_dim, model.hidden_size, model.attention_bias, group, kernels, dtype
-        )
+        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, form)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, H + 2K, D]: the queries, then the keys, then the values."""
-        return self.kernels.linear(x_TE, self.weight_YX, self.bias_Y).view(
-            len(x_TE), -1, self.model.head_dim
-        )
+        return self.weight.product(x_TE, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
     def slices(self) -> Iterator[WeightSlice]:
         heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
@@ -145,17 +112,16 @@ class MergedColumnParallelLinear(_ColumnParallel):
         size_in: int,
         size_out: int,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names, self.full, self.rank = names, size_out, group.rank
         self.shard = size_out // group.size
-        super().__init__(len(names) * self.shard, size_in, False, group, kernels, dtype)
+        super().__init__(len(names) * self.shard, size_in, False, form)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
-        return self.kernels.linear(x_TE, self.weight_YX, None)
+        return self.weight.product(x_TE, None)
 
     def slices(self) -> Iterator[WeightSlice]:
         for index, name in enumerate(self.names):
@@ -177,28 +143,21 @@ class RowParallelLinear(_Matrix):
         size_out: int,
         bias: bool,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
         self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
-        super().__init__(size_out, self.shard, bias, group, kernels, dtype)
+        super().__init__(size_out, self.shard, bias, form)
 
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         """[T, Y], the same on every rank."""
         if self.group.size == 1:
-            return self.kernels.linear(x_TX, self.weight_YX, self.bias_Y)
-        out_TY = self.group.all_reduce(self.kernels.linear(x_TX, self.weight_YX, None))
+            return self.weight.product(x_TX, self.bias_Y)
+        out_TY = self.group.all_reduce(self.weight.product(x_TX, None))
         return out_TY if self.bias_Y is None else out_TY.add_(self.bias_Y)
 
     def slices(self) -> Iterator[WeightSlice]:
-        size_out = len(self.weight_YX)
-        yield WeightSlice(
-            f"{self.name}.weight",
-            (size_out, self.full),
-            self.weight_YX,
-            1,
-            self.group.rank * self.shard,
-        )
+        size_out, start = self.weight.num_rows, self.group.rank * self.shard
+        yield from self.weight.slices(self.name, (size_out, self.full), 0, size_out, 1, start)
         if self.bias_Y is not None:
             yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
 
@@ -215,19 +174,19 @@ class _VocabParallel:
         vocab_size: int,
         hidden_size: int,
         group: TensorParallelGroup,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
         self.name, self.group, self.vocab_size = name, group, vocab_size
-        self.shard = -(-vocab_size // group.size)
+        self.hidden_size, self.shard = hidden_size, -(-vocab_size // group.size)
         self.first_id = group.rank * self.shard
         self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
-        self.weight_VE = torch.empty(self.shard, hidden_size, dtype=dtype, device=group.device)
-        self.weight_VE[self.num_ids :].zero_()
+        self.weight = form.vocabulary_matrix(self.shard, hidden_size)
+        self.weight.zero(self.num_ids)
 
     def slices(self) -> Iterator[WeightSlice]:
-        shape = (self.vocab_size, self.weight_VE.shape[1])
+        shape = (self.vocab_size, self.hidden_size)
         start = min(self.first_id, self.vocab_size)
-        yield WeightSlice(f"{self.name}.weight", shape, self.weight_VE[: self.num_ids], 0, start)
+        yield from self.weight.slices(self.name, shape, 0, self.num_ids, 0, start)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -238,10 +197,10 @@ class VocabParallelEmbedding(_VocabParallel):
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, E], the same on every rank."""
         if self.group.size == 1:
-            return functional.embedding(token_ids_T, self.weight_VE)
+            return self.weight.rows(token_ids_T)
         local_T = token_ids_T - self.first_id
-        outside_T = (local_T < 0) | (local_T >= len(self.weight_VE))
-        hidden_TE = functional.embedding(local_T.masked_fill(outside_T, 0), self.weight_VE)
+        outside_T = (local_T < 0) | (local_T >= self.shard)
+        hidden_TE = self.weight.rows(local_T.masked_fill(outside_T, 0))
         return self.group.all_reduce(hidden_TE.masked_fill_(outside_T.unsqueeze(1), 0))
 
 
@@ -256,10 +215,9 @@ class ParallelLMHead(_VocabParallel):
         embedding: VocabParallelEmbedding,
         tied: bool,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
-        self.tied, self.kernels = tied, kernels
+        self.tied = tied
         if tied:
             self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
             self.first_id, self.num_ids, self.shard = (
@@ -267,23 +225,23 @@ class ParallelLMHead(_VocabParallel):
                 embedding.num_ids,
                 embedding.shard,
             )
-            self.weight_VE = embedding.weight_VE
+            self.weight = embedding.weight
         else:
-            super().__init__(name, embedding.vocab_size, embedding.weight_VE.shape[1], group, dtype)
+            super().__init__(name, embedding.vocab_size, embedding.hidden_size, group, form)
 
     def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
         them out.
         """
-        return self.kernels.linear(hidden_BE, self.weight_VE, None)
+        return self.weight.product(hidden_BE, None)
 
     def pack(self) -> bool:
         """Call once, after every slice is filled. True if the packed weight is a copy, because a
         tied embedding still needs its rows.
         """
-        packed_VE = self.kernels.pack_weight(self.weight_VE)
-        copied = packed_VE is not self.weight_VE
-        self.weight_VE = packed_VE
+        packed = self.weight.packed()
+        copied = packed is not self.weight
+        self.weight = packed
         return copied
 
     def slices(self) -> Iterator[WeightSlice]:

@@ -2,8 +2,8 @@
 
 A rank reads only the slices that its layers declare and copies each to its own memory: safetensors
 slices are lazy views of the mapped file, which would keep it mapped, be read only in the first
-step, and crash the process if the file were rewritten. Conversion to the engine's dtype happens in
-that copy, so nothing is held twice. Never imports transformers.
+step, and crash the process if the file were rewritten. Conversion to the engine's dtype, or to
+8-bit codes, happens in that copy, so nothing is held twice. Never imports transformers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from configs.model import ModelConfig
+from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import StoredTensor, check_checkpoint
-from workers.models.layers import WeightSlice
+from workers.models.weights import WeightSlice
 
 # Of each file, evenly spaced; the first one holds the header, which names all tensors.
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
+_ROWS = 1024  # quantized at a time
 
 Progress = Callable[[int, int], None]
 
@@ -44,14 +47,14 @@ def load_weights(
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
         by_file[stored[piece.name].path].append(piece)
-    total = sum(piece.target.nbytes for pieces in by_file.values() for piece in pieces)
+    total = sum(piece.nbytes for pieces in by_file.values() for piece in pieces)
     done = 0
     for path, pieces in sorted(by_file.items()):
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for piece in pieces:
                     _fill(piece, file, stored[piece.name])
-                    done += piece.target.nbytes
+                    done += piece.nbytes
                     if progress is not None:
                         progress(done, total)
         except (OSError, SafetensorError) as error:
@@ -110,4 +113,23 @@ def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    piece.target.copy_(file.get_slice(piece.name)[tuple(window)])
+    values = file.get_slice(piece.name)
+    if piece.scale is None:
+        piece.target.copy_(values[tuple(window)])
+    else:
+        _fill_quantized(piece, piece.scale, values, window)
+
+
+def _fill_quantized(
+    piece: WeightSlice, scale: torch.Tensor, values: Any, window: list[slice]
+) -> None:
+    """Some rows at a time, whole, because their largest number may be another rank's."""
+    rows, columns = window
+    first_row = rows.start or 0
+    for first in range(0, len(piece.target), _ROWS):
+        last = min(first + _ROWS, len(piece.target))
+        whole = values[first_row + first : first_row + last]
+        largest = whole.abs().amax(dim=1)
+        codes, scales = quantize_rows(whole[:, columns], largest)
+        piece.target[first:last].copy_(codes)
+        scale[first:last].copy_(scales)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from configs.model import ModelConfig
+from configs.quantization import Quantization
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from workers import faults
@@ -24,9 +25,9 @@ from workers.models.layers import (
     Replicated,
     RowParallelLinear,
     VocabParallelEmbedding,
-    WeightSlice,
 )
 from workers.models.rope import cos_sin_table
+from workers.models.weights import WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -40,18 +41,17 @@ class Attention:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
-        self.kernels = kernels
+        self.kernels = form.kernels
         self.eps = model.rms_norm_eps
         self.scale = model.head_dim**-0.5
-        self.qkv = QKVParallelLinear(name, model, group, kernels, dtype)
-        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, group, dtype)
-        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, group, dtype)
+        self.qkv = QKVParallelLinear(name, model, group, form)
+        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, form)
+        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, form)
         width = model.num_attention_heads * model.head_dim
         self.out = RowParallelLinear(
-            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, kernels, dtype
+            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, form
         )
 
     def __call__(
@@ -92,13 +92,12 @@ class MLP:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
-        self.kernels = kernels
+        self.kernels = form.kernels
         names = (f"{name}.gate_proj", f"{name}.up_proj")
         self.gate_up = MergedColumnParallelLinear(
-            names, model.hidden_size, model.intermediate_size, group, kernels, dtype
+            names, model.hidden_size, model.intermediate_size, group, form
         )
         self.down = RowParallelLinear(
             f"{name}.down_proj",
@@ -106,8 +105,7 @@ class MLP:
             model.hidden_size,
             False,
             group,
-            kernels,
-            dtype,
+            form,
         )
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -126,15 +124,12 @@ class DecoderLayer:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        kernels: Kernels,
-        dtype: torch.dtype,
+        form: WeightFormat,
     ) -> None:
-        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, group, dtype)
-        self.attention = Attention(f"{name}.self_attn", model, group, kernels, dtype)
-        self.post_norm = Replicated(
-            f"{name}.post_attention_layernorm", model.hidden_size, group, dtype
-        )
-        self.mlp = MLP(f"{name}.mlp", model, group, kernels, dtype)
+        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, form)
+        self.attention = Attention(f"{name}.self_attn", model, group, form)
+        self.post_norm = Replicated(f"{name}.post_attention_layernorm", model.hidden_size, form)
+        self.mlp = MLP(f"{name}.mlp", model, group, form)
 
     def slices(self) -> Iterator[WeightSlice]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
@@ -153,20 +148,24 @@ class Qwen3:
         kernels: Kernels,
         dtype: torch.dtype,
         max_model_len: int,
+        quantization: Quantization | None = None,
     ) -> None:
+        form = WeightFormat(
+            kernels=kernels, dtype=dtype, device=group.device, quantization=quantization
+        )
         self.model = model
         self.kernels = kernels
         self.group = group
         self.embedding = VocabParallelEmbedding(
-            "model.embed_tokens", model.vocab_size, model.hidden_size, group, dtype
+            "model.embed_tokens", model.vocab_size, model.hidden_size, group, form
         )
         self.layers = [
-            DecoderLayer(f"model.layers.{index}", model, group, kernels, dtype)
+            DecoderLayer(f"model.layers.{index}", model, group, form)
             for index in range(model.num_hidden_layers)
         ]
-        self.norm = Replicated("model.norm", model.hidden_size, group, dtype)
+        self.norm = Replicated("model.norm", model.hidden_size, form)
         self.head = ParallelLMHead(
-            "lm_head", self.embedding, model.tie_word_embeddings, group, kernels, dtype
+            "lm_head", self.embedding, model.tie_word_embeddings, group, form
         )
         self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
         self.weight_bytes = 0  # weights of this rank, without the padding of the vocabulary
@@ -215,7 +214,7 @@ class Qwen3:
         """Convert every matrix, once it is filled, into the layout in which multiplying by it is
         fastest.
         """
-        self.weight_bytes = sum(piece.target.nbytes for piece in self.slices())
+        self.weight_bytes = sum(piece.nbytes for piece in self.slices())
         for layer in self.layers:
             for matrix in (
                 layer.attention.qkv,
@@ -226,4 +225,4 @@ class Qwen3:
                 matrix.pack()
         if self.head.pack() and self.head.tied:
             # Held twice: as rows for lookup, and packed for the product.
-            self.weight_bytes += self.embedding.weight_VE.nbytes
+            self.weight_bytes += self.embedding.weight.nbytes

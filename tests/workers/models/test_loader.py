@@ -18,6 +18,7 @@ from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_NAME, expected_tensors
 from workers.models.loader import LoadingBar, load_weights
 from workers.models.qwen3 import Qwen3
+from workers.models.weights import PlainWeight, Weight
 from workers.parallel.group import TensorParallelGroup
 
 SHAPES = [
@@ -26,6 +27,11 @@ SHAPES = [
     Shape(name="bias", extra={"attention_bias": True}),
     Shape(name="one_kv_head", kv_heads=1, vocab=5),
 ]
+
+
+def values(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, PlainWeight)
+    return weight.values_YX
 
 
 def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Qwen3:
@@ -53,8 +59,8 @@ def test_slices_of_all_ranks_cover_every_tensor_with_its_values(
                 piece.target, stored[piece.name].narrow(piece.dim, piece.start, length)
             ), piece.name
             covered[piece.name].narrow(piece.dim, piece.start, length).fill_(True)
-        for weight_VE in (model.embedding.weight_VE, model.head.weight_VE):
-            assert not weight_VE[model.embedding.num_ids :].any(), (
+        for weight in (model.embedding.weight, model.head.weight):
+            assert not values(weight)[model.embedding.num_ids :].any(), (
                 "rows beyond the vocabulary are zero"
             )
     assert all(cover.all() for cover in covered.values())
@@ -71,8 +77,8 @@ def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint:
     prefix = "model.layers.1."
     qkv = torch.cat([stored[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"])
     gate_up = torch.cat([stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(layer.attention.qkv.weight_YX, qkv)
-    assert torch.equal(layer.mlp.gate_up.weight_YX, gate_up)
+    assert torch.equal(values(layer.attention.qkv.weight), qkv)
+    assert torch.equal(values(layer.mlp.gate_up.weight), gate_up)
 
 
 def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) -> None:
@@ -85,7 +91,7 @@ def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) ->
     for rank in range(4):
         model = build(config, rank, 4)
         load_weights(model.slices(), small_checkpoint, config)
-        ours = model.layers[0].attention.qkv.weight_YX[config.head_dim : 2 * config.head_dim]
+        ours = values(model.layers[0].attention.qkv.weight)[config.head_dim : 2 * config.head_dim]
         assert torch.equal(ours, keys.view(2, config.head_dim, -1)[rank // 2])
 
 
@@ -96,7 +102,7 @@ def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpo
     )
     model = build(config, 1, 2, torch.bfloat16)
     load_weights(model.slices(), small_checkpoint, config)
-    down = model.layers[0].mlp.down.weight_YX
+    down = values(model.layers[0].mlp.down.weight)
     assert down.is_contiguous() and down.dtype == torch.bfloat16
     full = stored["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, full[:, full.shape[1] // 2 :].to(torch.bfloat16))
@@ -107,10 +113,10 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
     config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
     model = build(config, 0, 1)
     load_weights(model.slices(), tmp_path, config)
-    before = model.layers[0].mlp.down.weight_YX.clone()
+    before = values(model.layers[0].mlp.down.weight).clone()
     with path.open("r+b") as file:  # a mapping would show the same inode
         file.write(b"\xff" * path.stat().st_size)
-    assert torch.equal(model.layers[0].mlp.down.weight_YX, before)
+    assert torch.equal(values(model.layers[0].mlp.down.weight), before)
 
 
 def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:

@@ -1,0 +1,166 @@
+"""Products of 8-bit codes on a CPU: oneDNN's for many rows, our own for few, with the same bits.
+
+Both read one weight, packed by oneDNN. A processor multiplies unsigned by signed numbers, so the
+codes of the input are stored with 128 added, which adds 128 times the sum of a weight's codes to
+each product; that is subtracted again.
+
+Legend: T tokens, X features in, Y features out, P output features of a panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numba
+import numpy as np
+import torch
+
+from kernels.cpu.dot_tile import FOUR, has_dot_products
+from kernels.cpu.jit import (
+    Array,
+    as_array,
+    bits_of_float,
+    exact_jit,
+    exact_parallel_jit,
+    float_of_bits,
+    narrow,
+    widen,
+)
+from kernels.cpu.packed import PANEL, add_panel, max_rows, packed_address, row_bytes
+from kernels.interface import Int8Weight
+from kernels.reference.int8 import LARGEST, TINY
+
+_ZERO = 128  # the unsigned code of 0
+_ALIGNMENT = 64
+_NO_BIAS = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedInt8Weight(Int8Weight):
+    """`codes_YX` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each product.
+    address: where the panels lie, if in the known layout.
+    """
+
+    excess_Y: torch.Tensor
+    address: int | None
+
+
+class CpuInt8:
+    """`Int8Kernels` with oneDNN and numba."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """A product of few rows, and one of many."""
+        codes, scale = torch.zeros(PANEL, PANEL, dtype=torch.int8), torch.ones(PANEL)
+        weight = self.pack(Int8Weight(codes_YX=codes, scale_Y=scale))
+        x = torch.zeros(max_rows() + 1, PANEL, dtype=dtype)
+        return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
+
+    def pack(self, weight: Int8Weight, /) -> PackedInt8Weight:
+        """In oneDNN's layout, which only `linear` can read."""
+        codes_YX = weight.codes_YX
+        packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
+        # By numpy, because torch makes a copy of all codes in the wider type first.
+        sum_Y = torch.from_numpy(as_array(codes_YX).sum(axis=1, dtype=np.int32))
+        return PackedInt8Weight(
+            codes_YX=packed_YX,
+            scale_Y=weight.scale_Y,
+            excess_Y=sum_Y * _ZERO,
+            address=packed_address(codes_YX, packed_YX) if has_dot_products() else None,
+        )
+
+    def linear(
+        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """See `Int8Kernels`."""
+        assert isinstance(weight, PackedInt8Weight)
+        (rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
+        codes_TX = torch.empty(rows, size_in, dtype=torch.uint8)
+        scale_T = torch.empty(rows)
+        out_TY = torch.empty(rows, size_out, dtype=x_TX.dtype)
+        x, codes, scales = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(scale_T)
+        scale_Y, out = as_array(weight.scale_Y), as_array(out_TY)
+        bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
+        if weight.address is not None and rows <= max_rows():
+            stride, excess = row_bytes(size_in), as_array(weight.excess_Y)
+            _few_rows(x, codes, scales, weight.address, stride, excess, scale_Y, bias, out)
+            return out_TY
+        _quantize(x, codes, scales)
+        sums_TY = torch.ops.onednn.qlinear_pointwise(
+            *(codes_TX, 1.0, _ZERO),
+            *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
+            *(None, 1.0, 0, torch.float32),
+            *("none", [], ""),
+        )
+        _scale(as_array(sums_TY), scales, scale_Y, bias, out)
+        return out_TY
+
+
+@exact_jit
+def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
+    """The scale. Codes are 128 more than `quantize_rows` says."""
+    largest_bits = np.int32(0)
+    for i in range(len(x_X)):  # as integers, because a maximum of floats does not vectorize
+        bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))
+        largest_bits = max(largest_bits, bits)
+    largest = float_of_bits(np.uint32(largest_bits))
+    factor = np.float32(LARGEST) / largest if largest > np.float32(TINY) else np.float32(0.0)
+    for i in range(len(x_X)):
+        codes_X[i] = np.uint8(np.int32(np.rint(widen(x_X[i]) * factor)) + np.int32(_ZERO))
+    return np.float32(largest / np.float32(LARGEST))
+
+
+@exact_parallel_jit
+def _quantize(x_TX: Array, codes_TX: Array, scale_T: Array) -> None:
+    for t in numba.prange(len(x_TX)):
+        scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
+
+
+@exact_parallel_jit
+def _scale(sums_TY: Array, scale_T: Array, scale_Y: Array, bias_Y: Array, out_TY: Array) -> None:
+    for t in numba.prange(len(out_TY)):
+        sums_Y, scale_t, out_Y = sums_TY[t], scale_T[t], out_TY[t]
+        for y in range(len(out_Y)):
+            value = sums_Y[y] * scale_Y[y] * scale_t
+            if len(bias_Y):
+                value += bias_Y[y]
+            out_Y[y] = narrow(value, out_TY[0, 0])
+
+
+@exact_parallel_jit
+def _few_rows(
+    x_TX: Array,
+    codes_TX: Array,
+    scale_T: Array,
+    address: int,
+    stride: int,
+    excess_Y: Array,
+    scale_Y: Array,
+    bias_Y: Array,
+    out_TY: Array,
+) -> None:
+    rows, size_out = out_TY.shape
+    size_in = x_TX.shape[1]
+    for t in range(rows):
+        scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
+    for index in numba.prange((size_out + PANEL - 1) // PANEL):
+        panel = np.int64(index)
+        room = np.zeros(rows * PANEL + _ALIGNMENT, np.int32)
+        skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
+        sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
+        start = address + panel * PANEL * stride
+        add_panel(
+            FOUR, codes_TX.ctypes.data, size_in, start, sums_TP.ctypes.data, rows, size_in // FOUR
+        )
+        # Unsigned, because an index that may be negative keeps a loop from being vectorized.
+        first = np.uint64(panel * PANEL)
+        count = min(np.uint64(PANEL), np.uint64(size_out) - first)
+        for t in range(rows):
+            scale_t = scale_T[t]
+            for p in range(count):
+                total = np.float32(sums_TP[t, p] - excess_Y[first + p])
+                value = total * scale_Y[first + p] * scale_t
+                if len(bias_Y):
+                    value += bias_Y[first + p]
+                out_TY[t, first + p] = narrow(value, out_TY[0, 0])

@@ -1,0 +1,61 @@
+"""Products of 8-bit codes: both operands quantized, with one scale per output feature of the weight
+and one per row of the input ("W8A8", the weights' scales static, those of the inputs dynamic; as
+in the int-quantized format of github.com/neuralmagic/compressed-tensors).
+
+    code = round(127 * value / largest magnitude of the row), ties to even
+    scale = largest magnitude of the row / 127
+    product = (sum of products of codes) * scale of the output feature * scale of the row
+
+The sum is an integer, so it is exact in any order. It becomes float32 by rounding to nearest, then
+each multiplication rounds, from left to right.
+
+Legend: T tokens, X features in, Y features out, M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.interface import Int8Weight
+
+LARGEST = 127
+TINY = 1e-30  # rows without a larger number are zeros: their factor would overflow
+
+
+def quantize_rows(
+    x_MX: torch.Tensor, largest_M: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, int8 [M, X]; scales, float32 [M]). `largest_M`: largest magnitudes of rows of which
+    `x_MX` is only a part.
+    """
+    wide_MX = x_MX.to(torch.float32)
+    largest_M = wide_MX.abs().amax(dim=1) if largest_M is None else largest_M.to(torch.float32)
+    # Not LARGEST / largest_M, which torch computes with the reciprocal: that rounds twice.
+    factor_M = torch.where(largest_M > TINY, torch.full_like(largest_M, LARGEST) / largest_M, 0.0)
+    codes_MX = torch.round(wide_MX * factor_M.unsqueeze(1)).to(torch.int8)
+    return codes_MX, largest_M / LARGEST
+
+
+class ReferenceInt8:
+    """`Int8Kernels` in plain PyTorch, on any device."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing to compile."""
+        return []
+
+    def pack(self, weight: Int8Weight, /) -> Int8Weight:
+        """The weight as it is."""
+        return weight
+
+    def linear(
+        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """[T, Y] in the dtype of x. Sums in float64, which are exact below 2**53."""
+        codes_TX, scale_T = quantize_rows(x_TX)
+        sums_TY = codes_TX.to(torch.float64) @ weight.codes_YX.to(torch.float64).T
+        out_TY = sums_TY.to(torch.float32) * weight.scale_Y * scale_T.unsqueeze(1)
+        if bias_Y is not None:
+            out_TY = out_TY + bias_Y.to(torch.float32)
+        return out_TY.to(x_TX.dtype)

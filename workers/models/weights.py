@@ -1,0 +1,202 @@
+"""A matrix of one rank: how it is filled from a checkpoint, and how it is multiplied by.
+
+Two forms: values in the engine's dtype, or 8-bit codes with a scale per row. A layer asks
+`WeightFormat` for its matrices and does not know which form it got. Memory is uninitialized until
+the loader has filled every slice; then `packed` gives the form that is fastest to multiply by.
+
+Legend: T tokens, X features in, Y features out (rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from configs.quantization import Quantization
+from kernels.interface import Int8Kernels, Int8Weight, Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to
+    `start + target.shape[dim]` along `dim`, everything along the others.
+
+    With `scale`, float32 with one element per row of `target`, the values are quantized: `target`
+    gets codes and `scale` the scales of whole rows of the tensor, so both are the same however the
+    tensor is cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target: torch.Tensor
+    dim: int = 0
+    start: int = 0
+    scale: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are filled."""
+        return self.target.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+class Weight(Protocol):
+    """A matrix [Y, X] of this rank."""
+
+    @property
+    def num_rows(self) -> int:
+        """Y"""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+
+    def slices(
+        self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
+    ) -> Iterator[WeightSlice]:
+        """What fills `count` rows from row `first` on with the part of the checkpoint's matrix
+        `name`, of the full `shape`, that begins at `start` along `dim`.
+        """
+
+    def zero(self, first: int) -> None:
+        """Make the rows from `first` on zero."""
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, X], rows by number. Not once packed."""
+
+    def packed(self) -> Weight:
+        """The same in the layout that `product` wants; perhaps itself. Call it once, after all
+        slices are filled.
+        """
+
+    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias, [T, Y]. Only once packed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainWeight:
+    """`Weight` in the engine's dtype."""
+
+    kernels: Kernels
+    values_YX: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values_YX)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values_YX.numel() * self.values_YX.itemsize
+
+    def slices(
+        self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
+    ) -> Iterator[WeightSlice]:
+        yield WeightSlice(
+            f"{name}.weight", shape, self.values_YX[first : first + count], dim, start
+        )
+
+    def zero(self, first: int) -> None:
+        self.values_YX[first:].zero_()
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids_T, self.values_YX)
+
+    def packed(self) -> Weight:
+        packed_YX = self.kernels.pack_weight(self.values_YX)
+        if packed_YX is self.values_YX:
+            return self
+        return PlainWeight(kernels=self.kernels, values_YX=packed_YX)
+
+    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear(x_TX, self.values_YX, bias_Y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """`Weight` of 8-bit codes. stored: the checkpoint has codes and scales. dtype: that of rows."""
+
+    kernels: Int8Kernels
+    weight: Int8Weight
+    stored: bool
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.weight.scale_Y)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.codes_YX.numel() + self.weight.scale_Y.nbytes
+
+    def slices(
+        self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
+    ) -> Iterator[WeightSlice]:
+        codes = self.weight.codes_YX[first : first + count]
+        scale = self.weight.scale_Y[first : first + count]
+        if not self.stored:
+            yield WeightSlice(f"{name}.weight", shape, codes, dim, start, scale)
+            return
+        first_row = start if dim == 0 else 0
+        yield WeightSlice(f"{name}.weight", shape, codes, dim, start)
+        yield WeightSlice(f"{name}.weight_scale", (shape[0], 1), scale.unsqueeze(1), 0, first_row)
+
+    def zero(self, first: int) -> None:
+        self.weight.codes_YX[first:].zero_()
+        self.weight.scale_Y[first:].zero_()
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        codes_TX = functional.embedding(ids_T, self.weight.codes_YX)
+        scale_T1 = self.weight.scale_Y[ids_T].unsqueeze(1)
+        return (codes_TX.to(torch.float32) * scale_T1).to(self.dtype)
+
+    def packed(self) -> Weight:
+        weight = self.kernels.pack(self.weight)
+        if weight is self.weight:
+            return self
+        return QuantizedWeight(
+            kernels=self.kernels, weight=weight, stored=self.stored, dtype=self.dtype
+        )
+
+    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear(x_TX, self.weight, bias_Y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How the matrices of a model are held. dtype: of everything that is not a matrix of codes."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization | None = None
+
+    def layer_matrix(self, num_rows: int, size_in: int) -> Weight:
+        """A matrix of a decoder layer."""
+        return self._matrix(num_rows, size_in, self.quantization)
+
+    def vocabulary_matrix(self, num_rows: int, size_in: int) -> Weight:
+        """An embedding, or the head."""
+        held = self.quantization
+        return self._matrix(num_rows, size_in, held if held and held.vocabulary else None)
+
+    def vector(self, size: int) -> torch.Tensor:
+        """The weight of a norm, or a bias."""
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def _matrix(self, num_rows: int, size_in: int, quantization: Quantization | None) -> Weight:
+        if quantization is None:
+            values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.device)
+            return PlainWeight(kernels=self.kernels, values_YX=values_YX)
+        kernels = self.kernels.int8
+        assert kernels is not None, "the configuration was checked against the kernels"
+        codes_YX = torch.empty(num_rows, size_in, dtype=torch.int8, device=self.device)
+        scale_Y = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+        return QuantizedWeight(
+            kernels=kernels,
+            weight=Int8Weight(codes_YX=codes_YX, scale_Y=scale_Y),
+            stored=quantization.stored,
+            dtype=self.dtype,
+        )
