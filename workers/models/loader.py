@@ -26,7 +26,7 @@ from workers.models.weights import WeightSlice
 
 # Of each file, evenly spaced; the first one holds the header, which names all tensors.
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
-_ROWS = 1024  # quantized at a time
+_ROWS = 256  # quantized at a time
 
 Progress = Callable[[int, int], None]
 
