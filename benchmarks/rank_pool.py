@@ -87,13 +87,13 @@ class WorkerPool:
 class PoolExecutor:
     """An executor over `tensor_parallel_size` processes of a pool."""
 
-    def __init__(self, pool: WorkerPool, config: ResolvedConfig) -> None:
+    def __init__(self, pool: WorkerPool, config: ResolvedConfig, num_threads: int = 1) -> None:
         self.pool = pool
         self.size = config.engine.tensor_parallel_size
         for rank in range(self.size):
             pool.call(rank, "create", config, rank)
         address = pool.call(0, "open_rendezvous") if self.size > 1 else None
-        self.reports = pool.call_all(self.size, "start", address, 1)
+        self.reports = pool.call_all(self.size, "start", address, num_threads)
         self.num_kv_blocks = min(report.num_kv_blocks for report in self.reports)
         pool.call_all(self.size, "allocate_cache", self.num_kv_blocks)
 

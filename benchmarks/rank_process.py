@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 from array import array
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan
 from workers.worker import Worker
+
+_KERNELS = ("paged_attention", "qk_norm_rope_store", "rms_norm", "add_rms_norm", "silu_and_mul")
+_VOCABULARY = 50_000  # products of at least so many output features are the head's
 
 
 class RankProcess:
@@ -67,6 +72,41 @@ class RankProcess:
             "peak_added": peak.bytes - before,
             "weights": self.worker.memory_report()["weights"],
         }
+
+    def start_clocks(self) -> None:
+        """From now on add up the seconds of kernels, collective operations and whole launches."""
+        assert self.worker is not None and self.worker._runner is not None
+        kernels, group = self.worker._runner.model.kernels, self.worker._group
+        self.seconds = defaultdict[str, float](float)
+        for name in ("linear", *_KERNELS):
+            self._clock(kernels, name, name)
+        if kernels.int8 is not None:
+            self._clock(kernels.int8, "linear", "linear")
+        for name in (name for name in dir(kernels.sampling) if not name.startswith("_")):
+            self._clock(kernels.sampling, name, "sampling")
+        for name in ("all_reduce", "all_reduce_max", "all_gather"):
+            self._clock(group, name, "collectives")
+        self._clock(self.worker, "launch", "launch")
+
+    def read_clocks(self) -> dict[str, float]:
+        """By part of the step. `other` is what is left of the launches, which are there too."""
+        seconds = dict(self.seconds)
+        known = sum(value for name, value in seconds.items() if name != "launch")
+        return seconds | {"other": seconds["launch"] - known}
+
+    def _clock(self, owner: Any, attribute: str, name: str) -> None:
+        function = getattr(owner, attribute)
+
+        def run(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args)
+            part = name
+            if name == "linear":
+                part = "products" if result.shape[-1] < _VOCABULARY else "vocabulary head"
+            self.seconds[part] += time.perf_counter() - began
+            return result
+
+        setattr(owner, attribute, run)
 
 
 class PeakMemory:

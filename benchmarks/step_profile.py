@@ -1,32 +1,31 @@
-"""Where a decode step's time goes on one CPU rank: `python -m benchmarks.step_profile [--model
-DIR]`.
+"""Where a decode step's time goes on the ranks of a CPU: `python -m benchmarks.step_profile`.
 
-The in-process executor runs a batch; a clock around each kernel adds up its calls. `other` is what
-is left of the step: Python, allocation, embedding, the batch's tables. The limit beside `products`
-and `attention`: the time to read their weights and keys and values at the memory speed measured
-before.
+Plain processes run a batch, one per rank; a clock around each kernel of rank 0, and around its
+all-reduces, adds up the calls. `other` is what is left of the rank's step: Python, allocation,
+embedding, the batch's tables. The floor of a part is the larger of two times: reading its weights,
+or keys and values, at the memory speed measured before, and computing its products at the speed
+measured before, by torch; `share` is the sum of the floors over the time of the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import QWEN3_0_6B, model_or_random, write_result
-from benchmarks.dispatch_ways import start_in_process
-from configs.engine import EngineConfig
+from benchmarks.rank_pool import PoolExecutor, WorkerPool
+from cluster.limits import limits_of
+from cluster.resources.placement import HUGE_PAGES
+from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from kernels.cpu.backend import CPU_KERNELS
+from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
+from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
-from workers.roofline import probe_cpu
-
-KERNELS = ("paged_attention", "qk_norm_rope_store", "rms_norm", "add_rms_norm", "silu_and_mul")
+from workers.roofline import Machine, layer_parameters, probe_cpu
 
 
 def main() -> None:
@@ -37,103 +36,104 @@ def main() -> None:
     parser.add_argument(
         "--model", help="directory; random weights in the shape of Qwen3-0.6B if left out"
     )
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--quantization")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--name", default="step_profile", help="of the result")
     args = parser.parse_args()
     with model_or_random(args.model, QWEN3_0_6B) as model:
-        machine = probe_cpu("bfloat16")
-        file_bytes = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-        seconds: defaultdict[str, float] = defaultdict(float)
-        with_clocks(seconds)
-        config = resolve_config(
-            EngineConfig(
-                model=model,
-                max_num_seqs=args.batch_size,
-                max_model_len=4096,
-                enable_prefix_caching=False,
-            ),
-            ModelConfig.from_dir(Path(model)),
-            Path(model),
-            "cpu",
+        options = EngineConfig(
+            model=model,
+            tensor_parallel_size=args.tp,
+            quantization=args.quantization,
+            max_num_seqs=args.batch_size,
+            max_model_len=4096,
+            enable_prefix_caching=False,
         )
-        engine = start_in_process(config, args.num_threads)
-        for row in range(args.batch_size):
-            sampling = Sampling(seed=row, max_tokens=args.steps + 40, temperature=0.6)
-            tokens = ints([row + 1] * (args.context - args.steps // 2))
-            request = Request(
+        config = resolve_config(options, ModelConfig.from_dir(Path(model)), Path(model), "cpu")
+        machine = probe_cpu(config.dtype, config.quantization)
+        os.environ.setdefault(HUGE_PAGES, "1")  # as actors have it
+        pool = WorkerPool(args.tp)
+        try:
+            ms = measure(pool, config, args)
+        finally:
+            pool.close()
+    step_ms = ms.pop("step")
+    limits = floors(config, args.batch_size, args.context, machine)
+    values = {
+        "batch_size": args.batch_size,
+        "context": args.context,
+        "tp": args.tp,
+        "threads_per_rank": threads_of(config),
+        "quantization": args.quantization,
+        "model": "0.6B shape" if args.model is None else Path(args.model).name,
+        "memory_bytes_per_s": round(machine.memory_bytes_per_s),
+        "flops_per_s": round(machine.flops_per_s),
+        "ms_per_step": round(step_ms, 2),
+        "ms": {name: round(value, 2) for name, value in sorted(ms.items(), key=_by_time)},
+        "floor_ms": {name: round(value, 2) for name, value in limits.items()},
+        "share": round(sum(limits.values()) / step_ms, 3),
+    }
+    write_result(args.name, __doc__.split("\n\n")[1].replace("\n", " "), values)
+
+
+def _by_time(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
+def threads_of(config: ResolvedConfig) -> int:
+    """Threads of a rank when all cores are shared evenly."""
+    return max(1, (os.cpu_count() or 1) // config.engine.tensor_parallel_size)
+
+
+def measure(pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds per step by part, on rank 0, and of the whole step."""
+    executor = PoolExecutor(pool, config, threads_of(config))
+    scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
+    engine = Engine(scheduler, executor, num_steps_ahead=0)
+    for row in range(args.batch_size):
+        tokens = ints([row + 1] * (args.context - args.steps // 2))
+        engine.add(
+            Request(
                 request_id=str(row),
                 token_ids=tokens,
                 num_prompt_tokens=len(tokens),
-                sampling=sampling,
+                sampling=Sampling(seed=row, max_tokens=args.steps + 40, temperature=0.6),
             )
-            engine.add(request)
-        while any(
-            seq.num_output_tokens < 2
-            for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
-        ):
-            engine.step()
-        seconds.clear()
-        began = time.perf_counter()
-        for _ in range(args.steps):
-            engine.step()
-        total = time.perf_counter() - began
-    ms: dict[str, float] = {
-        name: round(1000 * value / args.steps, 3)
-        for name, value in sorted(seconds.items(), key=lambda item: -item[1])
-    }
-    ms["other"] = round(1000 * (total - sum(seconds.values())) / args.steps, 3)
-    kv_heads, layers, dim = (
-        config.model.num_key_value_heads,
-        config.model.num_hidden_layers,
-        config.model.head_dim,
-    )
-    kv_bytes: int = args.batch_size * args.context * 2 * 2 * kv_heads * dim * layers
-    head_bytes = 2 * config.model.vocab_size * config.model.hidden_size
-    floors: dict[str, float] = {
-        "products": file_bytes - head_bytes,
-        "vocabulary head": head_bytes,
-        "paged_attention": kv_bytes,
-    }
-    write_result(
-        "step_profile",
-        "floor_ms: reading weights, keys and values once at memory speed",
-        {
-            "batch_size": args.batch_size,
-            "context": args.context,
-            "num_threads": args.num_threads,
-            "model": "0.6B shape" if args.model is None else Path(args.model).name,
-            "ms_a_step": round(1000 * total / args.steps, 2),
-            "ms": ms,
-            "floor_ms": {
-                k: round(1000 * v / machine.memory_bytes_per_s, 2) for k, v in floors.items()
-            },
-        },
-    )
-
-
-def with_clocks(seconds: dict[str, float]) -> None:
-    """Put a clock around every kernel of the CPU backend."""
-
-    def clocked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = kernel(*args)
-            product = (
-                "vocabulary head" if name == "linear" and result.shape[-1] > 50_000 else "products"
-            )
-            seconds[product if name == "linear" else name] += time.perf_counter() - began
-            return result
-
-        return run
-
-    for name in (*KERNELS, "linear"):
-        setattr(CPU_KERNELS, name, clocked(name, getattr(CPU_KERNELS, name)))
-    for name in (name for name in dir(CPU_KERNELS.sampling) if not name.startswith("_")):
-        setattr(
-            CPU_KERNELS.sampling, name, clocked("sampling", getattr(CPU_KERNELS.sampling, name))
         )
+    while any(seq.num_output_tokens < 2 for seq in (*scheduler.running, *scheduler.waiting)):
+        engine.step()
+    pool.call_all(args.tp, "start_clocks")
+    began = time.perf_counter()
+    for _ in range(args.steps):
+        engine.step()
+    total = time.perf_counter() - began
+    seconds: dict[str, float] = pool.call_all(args.tp, "read_clocks")[0]
+    seconds["between steps"] = total - seconds.pop("launch")
+    return {name: 1000 * value / args.steps for name, value in (seconds | {"step": total}).items()}
+
+
+def floors(
+    config: ResolvedConfig, batch_size: int, context: int, machine: Machine
+) -> dict[str, float]:
+    """Least milliseconds of the parts that read or compute much."""
+    model, held = config.model, config.quantization
+    item = 4 if config.dtype == "float32" else 2
+
+    def least_ms(num_bytes: float, flops: float) -> float:
+        return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
+
+    layers, head = layer_parameters(model), model.vocab_size * model.hidden_size
+    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    return {
+        "products": least_ms(layers * (1 if held else item), 2 * layers * batch_size),
+        "vocabulary head": least_ms(
+            head * (1 if held and held.vocabulary else item), 2 * head * batch_size
+        ),
+        "paged_attention": least_ms(item * kv_row * batch_size * context, 0),
+    }
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from configs.model import ModelConfig
+from configs.quantization import Quantization
 from workers.batch.kv_cache import torch_dtype
 
 PROBE_BYTES = 256 * 2**20
@@ -53,15 +54,20 @@ class Work:
     num_output: int
 
 
-def probe_cpu(dtype: str) -> Machine:
+def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     """Measure this machine in about a second: the best of a few reads of 256 MiB, and of a few
-    square products in `dtype`, both with all threads of torch.
+    square products in `dtype`, or of 8-bit numbers if weights are, both with all threads of torch.
     """
     data = torch.ones(PROBE_BYTES // 4)
     read_s = _best(data.sum)
     del data
-    square = torch.randn(PROBE_SIZE, PROBE_SIZE).to(torch_dtype(dtype))
-    product_s = _best(lambda: square @ square)
+    square = torch.randn(PROBE_SIZE, PROBE_SIZE)
+    if quantization is None:
+        square = square.to(torch_dtype(dtype))
+        product_s = _best(lambda: square @ square)
+    else:
+        square = square.to(torch.int8)
+        product_s = _best(lambda: torch._int_mm(square, square))
     return Machine(
         memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_SIZE**3 / product_s
     )
@@ -88,9 +94,15 @@ def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[W
     return works
 
 
-def floor_s(model: ModelConfig, itemsize: int, works: Sequence[Work], machine: Machine) -> float:
-    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in weights
-    and cache; see the top.
+def floor_s(
+    model: ModelConfig,
+    itemsize: int,
+    works: Sequence[Work],
+    machine: Machine,
+    quantization: Quantization | None = None,
+) -> float:
+    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in the cache,
+    and in the weights that are not quantized; see the top.
     """
     num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)
     num_sampled = sum(w.num_output for w in works)
@@ -105,7 +117,9 @@ def floor_s(model: ModelConfig, itemsize: int, works: Sequence[Work], machine: M
     )
     num_steps = max((w.num_output for w in works), default=0)
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    num_bytes = itemsize * ((in_layers + in_head) * num_steps + kv_row * decoded)
+    in_layers *= itemsize if quantization is None else 1
+    in_head *= itemsize if quantization is None or not quantization.vocabulary else 1
+    num_bytes = (in_layers + in_head) * num_steps + itemsize * kv_row * decoded
     return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
 
@@ -119,7 +133,12 @@ def layer_parameters(model: ModelConfig) -> int:
 
 
 def report(
-    model: ModelConfig, dtype: str, works: Sequence[Work], total_s: float, machine: Machine | None
+    model: ModelConfig,
+    dtype: str,
+    works: Sequence[Work],
+    total_s: float,
+    machine: Machine | None,
+    quantization: Quantization | None = None,
 ) -> dict[str, Any]:
     """The entry of a result: what the machine sustains, the floor, and its share of `total_s`;
     nulls and a reason where `machine` was not probed.
@@ -127,7 +146,7 @@ def report(
     if machine is None:
         names = ("memory_bytes_per_s", "flops_per_s", "floor_s", "share")
         return dict.fromkeys(names) | {"reason": "only CPUs are probed"}
-    least_s = floor_s(model, torch_dtype(dtype).itemsize, works, machine)
+    least_s = floor_s(model, torch_dtype(dtype).itemsize, works, machine, quantization)
     return {
         "memory_bytes_per_s": round(machine.memory_bytes_per_s),
         "flops_per_s": round(machine.flops_per_s),

@@ -181,7 +181,7 @@ def _probe(config: ResolvedConfig) -> Machine | None:
     """Measure this machine, unless the ranks will run on GPUs."""
     asked = config.engine.device
     return (
-        probe_cpu(config.dtype)
+        probe_cpu(config.dtype, config.quantization)
         if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available())
         else None
     )
@@ -199,6 +199,7 @@ def _line(
         "engine": "eagleray",
         "model": engine.model,
         "dtype": config.dtype,
+        "quantization": None if config.quantization is None else "int8",
         "tp": engine.tensor_parallel_size,
         "device": device,
         "requests": len(run.generations),
@@ -213,6 +214,11 @@ def _line(
         "num_steps": stats.num_steps - before.num_steps,
         "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
         "roofline": report(
-            config.model, config.dtype, works, run.total_s, machine if device == "cpu" else None
+            config.model,
+            config.dtype,
+            works,
+            run.total_s,
+            machine if device == "cpu" else None,
+            config.quantization,
         ),
     }
