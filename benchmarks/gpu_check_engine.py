@@ -29,7 +29,7 @@ from configs.model import ModelConfig
 from kernels.reference.sampling import MAX_LISTED
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, StepResult, ints
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
@@ -96,6 +96,9 @@ class RecordingExecutor:
             self.launch_s.append(time.perf_counter() - began)
             if self.forbid_waits:
                 torch.cuda.set_sync_debug_mode("default")
+
+    def mask(self, mask: StepMask) -> None:
+        self.inner.mask(mask)
 
     def result(self, step_id: int) -> StepResult:
         return self.inner.result(step_id)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from configs.engine import ResolvedConfig
-from scheduler.messages import StepPlan, StepResult
+from scheduler.messages import StepMask, StepPlan, StepResult
 
 NUM_PROCESSES = 4
 CALL_TIMEOUT_S = 60.0
@@ -100,6 +100,11 @@ class PoolExecutor:
     def launch(self, plan: StepPlan) -> None:
         for rank in range(self.size):
             self.pool.send(rank, "launch", plan)
+
+    def mask(self, mask: StepMask) -> None:
+        """Give a step its mask, before it is launched: the processes answer calls in order."""
+        for rank in range(self.size):
+            self.pool.send(rank, "mask", mask)
 
     def result(self, step_id: int, epoch: int = 0) -> StepResult:
         """Rank 0's result, once every rank has sampled the same tokens."""

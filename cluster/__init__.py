@@ -14,9 +14,17 @@ if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, CompletionOutput, RequestOutput
     from cluster.llm import LLM
     from scheduler.messages import EngineStats
-    from scheduler.params import SamplingParams
+    from scheduler.params import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "Chunk", "CompletionOutput", "EngineStats", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Chunk",
+    "CompletionOutput",
+    "EngineStats",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 _MODULES = {
     "LLM": "cluster.llm",
@@ -25,6 +33,7 @@ _MODULES = {
     "RequestOutput": "cluster.client.outputs",
     "EngineStats": "scheduler.messages",
     "SamplingParams": "scheduler.params",
+    "StructuredOutputs": "scheduler.params",
 }
 
 use_token_if_there_is_one()  # before anything imports Ray

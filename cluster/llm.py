@@ -180,6 +180,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""
+        self.client.builder.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:

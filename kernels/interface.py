@@ -139,6 +139,11 @@ class SamplingKernels(Protocol):
         every rank.
         """
 
+    def mask_columns(
+        self, logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int, /
+    ) -> None:
+        """Make what a row may not choose minus infinity, in place."""
+
     def gap_histogram(
         self,
         gaps: GapRows,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scheduler.errors import RequestError
-from scheduler.messages import Request, StepPlan, StepResult
-from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.errors import EaglerayError, EngineError, RequestError
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
+from scheduler.scheduler import Scheduler, StepOutput, Submitted
 from scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -24,15 +24,50 @@ class Executor(Protocol):
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step. Results are read in order."""
 
+    def mask(self, mask: StepMask) -> None:
+        """The mask of a step with masked rows, once the step before it is read: before `launch` if
+        it was, otherwise after it.
+        """
+
+
+class Grammars(Protocol):
+    """What the outputs of sequences with a grammar may contain next. A function of their known
+    tokens: what it keeps only saves time.
+    """
+
+    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+        """For each sequence the mask of its next token, None if it is free, or why there is
+        none.
+        """
+
+    def forget(self, request_id: str) -> None:
+        """The sequence has ended. Does nothing for one that is not known."""
+
+
+class NoGrammars:
+    """Every request is free."""
+
+    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+        raise EngineError(f"nothing here knows grammars, but {sequences[0]} has one")
+
+    def forget(self, request_id: str) -> None:
+        pass
+
 
 class Engine:
     """Requests in, tokens out, one `step` at a time. One thread."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, num_steps_ahead: int = 1
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        num_steps_ahead: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.grammars = grammars or NoGrammars()
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
 
@@ -52,6 +87,7 @@ class Engine:
         seq = self._sequences.pop(request_id, None)
         if seq is not None:
             self.scheduler.finish(seq, reason)
+            self._forget([seq])
         return seq
 
     @property
@@ -69,18 +105,55 @@ class Engine:
 
         Errors of the executor pass through; they end the epoch.
         """
-        submitted = self.scheduler.submitted
+        submitted, failed = self.scheduler.submitted, list[tuple[Sequence, EaglerayError]]()
+        if submitted:
+            failed += self._mask(submitted[0])
         while len(submitted) <= self.num_steps_ahead:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
+            if len(submitted) == 1:
+                failed += self._mask(submitted[0])
             self.executor.launch(plan)
         if not submitted:
             return None
         output = self.scheduler.apply(self.executor.result(submitted[0].step_id))
         for seq in output.finished:
             self._sequences.pop(seq.request_id, None)
+        self._forget(output.finished)
+        output.failed = failed
         return output
+
+    def _mask(self, step: Submitted) -> list[tuple[Sequence, EaglerayError]]:
+        """Send the mask of the oldest unread step, if it needs one and does not have it: every
+        token before it is known now. Ends the sequences that can have no mask, and returns them.
+        """
+        if step.has_mask:
+            return []
+        step.has_mask = True
+        of_row = {
+            row: seq
+            for row, seq in enumerate(step.sampling_sequences)
+            if seq.grammar and seq.status is not SequenceStatus.FINISHED
+        }
+        answers = self.grammars.masks(list(of_row.values())) if of_row else []
+        rows, masks, failed = ints(), list[bytes](), list[tuple[Sequence, EaglerayError]]()
+        for (row, seq), answer in zip(of_row.items(), answers, strict=True):
+            if isinstance(answer, EaglerayError):
+                failed.append((seq, answer))
+                self.finish(seq.request_id, "error")
+            elif answer is not None:
+                rows.append(row)
+                masks.append(answer)
+        self.executor.mask(
+            StepMask(step_id=step.step_id, epoch=step.epoch, rows=rows, masks=tuple(masks))
+        )
+        return failed
+
+    def _forget(self, ended: list[Sequence]) -> None:
+        for seq in ended:
+            if seq.grammar:
+                self.grammars.forget(seq.request_id)
 
     def start_epoch(self) -> list[Sequence]:
         """The executor has lost what it held. Sequences go on under the next epoch, once there is
@@ -89,6 +162,7 @@ class Engine:
         convicted = self.scheduler.start_epoch()
         for seq in convicted:
             self._sequences.pop(seq.request_id, None)
+        self._forget(convicted)
         return convicted
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """The messages that cross a boundary of the engine, one type each, immutable.
 
-    frontend --Request--> driver --StepPlan--> every worker
-    frontend <--Deltas--- driver <-StepResult- rank 0
+    frontend --Request--> driver --StepPlan, StepMask--> every worker
+    frontend <--Deltas--- driver <----StepResult-------- rank 0
 
 Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
 schedule. A receiver of a plan or a result checks `epoch` and `step_id`. A batch slot is a row of
@@ -30,7 +30,8 @@ class Request:
 
     With `final_only`, nothing is sent until the request ends; then all tokens at once. `arrival_s`
     is when the client built it, in seconds since the epoch: resubmitted requests keep their place
-    in line.
+    in line. `grammar` is what its output must match, compiled, for the driver's `Grammars`; empty
+    if it is free.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Request:
     cache_salt: str = ""
     final_only: bool = False
     arrival_s: float = 0.0
+    grammar: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,8 @@ class StepPlan:
 
     `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
-    where `samples` is 1.
+    where `samples` is 1. If a row that samples has a grammar, `masked` is 1 for each such row and
+    a `StepMask` follows; otherwise it is empty.
     """
 
     step_id: int
@@ -79,6 +82,26 @@ class StepPlan:
     slots: array[int]
     num_new_tokens: array[int]
     samples: bytes
+    masked: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMask:
+    """Which tokens a step may sample, for `rows` among its sampling rows; all others are free.
+
+    `masks` has one entry per row: bits by token id, from the lowest bit of the first byte on,
+    `mask_bytes(vocabulary)` bytes.
+    """
+
+    step_id: int
+    epoch: int
+    rows: array[int]
+    masks: tuple[bytes, ...]
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask: whole 32-bit words."""
+    return 4 * -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,55 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the answer must match, in exactly one form.
+
+    json: a JSON schema, as an object or as text. json_object: any JSON object. regex: the whole
+    answer matches it. choice: it is one of these texts. structural_tag: a format of xgrammar's
+    structural tags, as it is.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    structural_tag: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in dataclasses.fields(self) if self._is_given(field.name)]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in dataclasses.fields(self))
+            raise _no_structure(f"needs exactly one of {names}; has {', '.join(given) or 'none'}")
+        if not isinstance(self.json, Mapping | bool | str | None):
+            raise _no_structure(f"json must be a JSON schema, got {self.json!r}")
+        if not isinstance(self.json_object, bool):
+            raise _no_structure(f"json_object must be true or false, got {self.json_object!r}")
+        if not isinstance(self.regex, str | None):
+            raise _no_structure(f"regex must be text, got {self.regex!r}")
+        if self.choice is not None and not (
+            isinstance(self.choice, list | tuple)
+            and self.choice
+            and all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise _no_structure(f"choice must be a list of non-empty texts, got {self.choice!r}")
+        if not isinstance(self.structural_tag, Mapping | None):
+            raise _no_structure(f"structural_tag must be an object, got {self.structural_tag!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:
+        """Build from decoded JSON; null means not given. Raises `RequestError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise _no_structure(f"has the unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**{key: value for key, value in values.items() if value is not None})
+
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and not (name == "json_object" and value is False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, under the field's standard names; None means unset.
 
@@ -72,7 +121,8 @@ class SamplingParams:
     logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
     stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides
     the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs,
-    each with its own seed.
+    each with its own seed. structured_outputs: what the answer must match, after the reasoning; not
+    with min_tokens or ignore_eos.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -103,6 +153,7 @@ class SamplingParams:
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
     n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
+    structured_outputs: StructuredOutputs | None = _parameter()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -119,6 +170,7 @@ class SamplingParams:
             raise RequestError(
                 f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos"
             )
+        self._check_structured_outputs()
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
         _check_logit_bias(self.logit_bias)
@@ -135,6 +187,8 @@ class SamplingParams:
         values = dict(values)
         if isinstance(values.get("logit_bias"), dict):
             values["logit_bias"] = {_token_id_key(k): v for k, v in values["logit_bias"].items()}
+        if isinstance(values.get("structured_outputs"), dict):
+            values["structured_outputs"] = StructuredOutputs.from_dict(values["structured_outputs"])
         return cls(**values)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
@@ -145,6 +199,21 @@ class SamplingParams:
             if getattr(self, f.name) is None
         }
         return dataclasses.replace(self, **unset)
+
+    def _check_structured_outputs(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise _no_structure(
+                f"must be a StructuredOutputs, got {type(self.structured_outputs).__name__}"
+            )
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} is not possible with structured_outputs, which say when an output is"
+                    " complete",
+                    name,
+                )
 
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -170,6 +239,10 @@ class SamplingParams:
                 "logprobs": -1 if full.logprobs is None else full.logprobs,
             }
         )
+
+
+def _no_structure(why: str) -> RequestError:
+    return RequestError(f"structured_outputs {why}", "structured_outputs")
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from scheduler import records
 from scheduler.block_manager import BlockManager
-from scheduler.errors import EngineError
+from scheduler.errors import EaglerayError, EngineError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import (
     AdmittedRows,
@@ -51,12 +51,15 @@ RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, Seq
 
 @dataclass(slots=True)
 class StepOutput:
-    """The content of a result: one token for each of `sequences`, and which sequences ended."""
+    """The content of a result: one token for each of `sequences`, which sequences ended, and which
+    failed by themselves, and why.
+    """
 
     sequences: list[Sequence]
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     finished: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, EaglerayError]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,12 +93,15 @@ class _Step:
     waits_for: str = ""  # why the first in line was not admitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
+@dataclass(slots=True)
+class Submitted:
+    """A step whose result is unread. `has_mask`: its `StepMask` is not needed, or was sent."""
+
     step_id: int
     epoch: int
     sampling_sequences: list[Sequence]
     record: StepRecord
+    has_mask: bool
 
 
 class Scheduler:
@@ -120,7 +126,7 @@ class Scheduler:
         self._clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
-        self.submitted: deque[_Submitted] = deque()  # steps whose result is unread
+        self.submitted: deque[Submitted] = deque()  # steps whose result is unread
         self.suspects: list[Sequence] = []  # in order of arrival; the first one runs alone
         self.stats = SchedulerStats()
         self.records = StepRecords()
@@ -190,7 +196,9 @@ class Scheduler:
         plan = self._plan(step)
         record = self._record(plan, step)
         self.records.add(record)
-        self.submitted.append(_Submitted(plan.step_id, plan.epoch, step.sampling_sequences, record))
+        self.submitted.append(
+            Submitted(plan.step_id, plan.epoch, step.sampling_sequences, record, not plan.masked)
+        )
         self.stats.num_steps += 1
         return plan
 
@@ -466,6 +474,7 @@ class Scheduler:
             slots=ints(step.slots),
             num_new_tokens=ints(step.num_new_tokens),
             samples=bytes(step.samples),
+            masked=_masked(step),
         )
 
     # -- results -----------------------------------------------------------------------------------
@@ -562,6 +571,14 @@ class Scheduler:
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
+
+
+def _masked(step: _Step) -> bytes:
+    """See `StepPlan.masked`."""
+    if not any(seq.grammar for seq in step.sampling_sequences):
+        return b""
+    sampling = iter(step.sampling_sequences)
+    return bytes(1 if samples and next(sampling).grammar else 0 for samples in step.samples)
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

@@ -39,6 +39,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "grammar",
         "last_step_id",
         "max_total",
         "num_cached_tokens",
@@ -67,6 +68,7 @@ class Sequence:
         self.sampling = request.sampling
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
+        self.grammar = request.grammar
         self.max_total = max_total
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None

@@ -36,7 +36,7 @@ def test_ray_accepts_the_file(name: str) -> None:
 
 
 def test_ray_does_not_accept_just_anything() -> None:
-    from jsonschema import ValidationError  # type: ignore[import-untyped]
+    from jsonschema import ValidationError
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     with pytest.raises(ValidationError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError
-from scheduler.messages import StepPlan, StepResult
+from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.report import WorkerReport
 from workers.worker import Worker
 
@@ -33,6 +33,10 @@ class InProcessExecutor:
     def launch(self, plan: StepPlan) -> None:
         """Start a step; `result` raises what goes wrong."""
         self.worker.launch(plan)
+
+    def mask(self, mask: StepMask) -> None:
+        """Give a step its mask, on a CPU before it is launched."""
+        self.worker.mask(mask)
 
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step of the current epoch. Raises what the step raised."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.sampling import MAX_LISTED
-from scheduler.messages import StepPlan, TokenLogprobs, ints
+from scheduler.messages import StepMask, StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
 from workers import faults
 from workers.batch.decode_graphs import DecodeGraphs
@@ -87,8 +88,13 @@ class ModelRunner:
             self.graphs.capture()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> PendingStep:
-        """Launch a step. Raises `WorkerError` when the plan breaks a law of `BatchState`."""
+    def run(
+        self, plan: StepPlan, wait_for_mask: Callable[[], StepMask] | None = None
+    ) -> PendingStep:
+        """Launch a step. Raises `WorkerError` when the plan breaks a law of `BatchState`, and what
+        `wait_for_mask` raises, which is called for a plan with masked rows once its logits are
+        launched.
+        """
         started = time.perf_counter()
         self._apply(plan)
         if not len(plan.slots):
@@ -104,7 +110,14 @@ class ModelRunner:
         batch = self.sampler.batch(
             rows.sampling_slots_R.astype(np.int64), rows.sampling_positions_R.astype(np.int64)
         )
-        sampled = self.sampler.sample(self.model.logits(hidden_RE), batch)
+        logits_RV, masks = self.model.logits(hidden_RE), None
+        if plan.masked:
+            began = time.perf_counter()
+            assert wait_for_mask is not None, "only plans without masked rows go without"
+            masks = self.sampler.row_masks(wait_for_mask())
+            seconds["mask"] = time.perf_counter() - began
+            forwarded += seconds["mask"]
+        sampled = self.sampler.sample(logits_RV, batch, masks)
         self.state.write_sampled(places_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
         return self._to_host(sampled, seconds)

@@ -24,7 +24,7 @@ import torch
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
-from scheduler.messages import StepPlan, StepResult
+from scheduler.messages import StepMask, StepPlan, StepResult
 from workers import faults
 from workers.batch.kv_cache import gpu_budget, torch_dtype
 from workers.batch.kv_plan import plan_kv_cache
@@ -62,6 +62,7 @@ class Worker:
         self._next_step_id = 0
         self._failed: str | None = None  # why the rest of this epoch does not run
         self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
+        self._masks: dict[tuple[int, int], StepMask] = {}
         self._changed = threading.Condition()
         self._finishing = threading.Lock()
         self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
@@ -155,7 +156,9 @@ class Worker:
             assert self._runner is not None
             self.progress.step_id = plan.step_id
             faults.reach("step", self.rank)
-            outcome: PendingStep | Exception = self._runner.run(plan)
+            outcome: PendingStep | Exception = self._runner.run(
+                plan, partial(self._wait_for_mask, plan)
+            )
         except Exception as error:
             outcome = error
             if plan.epoch == self.epoch and self._failed is None:
@@ -164,6 +167,12 @@ class Worker:
             self._next_step_id = plan.step_id + 1
         with self._changed:
             self._outcomes[plan.epoch, plan.step_id] = outcome
+            self._changed.notify_all()
+
+    def mask(self, mask: StepMask) -> None:
+        """The mask of a step, which may be launched later. Any thread."""
+        with self._changed:
+            self._masks[mask.epoch, mask.step_id] = mask
             self._changed.notify_all()
 
     def result(self, step_id: int, epoch: int) -> StepResult:
@@ -227,6 +236,7 @@ class Worker:
         with self._changed:
             self.epoch = epoch
             self._outcomes.clear()
+            self._masks.clear()
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -251,6 +261,16 @@ class Worker:
         self._group = self._model = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _wait_for_mask(self, plan: StepPlan) -> StepMask:
+        key, limit_s = (plan.epoch, plan.step_id), self.config.engine.step_timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._masks, limit_s):
+                raise StepTimeoutError(
+                    f"rank {self.rank}: the mask of step {plan.step_id} of epoch {plan.epoch} did"
+                    f" not come within {limit_s} s"
+                )
+            return self._masks.pop(key)
 
     def _check_turn(self, plan: StepPlan) -> None:
         where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.api.errors import HttpError
-from cluster.api.parser import state_after
 from cluster.api.replies import ChatWriter, CompletionWriter, Writer
 from cluster.api.schema import (
     ChatMessage,
@@ -18,9 +17,11 @@ from cluster.api.schema import (
     TokenizeRequest,
     Tool,
 )
+from cluster.api.structure import structure_of
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Prompt
 from cluster.client.requests import RequestBuilder
+from cluster.client.thinking import state_after
 from cluster.client.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, SamplingParams
@@ -71,6 +72,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     if request.reasoning_effort is not None:
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     tools = request.tools if request.tool_choice != "none" else None
+    structure = structure_of(request, tools or [])
     prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
@@ -89,6 +91,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             served.builder.limits.max_total_tokens,
         ),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structure=structure,
     )
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -109,6 +112,7 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
             request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
         ),
         logprobs=request.logprobs,
+        structure=request.structure(),
     )
     many: list[Any] = [request.prompt]
     if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):

@@ -13,22 +13,12 @@ completed or dropped.
 
 from __future__ import annotations
 
-import enum
 import json
 from dataclasses import dataclass, field
 
-THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
+from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
+
 _LINE_ENDS = "\n\r"
-
-
-class State(enum.Enum):
-    """What the next text is part of."""
-
-    UNDECIDED = "undecided"  # reasoning if it begins with <think>, otherwise content
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +39,6 @@ class Parts:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
-
-
-def state_after(prompt: str) -> State:
-    """How an answer begins after a rendered prompt. A template may have opened the reasoning, or
-    closed it because thinking is off.
-    """
-    tail = prompt.rstrip()
-    if tail.endswith(END_THINK):
-        return State.CONTENT
-    return State.REASONING if tail.endswith(THINK) else State.UNDECIDED
 
 
 class AnswerParser:

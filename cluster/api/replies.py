@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from cluster.api.parser import AnswerParser, Parts, State
+from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
+from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 from scheduler.messages import TokenLogprobs
 

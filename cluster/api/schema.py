@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from scheduler.errors import RequestError
-from scheduler.params import SamplingParams
+from scheduler.params import SamplingParams, StructuredOutputs
 
 Request = TypeVar("Request", bound=BaseModel)
 Asks = Callable[[Any], bool]
@@ -39,8 +39,6 @@ WITHOUT_EFFECT: dict[str, tuple[Asks, str]] = {
     "prompt_cache_retention": (_anything, ""),
     "store": (lambda value: value is False, "nothing is stored; only false is possible"),
     "modalities": (lambda value: value == ["text"], 'only ["text"] is possible'),
-    "parallel_tool_calls": (lambda value: value is True, "only true is possible"),
-    "response_format": (lambda value: value == {"type": "text"}, "only text is possible"),
     "best_of": (lambda value: value == 1, "only 1 is possible; ask for several outputs with n"),
     "suffix": (lambda value: value == "", "insertion is not supported"),
 }
@@ -88,15 +86,29 @@ class Generate(Model):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
-    def sampling(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, *, max_tokens: int, logprobs: int | None, structure: StructuredOutputs | None
+    ) -> SamplingParams:
         """The sampling parameters. Raises `RequestError` for a value that is not possible."""
         names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
-        stop = self.stop or None  # clients send an empty list for none
         return SamplingParams.from_dict(
-            values | {"stop": stop, "max_tokens": max_tokens, "logprobs": logprobs}
+            values
+            | {
+                "stop": self.stop or None,  # clients send an empty list for none
+                "max_tokens": max_tokens,
+                "logprobs": logprobs,
+                "structured_outputs": structure,
+            }
         )
+
+    def structure(self) -> StructuredOutputs | None:
+        """What the answer must match. Raises `RequestError`."""
+        if self.structured_outputs is None:
+            return None
+        return StructuredOutputs.from_dict(self.structured_outputs)
 
     @property
     def includes_usage(self) -> bool:
@@ -181,12 +193,48 @@ class Function(Model):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Model):
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Model):
+    name: str
+
+
+class NamedTool(Model):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(Model):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Model):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Model):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Model):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
 
 
 class ChatRequest(Generate):
@@ -195,9 +243,25 @@ class ChatRequest(Generate):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def structure(self) -> StructuredOutputs | None:
+        """As `Generate.structure`, or from the response format."""
+        wanted = super().structure()
+        form = self.response_format
+        if form is None or isinstance(form, TextFormat):
+            return wanted
+        if wanted is not None:
+            raise RequestError(
+                "give either response_format or structured_outputs", "response_format"
+            )
+        if isinstance(form, JsonObjectFormat):
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=form.json_schema.schema_)
 
 
 class TokenizeRequest(Model):

@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from cluster.client.outputs import Generation, RequestOutput, Sink
@@ -49,6 +50,7 @@ class Client:
     def __init__(self, builder: RequestBuilder, link: EngineLink) -> None:
         self.builder = builder
         self._link = link
+        self._compiling = ThreadPoolExecutor(1, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
         link.after_news(self._wake_relays)
         self._named: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
@@ -99,7 +101,13 @@ class Client:
         # Not `to_thread`, which takes the caller's context along: Ray would think that the call is
         # part of the caller's, and cancel it with that.
         submit = functools.partial(self.submit, prompts, params, sinks, request_id)
-        submitting = asyncio.get_running_loop().run_in_executor(None, submit)
+        each: Seq[SamplingParams | None] = [params]  # type: ignore[list-item]
+        if isinstance(params, list | tuple):
+            each = params
+        # Others must not wait for grammars that are compiled.
+        has_grammar = any(wanted and wanted.structured_outputs for wanted in each)
+        executor = self._compiling if has_grammar else None
+        submitting = asyncio.get_running_loop().run_in_executor(executor, submit)
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:

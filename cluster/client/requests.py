@@ -13,14 +13,17 @@ from array import array
 from collections.abc import Collection
 
 from cluster.client.outputs import Generation, OutputFollower, Sink
-from cluster.client.prompts import ParsedPrompt, Prompt, one_each, parse_prompt
+from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_each, parse_prompt
 from cluster.client.text_stream import TextStream
+from cluster.client.thinking import State, state_after
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.grammar.formats import after_thinking, format_of, source_of
 from configs.model import ModelConfig
 from scheduler.errors import RequestError
 from scheduler.limits import SchedulerLimits, check_request, check_vocabulary
 from scheduler.messages import Request
-from scheduler.params import SEED_LIMIT, SamplingParams
+from scheduler.params import SEED_LIMIT, SamplingParams, StructuredOutputs
 
 
 class RequestBuilder:
@@ -37,6 +40,11 @@ class RequestBuilder:
         """`defaults` fill what a request leaves unset. `seed` makes the seeds of requests without
         one repeatable.
         """
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None and tokenizer.file is not None:
+            self._grammars = GrammarCompiler(
+                tokenizer.file, model.vocab_size, sorted(model.eos_token_ids)
+            )
         self.limits = limits
         self.defaults = defaults
         self._model = model
@@ -54,6 +62,7 @@ class RequestBuilder:
         parsed = self._rendered(parse_prompt(prompt))
         token_ids = self._token_ids(parsed)
         params = self.parameters(wanted)
+        grammar = self._grammar(params.structured_outputs, parsed)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         final_only = sink is None and not params.stop_strings() and params.logprobs is None
         arrival_s = time.time()
@@ -69,6 +78,7 @@ class RequestBuilder:
                 cache_salt=parsed.cache_salt,
                 final_only=final_only,
                 arrival_s=arrival_s,
+                grammar=grammar,
             )
             check_request(request, self.limits)
             outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
@@ -98,6 +108,47 @@ class RequestBuilder:
         self.check_ids("logit_bias", params.logit_bias or ())
         self.check_ids("stop_token_ids", params.stop_token_ids or ())
         return params
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _grammar(self, wanted: StructuredOutputs | None, prompt: ParsedPrompt) -> bytes:
+        """Compiled; empty for an output that is free. Only answers in a conversation may begin with
+        reasoning.
+        """
+        if wanted is None:
+            return b""
+        if self._grammars is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer with a tokenizer.json of byte-level tokens,"
+                " which this checkpoint does not have",
+                "structured_outputs",
+            )
+        if not self._model.eos_token_ids:
+            raise RequestError(
+                "structured_outputs need an end-of-sequence token, and this checkpoint has none",
+                "structured_outputs",
+            )
+        answer = format_of(wanted)
+        if prompt.conversation is not None:
+            answer = after_thinking(answer, self._state_after(prompt.conversation, prompt.text))
+        return self._grammars.compile(source_of(answer))
+
+    def _state_after(self, conversation: Conversation, text: str | None) -> State:
+        """How the answer begins. A template that renders the same without thinking belongs to a
+        model that does not think.
+        """
+        assert self._tokenizer is not None and text is not None
+        state, switch = state_after(text), "enable_thinking"
+        if state is not State.UNDECIDED:
+            return state
+        variables = conversation.template_variables
+        if switch not in self._tokenizer.template_variables or variables.get(switch) is False:
+            return State.CONTENT
+        without = dataclasses.replace(conversation, template_variables=variables | {switch: False})
+        return State.CONTENT if self._tokenizer.render_chat(without) == text else state
 
     def _rendered(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """A conversation as text; other prompts as they are."""

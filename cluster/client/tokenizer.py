@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -23,6 +24,16 @@ class Tokenizer:
         self._fast = fast_tokenizer.load(path)
         if self._fast is None:
             _ = self._slow  # loads it, so that what is wrong with it is said here
+
+    @property
+    def file(self) -> Path | None:
+        """Its `tokenizer.json`, if that is of the kind whose tokens are bytes."""
+        path = self._path / "tokenizer.json"
+        if not path.exists():
+            return None
+        decoder = json.loads(path.read_text(encoding="utf-8")).get("decoder") or {}
+        kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
+        return path if "ByteLevel" in kinds else None
 
     @property
     def has_chat_template(self) -> bool:

@@ -15,6 +15,7 @@ import logging
 import pickle
 import sys
 import time
+from pathlib import Path
 
 from cluster.engine.frontends import Frontends
 from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
@@ -23,6 +24,7 @@ from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
 from cluster.engine.supervisor import Supervisor
 from cluster.engine.worker_group import RankMaker
+from cluster.grammar.matching import GrammarMatching
 from cluster.limits import limits_of
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
@@ -53,6 +55,11 @@ class Driver:
         self._engine_id = engine_id
         self._maker = RankMaker(config, placement, engine_id, self.rank_actor)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
+        self._grammars = GrammarMatching(
+            Path(config.engine.tokenizer or config.model_dir).expanduser() / "tokenizer.json",
+            config.model.vocab_size,
+            sorted(config.model.eos_token_ids),
+        )
         self._limits: SchedulerLimits | None = None
         self._engine_loop: EngineLoop | None = None
         self._supervisor: Supervisor | None = None
@@ -78,7 +85,7 @@ class Driver:
         self._limits = limits_of(self._config, report.num_blocks)
         ahead = self._config.engine.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)
-        engine = Engine(scheduler, group, num_steps_ahead=ahead)
+        engine = Engine(scheduler, group, num_steps_ahead=ahead, grammars=self._grammars)
         self._engine_loop = EngineLoop(
             engine,
             self._deliver_soon,
@@ -165,6 +172,7 @@ class Driver:
             await asyncio.to_thread(self._supervisor.stop)
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.join, STOP_TIMEOUT_S)
+        self._grammars.close()
 
     # -- event loop --------------------------------------------------------------------------------
 

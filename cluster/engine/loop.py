@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cluster.news import News
 from scheduler.engine import Engine, Executor
-from scheduler.errors import RequestFailedError, StepTimeoutError, WorkerError
+from scheduler.errors import EaglerayError, RequestFailedError, StepTimeoutError, WorkerError
 from scheduler.messages import EngineStats, Request
 from scheduler.scheduler import StepOutput
 from scheduler.sequence import Sequence
@@ -152,6 +152,8 @@ class EngineLoop:
             return
         self.busy_since_s = time.monotonic() if self.engine.has_work else None
         self._on_applied(self.engine.scheduler.epoch)
+        for seq, reason in output.failed:
+            self._fail(seq, reason)
         if news := self._news(output):
             self._deliver(news)
 
@@ -161,14 +163,19 @@ class EngineLoop:
         """
         self._has_ranks, self.busy_since_s = False, None
         for seq in self.engine.start_epoch():
-            owner = self._owners[seq.request_id]
-            news = _news_of(seq, seq.num_output_tokens, [])
-            news.error = RequestFailedError(
+            convicted = RequestFailedError(
                 f"ranks failed {seq.strikes} times while request {seq.request_id} ran without"
                 " getting a token, twice when it ran alone; all other requests go on"
             )
-            self._forget(seq.request_id)
-            self._deliver({owner: {seq.request_id: news}})
+            self._fail(seq, convicted)
+
+    def _fail(self, seq: Sequence, error: EaglerayError) -> None:
+        """Tell its frontend why a request has ended by itself."""
+        owner = self._owners[seq.request_id]
+        news = _news_of(seq, seq.num_output_tokens, [])
+        news.error = error
+        self._forget(seq.request_id)
+        self._deliver({owner: {seq.request_id: news}})
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is a command to carry out or a step to run; False when the loop is to

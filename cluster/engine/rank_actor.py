@@ -37,7 +37,7 @@ class RankActor:
     A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the
     next step starts the moment the last one ends, whatever Ray still has to do to return that one's
     result. Concurrency groups: the default one for control, `steps`, with one thread per step that
-    may be under way, and `watch`, which answers whatever the others do.
+    may be under way, `masks`, and `watch`, which answers whatever the others do.
     """
 
     def __init__(
@@ -132,6 +132,11 @@ class RankActor:
             self._next_step = plan.step_id + 1
             self._turn.notify_all()
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
+
+    @ray.method(concurrency_group="masks")
+    def mask(self, data: bytes) -> None:
+        """Give a step its mask, a pickled `StepMask`."""
+        self._imported().mask(pickle.loads(data))
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.

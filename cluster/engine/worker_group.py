@@ -23,7 +23,7 @@ from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
-from scheduler.messages import StepPlan, StepResult
+from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.report import GRACE_S, WorkerReport
 
 INLINE_PLAN_BYTES = 64 * 1024
@@ -71,7 +71,7 @@ class RankMaker:
     def create(self, place: Place, *, is_spare: bool = False) -> RankHandle:
         """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
-        groups = {"steps": self.config.engine.num_steps_ahead + 1, "watch": 2}
+        groups = {"steps": self.config.engine.num_steps_ahead + 1, "masks": 1, "watch": 2}
         on_gpu = self.config.device == "cuda"
         actor = remote(concurrency_groups=groups)(self._rank_actor).options(
             num_cpus=0 if is_spare else 1,
@@ -153,11 +153,16 @@ class WorkerGroup:
 
     def launch(self, plan: StepPlan) -> None:
         """Send a plan to every rank."""
-        data: Any = pickle.dumps(plan, protocol=5)
-        if len(data) > INLINE_PLAN_BYTES:
-            data = ray.put(data)
+        data = _packed(plan)
         if not self._is_closed:
             self._pending[plan.step_id] = [rank.actor.step.remote(data) for rank in self.ranks]
+
+    def mask(self, mask: StepMask) -> None:
+        """Send a mask to every rank. A rank that does not get it fails its step."""
+        data = _packed(mask)
+        if not self._is_closed:
+            for rank in self.ranks:
+                rank.actor.mask.remote(data)
 
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before was read already.
@@ -235,6 +240,12 @@ class WorkerGroup:
             ) from None
         except RayError as error:
             raise _explained(error, refs, what) from error
+
+
+def _packed(message: StepPlan | StepMask) -> Any:
+    """What an actor is called with. Rows with the same mask share it in a pickle."""
+    data = pickle.dumps(message, protocol=5)
+    return ray.put(data) if len(data) > INLINE_PLAN_BYTES else data
 
 
 def end_ranks(ranks: Seq[RankHandle]) -> None:

@@ -114,6 +114,13 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
+def mask_columns(
+    logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
+) -> None:
+    """See `kernels.reference.sampling.mask_columns`."""
+    _mask_columns(as_array(logits_BV), as_array(rows_R), as_array(words_RW), first)
+
+
 class CpuSampling:
     """`SamplingKernels` on a CPU."""
 
@@ -126,6 +133,7 @@ class CpuSampling:
     list_nearest = staticmethod(list_nearest)
     listed_limits = staticmethod(listed_limits)
     gap_histogram = staticmethod(gap_histogram)
+    mask_columns = staticmethod(mask_columns)
 
 
 def run_each_once(dtype: torch.dtype) -> None:
@@ -143,6 +151,8 @@ def run_each_once(dtype: torch.dtype) -> None:
     limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
     gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
     pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
+    if dtype is torch.float32:  # of adjusted logits
+        mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 
 def _arrays(gaps: GapRows) -> tuple[Array, ...]:
@@ -588,3 +598,18 @@ def _gap_histogram(
             task % num_parts,
             histogram_RSX[r],
         )
+
+
+@exact_parallel_jit
+def _mask_columns(logits_BV: Array, rows_R: Array, words_RW: Array, first: int) -> None:
+    num_columns = logits_BV.shape[1]
+    for r in numba.prange(len(rows_R)):
+        logits_V, words_W = logits_BV[rows_R[r]], words_RW[r]
+        for w in range(len(words_W)):
+            word = words_W[w]
+            if word == -1:  # all of them are allowed
+                continue
+            column = np.int64(32 * w - first)
+            for bit in range(max(np.int64(0), -column), min(np.int64(32), num_columns - column)):
+                if not (word >> np.int32(bit)) & 1:
+                    logits_V[column + bit] = -np.inf

@@ -226,6 +226,7 @@ class GpuSampling:
     list_nearest = staticmethod(list_nearest)
     listed_limits = staticmethod(listed_limits)
     gap_histogram = staticmethod(gap_histogram)
+    mask_columns = staticmethod(sampling.mask_columns)
 
 
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:

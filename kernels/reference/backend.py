@@ -39,6 +39,7 @@ class ReferenceSampling:
     list_nearest = staticmethod(sampling.list_nearest)
     listed_limits = staticmethod(sampling.listed_limits)
     gap_histogram = staticmethod(sampling.gap_histogram)
+    mask_columns = staticmethod(sampling.mask_columns)
 
 
 REFERENCE_SAMPLING: SamplingKernels = ReferenceSampling()

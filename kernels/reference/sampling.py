@@ -368,3 +368,16 @@ def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
     """[R, X], the columns of one block per row; a short last block repeats its last column."""
     columns_RX = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=block_R.device)
     return columns_RX.clamp_(max=num_columns - 1)
+
+
+def mask_columns(
+    logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
+) -> None:
+    """In place: a column of a row of `rows_R` whose bit is 0 becomes minus infinity.
+
+    logits_BV: float32, contiguous. rows_R: int64, each once. words_RW: int32, bits from the lowest
+    of the first word on; column 0 is bit `first`, which is below 32.
+    """
+    columns_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) + first
+    bits_RV = words_RW.index_select(1, columns_V >> 5) >> (columns_V & 31).to(torch.int32)
+    logits_BV[rows_R] = logits_BV[rows_R].masked_fill_((bits_RV & 1) == 0, -torch.inf)

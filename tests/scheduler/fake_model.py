@@ -21,8 +21,10 @@ from random import Random
 
 import xxhash
 
-from scheduler.messages import AdmittedRows, StepPlan, StepResult, ints
+from scheduler.errors import EaglerayError
+from scheduler.messages import AdmittedRows, StepMask, StepPlan, StepResult, ints, mask_bytes
 from scheduler.params import Sampling
+from scheduler.sequence import Sequence
 
 VOCAB_SIZE = 1000
 SALTS = ("", "north", "south", "a salt of sixteen")
@@ -33,6 +35,46 @@ _MASK = 2**64 - 1
 def salt_of(seed: int) -> str:
     """The cache salt that a request of this seed must carry."""
     return SALTS[seed % len(SALTS)]
+
+
+def grammar_of(seed: int) -> bytes:
+    """The grammar that a request of this seed must carry; only large seeds have one."""
+    return b"fake" if seed >= 650 * len(SALTS) else b""
+
+
+def allowed(token_ids: list[int]) -> bytes | None:
+    """The fake grammar: the mask after these tokens, which depends on each of them; None where
+    everything is allowed.
+    """
+    kind = xxhash.xxh32_intdigest(array("i", token_ids).tobytes()) % 3
+    return None if kind == 2 else _EVERY_SECOND[kind]
+
+
+_EVERY_SECOND = tuple(
+    bytes([pattern]) * mask_bytes(VOCAB_SIZE) for pattern in (0b01010101, 0b10101010)
+)
+
+
+def nearest_allowed(token: int, mask: bytes | None) -> int:
+    """The token, or the next one that a mask allows."""
+    while mask is not None and not mask[token // 8] >> token % 8 & 1:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+class FakeGrammars:
+    """`Grammars` of the fake grammar."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+        assert all(seq.grammar and seq.num_pending for seq in sequences), sequences
+        self.known.update(seq.request_id for seq in sequences)
+        return [allowed(seq.token_ids) for seq in sequences]
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
 
 
 def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None:
@@ -65,7 +107,10 @@ def generate(
             return tokens, "stop"
         if len(tokens) >= most:
             return tokens, "length"
-        tokens.append(next_token(digests.tobytes(), sampling.seed))
+        token = next_token(digests.tobytes(), sampling.seed)
+        tokens.append(
+            nearest_allowed(token, allowed(tokens) if grammar_of(sampling.seed) else None)
+        )
         extend_digests(digests, tokens[-1:], sampling.seed)
 
 
@@ -110,8 +155,10 @@ class FakeRank:
         self.epoch += 1
         self.num_steps = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, mask: StepMask | None = None) -> StepResult:
         """Execute a plan at once."""
+        assert (mask is not None) == bool(plan.masked), f"{mask} for {plan}"
+        masks = dict(zip(mask.rows, mask.masks, strict=True)) if mask is not None else {}
         assert (plan.step_id, plan.epoch) == (
             self.num_steps,
             self.epoch,
@@ -133,13 +180,17 @@ class FakeRank:
         for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
             self._store(row, num_new)
         sampled = ints()
-        for row, start, samples in zip(batch, starts, plan.samples, strict=True):
+        is_masked = plan.masked or bytes(len(batch))
+        for row, start, samples, masked in zip(batch, starts, plan.samples, is_masked, strict=True):
             context = self._attend(row, start)
+            row_mask = masks.pop(len(sampled), None) if samples else None
+            assert masked or row_mask is None, f"a mask for a row without a grammar: {row}"
             assert samples == (row.num_computed == len(row.tokens)), (
                 f"samples {samples} in the wrong chunk: {row}"
             )
             if samples:
-                sampled.append(self._sample(row, context))
+                sampled.append(self._sample(row, context, row_mask))
+        assert not masks, f"masks for rows that do not sample: {masks.keys()}"
         seconds = {"forward": 0.05 + 0.01 * sum(plan.num_new_tokens)}
         return StepResult(
             step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled, seconds=seconds
@@ -245,8 +296,8 @@ class FakeRank:
             first = offset * DIGEST_BYTES
             self.blocks[row.block_table[index]][first : first + DIGEST_BYTES] = wrong
 
-    def _sample(self, row: Row, context: bytes) -> int:
-        token = next_token(context, row.sampling.seed)
+    def _sample(self, row: Row, context: bytes, mask: bytes | None) -> int:
+        token = nearest_allowed(next_token(context, row.sampling.seed), mask)
         row.tokens.append(token)
         extend_digests(row.digests, [token], row.sampling.seed)
         num_output = len(row.tokens) - row.num_prompt_tokens

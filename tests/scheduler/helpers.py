@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler.block_manager import BlockManager
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, StepResult, ints
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler, StepOutput
 from tests.scheduler.fake_model import VOCAB_SIZE, FakeRank, salt_of
@@ -137,6 +137,9 @@ class FakeExecutor:
         self.events.append(f"launch {plan.step_id}")
         self.plans.append(plan)
         self.results[plan.step_id] = self.rank.run(plan)
+
+    def mask(self, mask: StepMask) -> None:
+        raise AssertionError("no request here has a grammar")
 
     def result(self, step_id: int) -> StepResult:
         self.events.append(f"result {step_id}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
+from typing import Any
 
-from scheduler.engine import Engine
-from scheduler.messages import Request, StepPlan, ints
-from scheduler.scheduler import Scheduler, StepOutput, _Step
+from scheduler.engine import Engine, Executor
+from scheduler.errors import EaglerayError
+from scheduler.messages import Request, StepMask, StepPlan, ints
+from scheduler.scheduler import Scheduler, StepOutput, Submitted, _Step
 from scheduler.sequence import Sequence, SequenceStatus
 
 # -- what is published and shared ------------------------------------------------------------------
@@ -309,3 +312,52 @@ class EndsOnlyAtNextStep(Engine):
         if seq is not None:
             seq.finish_reason = reason
         return seq
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+class MaskIsStale(Engine):
+    """A step gets its mask when it is planned, without the tokens of the steps before it."""
+
+    def step(self) -> StepOutput | None:
+        failed = [seq for step in self.scheduler.submitted for seq in self._mask(step)]
+        output = super().step()
+        assert not failed
+        return output
+
+
+class MaskIsMissing(Scheduler):
+    """Plans do not say that rows have a grammar."""
+
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan is None or not plan.masked:
+            return plan
+        self.submitted[-1].has_mask = True
+        return dataclasses.replace(plan, masked=b"")
+
+
+class MaskIsNotSent(Engine):
+    """A step that nobody waits for gets no mask if it was not launched first."""
+
+    def _mask(self, step: Submitted) -> list[tuple[Sequence, EaglerayError]]:
+        if step.step_id % 2:
+            return []
+        return super()._mask(step)
+
+
+class MaskOfAnotherRow(Engine):
+    """Masks are numbered by constrained rows instead of sampling rows."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, **options: Any) -> None:
+        super().__init__(scheduler, _Renumbering(executor), **options)
+
+
+class _Renumbering:
+    def __init__(self, executor: Executor) -> None:
+        self.launch, self.result = executor.launch, executor.result
+        self._mask = executor.mask
+
+    def mask(self, mask: StepMask) -> None:
+        self._mask(dataclasses.replace(mask, rows=ints(range(len(mask.rows)))))

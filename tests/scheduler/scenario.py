@@ -17,7 +17,7 @@ from scheduler.block_manager import HashFunction
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
-from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, salt_of
+from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, grammar_of, salt_of
 
 BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)
 MAX_BLOCKS = 150
@@ -133,6 +133,7 @@ class _Requests:
             sampling=sampling,
             cache_salt=salt_of(sampling.seed),
             arrival_s=arrival_s,
+            grammar=grammar_of(sampling.seed),
         )
 
     def _seed(self, num_salts: int) -> int:

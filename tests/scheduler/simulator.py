@@ -27,10 +27,17 @@ from random import Random
 from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
-from scheduler.messages import Request, StepPlan, StepResult, ints
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.scheduler import CONVICTED_STRIKES, Scheduler, StepOutput
 from scheduler.sequence import Sequence, SequenceStatus
-from tests.scheduler.fake_model import DIGEST_BYTES, SALTS, FakeRank, extend_digests, generate
+from tests.scheduler.fake_model import (
+    DIGEST_BYTES,
+    SALTS,
+    FakeGrammars,
+    FakeRank,
+    extend_digests,
+    generate,
+)
 from tests.scheduler.scenario import draw_scenario
 
 INDEX_CHECK_INTERVAL = 8
@@ -130,12 +137,18 @@ class Simulation:
             hash_function=self.scenario.hash_function,
         )
         self.scheduler = parts.scheduler(limits, self.manager)
+        self.grammars = FakeGrammars()
         self.engine = parts.engine(
-            self.scheduler, self, num_steps_ahead=self.scenario.num_steps_ahead
+            self.scheduler,
+            self,
+            num_steps_ahead=self.scenario.num_steps_ahead,
+            grammars=self.grammars,
         )
         self.rank = FakeRank(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
         )
+        self.launched: deque[StepPlan] = deque()  # not run yet: they wait for their mask
+        self.masks: dict[int, StepMask] = {}
         self.results: deque[StepResult] = deque()
         self.arriving = deque(self.scenario.requests)
         self.clients: dict[str, Client] = {}
@@ -154,7 +167,8 @@ class Simulation:
             self._turn()
             if self.look_inside:
                 self.engine.check()
-                if self.num_turns % INDEX_CHECK_INTERVAL == 0:
+                # A step that waits for its mask has not stored yet what is published.
+                if self.num_turns % INDEX_CHECK_INTERVAL == 0 and not self.launched:
                     self._check_index()
         self._check_end()
         return self.report
@@ -165,7 +179,24 @@ class Simulation:
         self._audit(plan)
         self._maybe_lose()
         self._lose_to_poison(plan)
-        self.results.append(self.rank.run(plan))
+        self.launched.append(plan)
+        self._run_ready()
+
+    def mask(self, mask: StepMask) -> None:
+        assert mask.epoch == self.scheduler.epoch and mask.step_id not in self.masks
+        assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted), (
+            f"the mask of step {mask.step_id} came before the result of an earlier one"
+        )
+        if self.launched:  # otherwise the step is launched next, and may be lost then
+            self._maybe_lose()
+        self.masks[mask.step_id] = mask
+        self._run_ready()
+
+    def _run_ready(self) -> None:
+        launched = self.launched
+        while launched and (not launched[0].masked or launched[0].step_id in self.masks):
+            plan = launched.popleft()
+            self.results.append(self.rank.run(plan, self.masks.pop(plan.step_id, None)))
 
     def result(self, step_id: int) -> StepResult:
         self._maybe_lose()
@@ -219,6 +250,8 @@ class Simulation:
         self.report.lost_steps += len(self.scheduler.submitted)
         self.report.epochs_lost += 1
         self.results.clear()
+        self.launched.clear()
+        self.masks.clear()
         self.rank.restart(self.rng)
         self._arrive()
         self._interfere()
@@ -278,6 +311,7 @@ class Simulation:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 arrival_s=self.clock_s,
+                grammar=request.grammar,
             )
             self._add(again)
 
@@ -369,6 +403,7 @@ class Simulation:
             while link is not None and link.parent_serial != ROOT_SERIAL:
                 link = by_serial.get(link.parent_serial)
                 prefix = [*(link.token_ids if link else ()), *prefix]
+                assert len(prefix) <= self.scenario.limits.max_model_len, "prefixes form a circle"
             if link is not None:  # otherwise its prefix is gone, and so is the block's use
                 self._check_content(block, prefix)
 
@@ -416,6 +451,7 @@ class Simulation:
         assert all(client.ended for client in self.clients.values()), "a request was forgotten"
         limits = self.scenario.limits
         assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
+        assert not self.grammars.known, f"grammars were not forgotten: {self.grammars.known}"
         assert self.engine.num_unfinished == 0 and not self.scheduler.submitted, (
             "a result was not read"
         )

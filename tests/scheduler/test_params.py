@@ -17,6 +17,7 @@ from scheduler.params import (
     SEED_LIMIT,
     Sampling,
     SamplingParams,
+    StructuredOutputs,
     derive_seed,
 )
 
@@ -138,7 +139,40 @@ def test_every_field_can_come_from_json() -> None:
     }
     params = SamplingParams.from_dict(values)
     assert params.logit_bias == {7: 1.5}
-    assert {name for name in SamplingParams.__slots__ if getattr(params, name) is None} == set()
+    unset = {name for name in SamplingParams.__slots__ if getattr(params, name) is None}
+    assert unset == {"structured_outputs"}, "which is not possible with min_tokens"
+    structured = SamplingParams.from_dict({"structured_outputs": {"regex": "a", "json": None}})
+    assert structured.structured_outputs == StructuredOutputs(regex="a")
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        ({}, "needs exactly one of json, json_object, .* has none"),
+        ({"regex": "a", "choice": ["b"]}, "has regex, choice"),
+        ({"grammar": "x"}, "unknown key 'grammar'; known are json"),
+        ({"json": 3}, "json must be a JSON schema, got 3"),
+        ({"json_object": 1}, "json_object must be true or false"),
+        ({"regex": 3}, "regex must be text, got 3"),
+        ({"choice": []}, "choice must be a list of non-empty texts"),
+        ({"choice": ["a", ""]}, "choice must be a list of non-empty texts"),
+        ({"choice": "ab"}, "choice must be a list of non-empty texts"),
+        ({"structural_tag": "x"}, "structural_tag must be an object"),
+    ],
+)
+def test_structures_that_are_none_are_refused(structure: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams.from_dict({"structured_outputs": structure})
+    assert caught.value.parameter == "structured_outputs"
+
+
+@pytest.mark.parametrize("other", [{"min_tokens": 2}, {"ignore_eos": True}])
+def test_a_structure_says_itself_when_an_output_ends(other: dict[str, Any]) -> None:
+    structure = {"structured_outputs": {"choice": ["a"]}}
+    with pytest.raises(RequestError, match="is not possible with structured_outputs"):
+        SamplingParams.from_dict(other | structure)
+    with pytest.raises(RequestError):
+        SamplingParams.from_dict(structure).over(SamplingParams.from_dict(other))
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "1.0", "", "²", "9" * 5000, str(2**31)])
@@ -266,7 +300,9 @@ def test_ignore_eos_leaves_only_the_callers_stop_ids(
 
 
 def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
-    optional = {"logit_bias", "seed", "stop", "stop_token_ids", "logprobs"}
+    optional = {
+        *("logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "structured_outputs"),
+    }
     assert {
         name for name in SamplingParams.__slots__ if getattr(DEFAULTS, name) is None
     } == optional

@@ -23,7 +23,7 @@ import torch
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
-from scheduler.messages import StepPlan
+from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
@@ -68,6 +68,38 @@ def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
     launcher.start()
     assert len(worker.result(0, 0).token_ids) == 1
     launcher.join()
+
+
+def test_a_masked_step_waits_for_its_mask(worker: Worker) -> None:
+    """Before it is launched, or while it runs."""
+    for early in (True, False):
+        [plan] = plans(1, epoch=worker.epoch)
+        plan = dataclasses.replace(plan, masked=plan.samples)
+        bits = bytearray(mask_bytes(worker.config.model.vocab_size))
+        bits[77 // 8] |= 1 << 77 % 8
+        mask = StepMask(step_id=0, epoch=plan.epoch, rows=ints([0]), masks=(bytes(bits),))
+        if early:
+            worker.mask(mask)
+        with ThreadPoolExecutor() as threads:
+            launched = threads.submit(worker.launch, plan)
+            if not early:
+                time.sleep(0.1)
+                assert not launched.done()
+                worker.mask(mask)
+        result = worker.result(0, plan.epoch)
+        assert list(result.token_ids) == [77] and "mask" in result.seconds
+        worker.reset(worker.epoch + 1)
+
+
+def test_a_mask_that_never_comes_fails_the_step(small_checkpoint: Path) -> None:
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.2), rank=0)
+    worker.start(None)
+    worker.allocate_cache(32)
+    [plan] = plans(1)
+    worker.launch(dataclasses.replace(plan, masked=plan.samples))
+    with pytest.raises(StepTimeoutError, match=r"the mask of step 0 of epoch 0 did not come"):
+        worker.result(0, 0)
+    worker.close()
 
 
 def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
 from workers.sampling.state import (
     DrawRows,
@@ -65,6 +65,15 @@ class SampledLogprobs:
     logprob_L: torch.Tensor
     top_ids_LM: torch.Tensor
     top_logprobs_LM: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMasks:
+    """What rows of the batch may choose, as `mask_columns` takes it."""
+
+    rows_R: torch.Tensor
+    words_RW: torch.Tensor
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +167,30 @@ class Sampler:
         """See `SamplingState.check`."""
         self._state.check()
 
-    def sample(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+    def row_masks(self, mask: StepMask) -> RowMasks | None:
+        """This shard's part of a mask, on the device; None if it says nothing about any row."""
+        if not mask.masks or self._num_columns == 0:
+            return None
+        first_word, first = divmod(self._vocab_start, 32)
+        last_word = -(-(self._vocab_start + self._num_columns) // 32)
+        words_RW = np.stack(
+            [np.frombuffer(of_row, np.int32)[first_word:last_word] for of_row in mask.masks]
+        )
+        return RowMasks(
+            rows_R=self._state.upload(np.asarray(mask.rows, np.int64)),
+            words_RW=self._state.upload(words_RW),
+            first=first,
+        )
+
+    def sample(
+        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None = None
+    ) -> SampledTokens:
         """One token per row. `logits_BV`: this rank's shard of the raw logits, any float dtype,
         left unchanged.
         """
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
         raw_BV = self._real_columns(logits_BV)
-        adjusted_BV = self._adjust(raw_BV, batch)
+        adjusted_BV = self._adjust(raw_BV, batch, masks)
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
             drawn_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
@@ -191,11 +217,12 @@ class Sampler:
             logits_BV if logits_BV.dtype is torch.bfloat16 else logits_BV.to(torch.float32)
         ).contiguous()
 
-    def _adjust(self, logits_BV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Apply penalties, bias and mask, if there are any, to a float32 copy."""
-        if self._num_columns == 0 or (
-            batch.penalties is None and batch.bias is None and batch.masked_N is None
-        ):
+    def _adjust(
+        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None
+    ) -> torch.Tensor:
+        """Apply penalties, bias and masks, if there are any, to a float32 copy."""
+        adjustments = (batch.penalties, batch.bias, batch.masked_N, masks)
+        if self._num_columns == 0 or all(each is None for each in adjustments):
             return logits_BV
         logits_BV = logits_BV.to(torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
@@ -207,6 +234,8 @@ class Sampler:
             logits_BV.view(-1).scatter_add_(0, batch.bias.places_N, batch.bias.values_N)
         if batch.masked_N is not None:
             logits_BV.view(-1).scatter_(0, batch.masked_N, -torch.inf)
+        if masks is not None:
+            self._kernels.mask_columns(logits_BV, masks.rows_R, masks.words_RW, masks.first)
         return logits_BV
 
     def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,17 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cluster.api import parser as parser_module
-from cluster.api.parser import (
-    CALL,
-    END_CALL,
-    END_THINK,
-    THINK,
-    AnswerParser,
-    Parts,
-    State,
-    ToolCall,
-    state_after,
-)
+from cluster.api.parser import AnswerParser, Parts, ToolCall
+from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State, state_after
 
 MARKERS = (THINK, END_THINK, CALL, END_CALL)
 

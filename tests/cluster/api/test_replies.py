@@ -11,10 +11,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
-from cluster.api.parser import State
 from cluster.api.replies import ChatWriter, CompletionWriter, usage_of
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
+from cluster.client.thinking import State
 from cluster.news import News
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import END_ID, LIMITS, MODEL, TOKENIZER, logprobs_of

@@ -54,8 +54,6 @@ def test_a_field_without_effect_is_accepted_while_it_asks_for_nothing(field: str
     nothing = {
         "store": False,
         "modalities": ["text"],
-        "parallel_tool_calls": True,
-        "response_format": {"type": "text"},
         "best_of": 1,
         "suffix": "",
     }
@@ -92,11 +90,17 @@ def test_what_is_not_done_here_is_refused_by_name(field: str) -> None:
         ),
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
             "tools",
             "tools.0.function.strict",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        ({"tool_choice": "always"}, "tool_choice", "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format", "response_format: .*json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+            "response_format.json_schema.json_schema.schema: Field required",
+        ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "reasoning_effort: "),
     ],
 )

@@ -248,7 +248,7 @@ def plan_of(**changes: Any) -> StepPlan:
         "num_new_tokens": [],
     }
     admitted_rows, samples = changes.pop("admitted", None), changes.pop("samples", b"")
-    arrays = {key: ints(value) for key, value in (parts | changes).items()}
+    arrays: dict[str, Any] = {key: ints(value) for key, value in (parts | changes).items()}
     return StepPlan(step_id=0, epoch=0, admitted=admitted_rows, samples=samples, **arrays)
 
 

@@ -9,7 +9,8 @@ import math
 import multiprocessing
 import random
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from kernels.reference import sampling as kernels
 from kernels.select import select_backend
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import StepMask, TokenLogprobs, ints, mask_bytes
 from scheduler.params import Sampling
 from tests.kernels import sampling_reference as reference
 from workers.parallel.backend import open_rendezvous
@@ -432,6 +433,41 @@ def test_ids_beyond_the_vocabulary_bias_and_mask_nothing() -> None:
     assert sample(logits, [row] * 2, vocab_size=50) == logits[:, :50].argmax(dim=1).tolist()
 
 
+def random_mask(rng: random.Random, vocab_size: int, rows: range) -> StepMask:
+    """Masks for some of the rows; each leaves a few tokens, or one."""
+    masked = [row for row in rows if rng.random() < 0.4]
+    masks = []
+    for _ in masked:
+        bits = np.zeros(8 * mask_bytes(vocab_size), np.uint8)
+        bits[rng.sample(range(vocab_size), rng.choice((1, 2, vocab_size // 2)))] = 1
+        masks.append(np.packbits(bits, bitorder="little").tobytes())
+    return StepMask(step_id=0, epoch=0, rows=ints(masked), masks=tuple(masks))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("vocab_size", [5, 64, 1003])
+def test_masks_are_cut_at_the_edges_of_shards(vocab_size: int, size: int) -> None:
+    mask = random_mask(random.Random(size), vocab_size, range(40))
+    whole = [np.unpackbits(np.frombuffer(m, np.uint8), bitorder="little") for m in mask.masks]
+    shard, allowed = -(-vocab_size // size), []
+    for rank in range(size):
+        group = cast(Group, SimpleNamespace(rank=rank, size=size))
+        sampler = make_sampler(vocab_size, 1, group, shard)
+        width = max(0, min(shard, vocab_size - rank * shard))
+        logits = torch.zeros(40, width)
+        masks = sampler.row_masks(mask)
+        assert (masks is None) == (width == 0)
+        if masks is not None:
+            KERNELS.mask_columns(logits, masks.rows_R, masks.words_RW, masks.first)
+        allowed.append(logits == 0)
+    together = torch.cat(allowed, dim=1)
+    for row in range(40):
+        want = torch.ones(vocab_size, dtype=torch.bool)
+        if row in mask.rows:
+            want = torch.from_numpy(whole[list(mask.rows).index(row)][:vocab_size]).bool()
+        assert torch.equal(together[row], want)
+
+
 def run_case(
     seed: int, group: Group
 ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...] | None]]:
@@ -452,7 +488,12 @@ def run_case(
         if rng.random() < 0.5:
             logits = logits.round()  # ties, over shards too
         mine = logits[:, group.rank * shard : (group.rank + 1) * shard]
-        out = sampler.sample(mine, sampler.batch(range(16), [length + step for length in lengths]))
+        mask = random_mask(rng, vocab_size, range(16))
+        batch = sampler.batch(range(16), [length + step for length in lengths])
+        out = sampler.sample(mine, batch, sampler.row_masks(mask))
+        tokens = out.token_ids_B.tolist()
+        for row, of_row in zip(mask.rows, mask.masks, strict=True):
+            assert of_row[tokens[row] // 8] >> tokens[row] % 8 & 1, "a token that is masked"
         answers.append((out.token_ids_B.tolist(), to_logprobs(out.logprobs, 16)))
     return answers
 

@@ -1,0 +1,27 @@
+"""The markers of a Qwen3 answer, and where in it a rendered prompt leaves off."""
+
+from __future__ import annotations
+
+import enum
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+class State(enum.Enum):
+    """What the next text of an answer is part of."""
+
+    UNDECIDED = "undecided"  # reasoning if it begins with <think>, otherwise content
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+
+
+def state_after(prompt: str) -> State:
+    """How an answer begins after a rendered prompt. A template may have opened the reasoning, or
+    closed it because thinking is off.
+    """
+    tail = prompt.rstrip()
+    if tail.endswith(END_THINK):
+        return State.CONTENT
+    return State.REASONING if tail.endswith(THINK) else State.UNDECIDED

@@ -1,0 +1,424 @@
+"""Whatever a grammar lets through validates: random walks through real helper processes, judged by
+independent validators.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from cluster.client.thinking import State
+from cluster.client.tokenizer import Tokenizer
+from cluster.grammar import compiler as compiler_module
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.grammar.formats import (
+    FORMATS,
+    ToolFormat,
+    after_thinking,
+    calls_possible,
+    calls_required,
+    format_of,
+    source_of,
+)
+from cluster.grammar.helper import HelperLostError
+from cluster.grammar.matching import GrammarMatching
+from configs.model import ModelConfig
+from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import RequestError, RequestFailedError
+from scheduler.messages import Request, ints
+from scheduler.params import Sampling, StructuredOutputs
+from scheduler.sequence import Sequence
+
+MODEL = ModelConfig.from_dir(Path(DEFAULT_MODEL_DIR))
+EOS = set(MODEL.eos_token_ids)
+NUM_SCHEMAS = 150
+REGEXES = [
+    r"\d{3}-\d{4}",
+    r"(yes|no)!?",
+    r"[a-z]+@[a-z]+\.(com|org)",
+    r"[A-Z][a-z]{2,5}( [A-Z][a-z]{2,5})?",
+    r"-?(0|[1-9]\d*)(\.\d+)?",
+    r"#[0-9a-f]{6}",
+    r"(a|b)*c",
+    r"x{0,3}y?z",
+    r"[^0-9\n]{4}",
+    r"ä+ö",
+]
+CHOICES = [["yes", "no"], ["a", "ab", "abc"], ["positive", "negative", "neutral"], ["ja, sicher"]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEFAULT_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    assert tokenizer.file is not None
+    made = GrammarCompiler(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def matching(tokenizer: Tokenizer) -> Iterator[GrammarMatching]:
+    assert tokenizer.file is not None
+    made = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
+    yield made
+    made.close()
+
+
+def sequence(grammar: bytes, name: str = "a") -> Sequence:
+    request = Request(
+        request_id=name,
+        token_ids=ints([1, 2]),
+        num_prompt_tokens=2,
+        sampling=Sampling(seed=0, max_tokens=1000),
+        grammar=grammar,
+    )
+    return Sequence(request, arrival=0, max_total=1002)
+
+
+def allowed_by(mask: bytes | Exception | None) -> list[int]:
+    """The token ids of a mask."""
+    if mask is None:
+        return list(range(MODEL.vocab_size))
+    assert isinstance(mask, bytes), mask
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(i) for i in bits[: MODEL.vocab_size].nonzero()[0]]
+
+
+def walk(
+    grammar: bytes, matching: GrammarMatching, tokenizer: Tokenizer, rng: random.Random, most: int
+) -> tuple[str, bool]:
+    """(a random text that the grammar lets through, whether it ended). Tokens that close something
+    are more likely, so that texts end.
+    """
+    seq = sequence(grammar)
+    try:
+        for _ in range(most):
+            allowed = allowed_by(matching.masks([seq])[0])
+            assert allowed, f"nothing is allowed after {tokenizer.decode(seq.token_ids[2:])!r}"
+            weights = [50 if tokenizer.decode([t]) in ('"', "}", "]", ",") else 1 for t in allowed]
+            [token] = rng.choices(allowed, weights)
+            if token in EOS or (EOS & {*allowed} and rng.random() < 0.3):
+                return tokenizer.decode(seq.token_ids[2:]), True
+            seq.token_ids.append(token)
+        return tokenizer.decode(seq.token_ids[2:]), False
+    finally:
+        matching.forget(seq.request_id)
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> Any:
+    """A schema of keywords that are honoured."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    kind = rng.choice(kinds + (["object"] * 5 + ["array", "array", "anyOf", "types"]) * (depth > 0))
+    if kind == "string":
+        low = rng.randint(0, 3)
+        limits = {"minLength": low, "maxLength": low + rng.randint(0, 5)}
+        of: list[dict[str, Any]] = [
+            limits,
+            {},
+            {"pattern": r"^[a-c]{1,4}$"},
+            {"format": rng.choice(FORMATS)},
+        ]
+        return {"type": "string"} | rng.choice(of)
+    if kind in ("integer", "number"):
+        low = rng.randint(-200, 100)
+        bounds = rng.choice((("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")))
+        limits = dict(zip(bounds, (low, low + rng.randint(2, 300)), strict=True))
+        return {"type": kind} | rng.choice((limits, {}, dict([limits.popitem()])))
+    if kind == "enum":
+        return {"enum": rng.sample(["red", 1, 2.5, None, True, "a b", [1], {"x": "y"}], 3)}
+    if kind == "const":
+        return {"const": rng.choice(["x", 7, False, {"k": [1, "two"]}])}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "types":
+        return {"type": rng.sample(["string", "integer", "boolean", "null"], 2)}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        limits = rng.choice(({}, {"minItems": low, "maxItems": low + rng.randint(0, 2)}))
+        return {"type": "array", "items": random_schema(rng, depth - 1)} | limits
+    if kind == "object":
+        names = rng.sample(["name", "age", "a b", "größe", "list", 'q"uote'], rng.randint(1, 4))
+        more = rng.choice(({}, {"additionalProperties": False}, {"additionalProperties": True}))
+        return {
+            "type": "object",
+            "title": "an annotation",
+            "properties": {name: random_schema(rng, depth - 1) for name in names},
+            "required": rng.sample(names, rng.randint(0, len(names))),
+        } | more
+    return {"type": kind}
+
+
+def test_random_schemas(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
+) -> None:
+    rng, num_ended = random.Random(9), 0
+    for number in range(NUM_SCHEMAS):
+        schema = random_schema(rng)
+        if number % 5 == 0:
+            schema = {
+                "$defs": {"node": schema},
+                "type": "object",
+                "properties": {"first": {"$ref": "#/$defs/node"}},
+                "required": ["first"],
+            }
+        jsonschema.Draft202012Validator.check_schema(schema)
+        grammar = compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
+        text, has_ended = walk(grammar, matching, tokenizer, rng, 250)
+        if has_ended:
+            num_ended += 1
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            try:
+                jsonschema.validate(json.loads(text), schema, format_checker=checker)
+            except (ValueError, jsonschema.ValidationError) as error:
+                raise AssertionError(f"{schema} let {text!r} through: {error}") from error
+    print(f"{num_ended} of {NUM_SCHEMAS} walks ended, all validate")
+    assert num_ended > 0.7 * NUM_SCHEMAS
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_regexes(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, regex: str
+) -> None:
+    grammar, rng = (
+        compiler.compile(source_of(format_of(StructuredOutputs(regex=regex)))),
+        random.Random(1),
+    )
+    ended = [walk(grammar, matching, tokenizer, rng, 100) for _ in range(10)]
+    assert any(has_ended for _, has_ended in ended)
+    for text, has_ended in ended:
+        assert not has_ended or re.fullmatch(regex, text), text
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choices(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, choice: list[str]
+) -> None:
+    grammar, rng = (
+        compiler.compile(source_of(format_of(StructuredOutputs(choice=choice)))),
+        random.Random(1),
+    )
+    texts = {walk(grammar, matching, tokenizer, rng, 50) for _ in range(100)}
+    assert texts == {(text, True) for text in choice}
+
+
+TOOLS = [
+    ToolFormat(
+        name="add",
+        schema={
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    ),
+    ToolFormat(name="no_arguments", schema=None),
+]
+CALLS = re.compile(r"<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
+
+
+def check_calls(text: str) -> int:
+    calls = [json.loads(call) for call in CALLS.findall(text)]
+    for call in calls:
+        assert call.keys() == {"name", "arguments"}
+        schema = next(tool.schema for tool in TOOLS if tool.name == call["name"])
+        jsonschema.validate(call["arguments"], schema or {"type": "object"})
+    return len(calls)
+
+
+@pytest.mark.parametrize("only_one", [True, False])
+def test_required_calls(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, only_one: bool
+) -> None:
+    grammar = compiler.compile(source_of(calls_required(TOOLS, only_one=only_one)))
+    rng, ended = random.Random(5), 0
+    for _ in range(10):
+        text, has_ended = walk(grammar, matching, tokenizer, rng, 300)
+        if has_ended:
+            ended += 1
+            count = check_calls(text)
+            assert count == 1 if only_one else count >= 1
+            assert not CALLS.sub("", text).strip("\n"), text
+    assert ended
+
+
+def test_possible_calls(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(source_of(calls_possible(TOOLS)))
+    start = tokenizer.encode('Well. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n')
+    seq = sequence(grammar)
+    seq.token_ids += start
+    text = {tokenizer.decode([token]) for token in allowed_by(matching.masks([seq])[0])}
+    matching.forget(seq.request_id)
+    assert text and all("</tool_call>".startswith(each) for each in text)
+    seq = sequence(grammar)
+    seq.token_ids += tokenizer.encode('<tool_call>\n{"name": "other')
+    [answer] = matching.masks([seq])
+    matching.forget(seq.request_id)
+    assert isinstance(answer, RequestFailedError) and "does not allow token" in str(answer)
+
+
+@pytest.mark.parametrize("state", [State.REASONING, State.UNDECIDED, State.CONTENT])
+def test_the_answer_comes_after_the_reasoning(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, state: State
+) -> None:
+    answer = after_thinking(format_of(StructuredOutputs(choice=["yes"])), state)
+    grammar = compiler.compile(source_of(answer))
+    thoughts = {
+        State.REASONING: "Is 1 = 1? yes, I think.</think>\n\n",
+        State.UNDECIDED: "<think>Is 1 = 1?</think>\n\n",
+        State.CONTENT: "",
+    }[state]
+    for before in {thoughts, "" if state is State.UNDECIDED else thoughts}:
+        seq = sequence(grammar)
+        seq.token_ids += tokenizer.encode(before)
+        [mask] = matching.masks([seq])
+        matching.forget(seq.request_id)
+        texts = {tokenizer.decode([token]) for token in allowed_by(mask)}
+        assert any(text and "yes".startswith(text) for text in texts), texts
+        assert "n" not in texts and not EOS & {*allowed_by(mask)}
+    if state is State.REASONING:
+        seq = sequence(grammar)
+        seq.token_ids += tokenizer.encode("hm")
+        [mask] = matching.masks([seq])
+        matching.forget(seq.request_id)
+        assert mask is None or not EOS & {*allowed_by(mask)}, "an end without an answer"
+        assert len(allowed_by(mask)) > 300, "reasoning is free"
+
+
+def test_masks_are_a_function_of_known_tokens(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
+) -> None:
+    """In whatever portions tokens become known, and after the helper was killed."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    grammar = compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
+    tokens = tokenizer.encode('{"n": 12')
+    step_by_step = sequence(grammar, "steps")
+    for token in tokens:
+        matching.masks([step_by_step])
+        step_by_step.token_ids.append(token)
+    at_once = sequence(grammar, "at once")
+    at_once.token_ids += tokens
+    first, second = matching.masks([step_by_step, at_once])
+    assert first == second and first is second, "rows with equal masks share one"
+    pid = matching._helper.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert matching.masks([step_by_step, at_once]) == [first, first]
+    assert matching._helper.pid not in (pid, None)
+    for name in ("steps", "at once"):
+        matching.forget(name)
+
+
+# What is refused, and what is hostile
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "not": {}}, "json.not: this keyword"),
+        ({"oneOf": [{"type": "string"}]}, "json.oneOf: this keyword"),
+        ({"allOf": [{"type": "string"}]}, "json.allOf: this keyword"),
+        ({"properties": {"a": {"multipleOf": 2}}}, r"json.properties.a.multipleOf: this keyword"),
+        ({"items": {"uniqueItems": True}}, "json.items.uniqueItems: this keyword"),
+        ({"type": "string", "format": "credit-card"}, "the format 'credit-card'"),
+        ({"type": "string", "pattern": "a", "minLength": 2}, "together with"),
+        ({"type": "string", "pattern": 'a"b'}, "must not contain quotes"),
+        ({"type": "string", "pattern": r"a\\b"}, "must not contain quotes or backslashes"),
+        ({"type": "string", "pattern": "(?!a)b"}, r"other than '\(\?:', are not supported"),
+        ({"type": "string", "pattern": 7}, "must be text, got 7"),
+        ({"type": "string", "minLength": -1}, "minLength must be between 0 and 10000, got -1"),
+        ({"type": "string", "maxLength": "3"}, "maxLength must be between 0 and 10000, got '3'"),
+        ({"type": "object", "required": ["b"]}, "required names 'b', which properties does not"),
+        ({"type": "integer", "enum": [1, "a"]}, "lists 'a', which is not of its type"),
+        ({"type": "number", "const": True}, "lists True, which is not of its type"),
+        ({"$ref": "http://example.com/a"}, "must point into the schema itself"),
+        ({"$ref": "#/$defs/missing"}, "cannot be compiled"),
+        ("{not json", "json is not a JSON schema"),
+        ({"properties": 3}, "must map names to schemas"),
+        ({"items": "string"}, "must be a JSON schema, got 'string'"),
+        ({"type": "strnig"}, "cannot be compiled"),
+        ({"type": "string", "pattern": "(unclosed"}, "cannot be compiled"),
+    ],
+)
+def test_refused_schemas(compiler: GrammarCompiler, schema: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
+
+
+def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
+    deep: Any = {"type": "string"}
+    for _ in range(70):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(RequestError, match="deeper than 64 levels"):
+        format_of(StructuredOutputs(json=deep))
+    wide = {"enum": [f"value {i}" for i in range(10_000)]}
+    with pytest.raises(RequestError, match="larger than 65536 bytes"):
+        compiler.compile(source_of(format_of(StructuredOutputs(json=wide))))
+
+
+def test_a_grammar_that_takes_too_long_ends_its_helper_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(source_of(format_of(StructuredOutputs(choice=["warm"]))))
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.5)
+    hostile = "(" * 12 + "a{1,60}" + "){1,60}" * 12
+    began = time.monotonic()
+    with pytest.raises(RequestError, match=r"cannot be compiled"):
+        compiler.compile(source_of(format_of(StructuredOutputs(regex=hostile))))
+    assert time.monotonic() - began < 3.0
+    monkeypatch.undo()
+    compiler.compile(source_of(format_of(StructuredOutputs(choice=["still", "alive"]))))
+
+
+def test_a_grammar_that_loses_its_helper_fails_alone(
+    compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = compiler.compile(source_of(format_of(StructuredOutputs(choice=["yes", "no"]))))
+    good, bad = sequence(grammar, "good"), sequence(grammar, "bad")
+    matching.masks([good])
+    call = matching._helper.call
+
+    def lose(limit_s: float, name: str, wanted: Any, ended: Any) -> Any:
+        if any(each[0] == "bad" for each in wanted):
+            matching._helper.close()
+            raise HelperLostError
+        return call(limit_s, name, wanted, ended)
+
+    monkeypatch.setattr(matching._helper, "call", lose)
+    mask, failure = matching.masks([good, bad])
+    assert isinstance(mask, bytes) and isinstance(failure, RequestFailedError)
+    monkeypatch.undo()
+    matching.forget("good")
+
+
+def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
+    assert tokenizer.file is not None
+    other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
+    other.masks([])
+    process = other._helper._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()  # as when the parent is killed
+    assert process.wait(5) == 0
+
+
+def test_a_machine_without_the_tokenizer_says_so(tmp_path: Path, compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(source_of(format_of(StructuredOutputs(choice=["a"]))))
+    elsewhere = GrammarMatching(tmp_path / "tokenizer.json", MODEL.vocab_size, MODEL.eos_token_ids)
+    [answer] = elsewhere.masks([sequence(grammar)])
+    assert isinstance(answer, RequestFailedError) and "copy the checkpoint" in str(answer)
