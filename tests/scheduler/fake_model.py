@@ -16,6 +16,7 @@ from the seed (`salt_of`), so that sharing across salts shows up too.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass
 from random import Random
 
@@ -75,6 +76,36 @@ class FakeGrammars:
 
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)
+
+
+class Lane:
+    """The plans of a fake rank, in order: one with masked rows waits for its mask."""
+
+    def __init__(self, rank: FakeRank) -> None:
+        self.rank = rank
+        self.waiting: deque[StepPlan] = deque()
+        self.results: deque[StepResult] = deque()
+        self._masks: dict[int, StepMask] = {}
+
+    def launch(self, plan: StepPlan) -> None:
+        self.waiting.append(plan)
+        self._run_ready()
+
+    def mask(self, mask: StepMask) -> None:
+        assert mask.step_id not in self._masks, f"two masks for step {mask.step_id}"
+        self._masks[mask.step_id] = mask
+        self._run_ready()
+
+    def clear(self) -> None:
+        """The epoch has ended."""
+        for each in (self.waiting, self.results, self._masks):
+            each.clear()
+
+    def _run_ready(self) -> None:
+        waiting = self.waiting
+        while waiting and (not waiting[0].masked or waiting[0].step_id in self._masks):
+            plan = waiting.popleft()
+            self.results.append(self.rank.run(plan, self._masks.pop(plan.step_id, None)))
 
 
 def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None:

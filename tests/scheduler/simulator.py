@@ -35,6 +35,7 @@ from tests.scheduler.fake_model import (
     SALTS,
     FakeGrammars,
     FakeRank,
+    Lane,
     extend_digests,
     generate,
 )
@@ -147,9 +148,7 @@ class Simulation:
         self.rank = FakeRank(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
         )
-        self.launched: deque[StepPlan] = deque()  # not run yet: they wait for their mask
-        self.masks: dict[int, StepMask] = {}
-        self.results: deque[StepResult] = deque()
+        self.lane = Lane(self.rank)
         self.arriving = deque(self.scenario.requests)
         self.clients: dict[str, Client] = {}
         self.report = SimulationReport(seeds=1)
@@ -168,7 +167,7 @@ class Simulation:
             if self.look_inside:
                 self.engine.check()
                 # A step that waits for its mask has not stored yet what is published.
-                if self.num_turns % INDEX_CHECK_INTERVAL == 0 and not self.launched:
+                if self.num_turns % INDEX_CHECK_INTERVAL == 0 and not self.lane.waiting:
                     self._check_index()
         self._check_end()
         return self.report
@@ -179,31 +178,24 @@ class Simulation:
         self._audit(plan)
         self._maybe_lose()
         self._lose_to_poison(plan)
-        self.launched.append(plan)
-        self._run_ready()
+        self.lane.launch(plan)
 
     def mask(self, mask: StepMask) -> None:
-        assert mask.epoch == self.scheduler.epoch and mask.step_id not in self.masks
+        assert mask.epoch == self.scheduler.epoch
         assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted), (
             f"the mask of step {mask.step_id} came before the result of an earlier one"
         )
-        if self.launched:  # otherwise the step is launched next, and may be lost then
+        if self.lane.waiting:  # otherwise the step is launched next, and may be lost then
             self._maybe_lose()
-        self.masks[mask.step_id] = mask
-        self._run_ready()
-
-    def _run_ready(self) -> None:
-        launched = self.launched
-        while launched and (not launched[0].masked or launched[0].step_id in self.masks):
-            plan = launched.popleft()
-            self.results.append(self.rank.run(plan, self.masks.pop(plan.step_id, None)))
+        self.lane.mask(mask)
 
     def result(self, step_id: int) -> StepResult:
         self._maybe_lose()
-        assert self.results and self.results[0].step_id == step_id, (
+        results = self.lane.results
+        assert results and results[0].step_id == step_id, (
             f"result of step {step_id} is not the oldest"
         )
-        return self.results.popleft()
+        return results.popleft()
 
     def _maybe_lose(self) -> None:
         if self._faulty and self.rng.random() < self.scenario.loss_probability:
@@ -249,9 +241,7 @@ class Simulation:
                 self.clients[sequence.request_id].num_losses += 1
         self.report.lost_steps += len(self.scheduler.submitted)
         self.report.epochs_lost += 1
-        self.results.clear()
-        self.launched.clear()
-        self.masks.clear()
+        self.lane.clear()
         self.rank.restart(self.rng)
         self._arrive()
         self._interfere()

@@ -179,7 +179,7 @@ def test_error_of_another_kind_becomes_a_worker_error_with_its_cause(
 ) -> None:
     assert worker._runner is not None
 
-    def fail(plan: StepPlan) -> None:
+    def fail(plan: StepPlan, wait_for_mask: object) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(worker._runner, "run", fail)

@@ -41,9 +41,9 @@ from cluster.engine.worker_group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
-from scheduler.messages import Request, StepPlan, StepResult
+from scheduler.messages import Request, StepMask, StepPlan, StepResult
 from scheduler.scheduler import CONVICTED_STRIKES, Scheduler
-from tests.scheduler.fake_model import FakeRank, generate
+from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
 FAULTY_TURNS = 400
@@ -103,8 +103,7 @@ class Group:
         self.epoch = epoch
         self.ranks: list[Any] = []
         self.is_closed = self.is_dead = self.hangs = False
-        self._results: deque[StepResult] = deque()
-        self._rank: FakeRank | None = None
+        self._lane: Lane | None = None
         self.world.groups.append(self)
 
     def start(self, first: GroupReport | None = None) -> GroupReport:
@@ -114,10 +113,11 @@ class Group:
         if self.is_closed or world.happens("rebuild_fails"):
             raise WorkerError("rank 1 died while loading")
         limits = world.scenario.limits
-        self._rank = FakeRank(
+        rank = FakeRank(
             limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
         )
-        self._rank.epoch = self.epoch
+        rank.epoch = self.epoch
+        self._lane = Lane(rank)
         return GroupReport(num_blocks=limits.num_blocks, seconds={}, lines=())
 
     def launch(self, plan: StepPlan) -> None:
@@ -130,13 +130,18 @@ class Group:
         if guilty:
             self.is_dead = True
             return
-        assert self._rank is not None, "a group that was not started runs a step"
-        self._results.append(self._rank.run(plan))
+        assert self._lane is not None, "a group that was not started runs a step"
+        self._lane.launch(plan)
+
+    def mask(self, mask: StepMask) -> None:
+        if not (self.is_closed or self.is_dead):
+            assert self._lane is not None
+            self._lane.mask(mask)
 
     def result(self, step_id: int) -> StepResult:
-        if self.is_closed or self.is_dead or not self._results:
+        if self.is_closed or self.is_dead or self._lane is None or not self._lane.results:
             raise WorkerError(f"step {step_id} failed: rank 1 died")
-        return self._results.popleft()
+        return self._lane.results.popleft()
 
     def close(self) -> None:
         self.is_closed = True
@@ -204,7 +209,8 @@ class Driver:
         with world.calm():
             group, _ = self.supervisor.start()
         self.supervisor._watch = self.supervisor._watch_of(group)
-        engine = Engine(self.scheduler, group, num_steps_ahead=world.scenario.num_steps_ahead)
+        ahead, grammars = world.scenario.num_steps_ahead, FakeGrammars()
+        engine = Engine(self.scheduler, group, num_steps_ahead=ahead, grammars=grammars)
         self.loop = world.parts.loop(
             engine,
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
@@ -383,6 +389,7 @@ class World:
             sampling=drawn.sampling,
             cache_salt=drawn.cache_salt,
             final_only=self.rng.random() < 0.3,
+            grammar=drawn.grammar,
         )
         chunks: list[Chunk] = []
         follower = OutputFollower(request, 0, None, chunks.append)
