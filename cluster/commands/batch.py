@@ -83,13 +83,17 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
 
 
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
-    """The requests with token ids as prompts, checked against the limits. Raises `RequestError`
-    naming the line.
+    """The requests with token ids as prompts, checked against the limits; constrained ones as they
+    are, because their form depends on how the conversation ends. Raises `RequestError` naming the
+    line.
     """
     tokenized = []
     for request in requests:
         with _naming(request.where):
             token_ids = builder.check(request.prompt, request.params)
+        if request.params is not None and request.params.structured_outputs is not None:
+            tokenized.append(request)
+            continue
         salt = request.prompt.get("cache_salt")
         prompt = {"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
         tokenized.append(replace(request, prompt=prompt))

@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -67,7 +68,8 @@ def run_bench(job: BenchJob) -> None:
     _check(job)
     setup = prepare(job.config)
     config = setup.foreseen
-    requests = tokenize_batch(setup.request_builder(), _requests(job, config))
+    with contextlib.closing(setup.request_builder()) as builder:
+        requests = tokenize_batch(builder, _requests(job, config))
     machine = _probe(config)
     with LLM(setup=setup) as llm:
         gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -61,7 +62,8 @@ def run_generate(job: GenerateJob) -> None:
     if requests is None:
         is_chat = setup.has_chat_template and not job.raw
         requests = [_from_prompt(prompt, chat=is_chat) for prompt in job.prompts]
-    requests = tokenize_batch(setup.request_builder(), requests)
+    with contextlib.closing(setup.request_builder()) as builder:
+        requests = tokenize_batch(builder, requests)
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it

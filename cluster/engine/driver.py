@@ -125,6 +125,8 @@ class Driver:
         `EngineDeadError`. A frontend that did not hear the answer may send the same again: what is
         here already is not queued twice.
         """
+        if any(request.grammar for request in requests):
+            await asyncio.to_thread(self._grammars.start)
         limits, loop = self._alive()
         fresh = self._frontends.admit(frontend_id, requests, limits)
         if fresh:

@@ -266,16 +266,16 @@ def _call(tool: ToolFormat) -> Format:
     return {
         "type": "tag",
         "begin": f'{CALL}\n{{"name": {name}, "arguments": ',
-        "content": _json(_ANY_OBJECT if tool.schema is None else tool.schema),
+        "content": _json(_ANY_OBJECT if tool.schema is None else tool.schema, max_whitespace=1),
         "end": f"}}\n{END_CALL}",
     }
 
 
-def _json(schema: Any) -> Format:
+def _json(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
     return {
         "type": "json_schema",
         "json_schema": schema,
-        "max_whitespace_cnt": _MAX_WHITESPACE,
+        "max_whitespace_cnt": max_whitespace,
     }
 
 

@@ -28,7 +28,7 @@ class HelperLostError(Exception):
 
 class Helper:
     """One helper process. It starts with the first call, and again with the first call after it was
-    lost. One thread at a time.
+    lost. Any thread may call; the calls wait for each other.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -39,6 +39,7 @@ class Helper:
             *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -47,17 +48,16 @@ class Helper:
 
     def call(self, limit_s: float, name: str, *arguments: Any) -> Any:
         """The answer. Raises `HelperError` and `HelperLostError`."""
-        if self._process is None:
-            if not self._tokenizer.exists():
-                raise HelperError(
-                    f"the machine {socket.gethostname()} has no {self._tokenizer}, which grammars"
-                    " need: copy the checkpoint to the same path, or share the folder"
-                )
-            self._process = subprocess.Popen(
-                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            self._ask(START_TIMEOUT_S, "ready", ())
-        return self._ask(limit_s, name, arguments)
+        with self._lock:
+            self._start()
+            return self._ask(limit_s, name, arguments)
+
+    def start(self) -> None:
+        """Start the process, which takes seconds, so that the next call need not. Raises as
+        `call`.
+        """
+        with self._lock:
+            self._start()
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -68,6 +68,18 @@ class Helper:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+
+    def _start(self) -> None:
+        if self._process is None:
+            if not self._tokenizer.exists():
+                raise HelperError(
+                    f"the machine {socket.gethostname()} has no {self._tokenizer}, which grammars"
+                    " need: copy the checkpoint to the same path, or share the folder"
+                )
+            self._process = subprocess.Popen(
+                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            self._ask(START_TIMEOUT_S, "ready", ())
 
     def _ask(self, limit_s: float, name: str, arguments: tuple[Any, ...]) -> Any:
         process = self._process

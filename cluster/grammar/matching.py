@@ -6,6 +6,7 @@ to the ranks, another one gets all tokens again and goes on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -18,7 +19,7 @@ MASK_TIMEOUT_S = 5.0
 
 class GrammarMatching:
     """`Grammars` over a helper process, which starts with the first constrained request. One
-    thread.
+    thread, but for `start`.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
@@ -26,6 +27,13 @@ class GrammarMatching:
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
         self._num_sent: dict[str, int] = {}  # output tokens that the helper knows
         self._ended: list[str] = []
+
+    def start(self) -> None:
+        """Start the helper, if it does not run: not on the thread that runs steps, since it takes
+        seconds. If that fails, the requests that need it are told later.
+        """
+        with contextlib.suppress(HelperError, HelperLostError):
+            self._helper.start()
 
     def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
         """See `Grammars`."""

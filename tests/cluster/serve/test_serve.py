@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -94,6 +95,83 @@ def test_the_openai_client_works_through_serve(served: tuple[str, Any]) -> None:
         client.chat.completions.create(model="tiny", messages=[SUM], top_p=2)
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/nothing").json()["error"]["message"].startswith("there is nothing")
+
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two whole numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 99},
+                "b": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_every_required_call_is_well_formed(served: tuple[str, Any]) -> None:
+    """Two hundred of them, streamed and whole, at a temperature at which the model wanders."""
+    client = openai.OpenAI(base_url=f"{served[0]}/v1", api_key="any", max_retries=0)
+    asked: Any = {
+        "model": "tiny",
+        "messages": [SUM],
+        "tools": [ADD],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "max_tokens": 120,
+        "n": 100,
+    }
+    calls = []
+    for choice in client.chat.completions.create(**asked, seed=1).choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None, choice
+        assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
+        calls.append(choice.message.tool_calls[0].function)
+    for chunk in client.chat.completions.create(**asked, seed=2, stream=True):
+        for delta in (choice.delta for choice in chunk.choices):
+            assert not delta.content, delta
+            calls += [call.function for call in delta.tool_calls or []]
+    assert len(calls) == 200
+    for call in calls:
+        assert call.name == "add"
+        jsonschema.validate(json.loads(call.arguments), ADD["function"]["parameters"])
+
+
+def test_langchain_gets_objects_and_calls(served: tuple[str, Any]) -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, SecretStr
+
+    class Sum(BaseModel):
+        """The sum of two numbers."""
+
+        total: int
+        sure: bool
+
+    model = ChatOpenAI(model="tiny", base_url=f"{served[0]}/v1", api_key=SecretStr("any"))
+    for method in ("json_schema", "function_calling"):
+        found = model.with_structured_output(Sum, method=method).invoke("What is 47 + 38?")
+        assert isinstance(found, Sum), (method, found)
+    answer = model.bind_tools([ADD], tool_choice="any").invoke("What is 47 + 38?")
+    assert [call["name"] for call in answer.tool_calls] and {*answer.tool_calls[0]["args"]} == {
+        *("a", "b")
+    }
+
+
+def test_a_schema_that_is_not_possible_is_a_400_by_name(served: tuple[str, Any]) -> None:
+    client = openai.OpenAI(base_url=f"{served[0]}/v1", api_key="any", max_retries=0)
+    schema: Any = {"name": "x", "schema": {"type": "object", "not": {}}}
+    with pytest.raises(openai.BadRequestError, match=r"json\.not: this keyword"):
+        client.chat.completions.create(
+            model="tiny",
+            messages=[SUM],
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
 
 
 def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None:
