@@ -247,6 +247,7 @@ def test_a_run_prints_one_line_of_what_was_asked_and_measured() -> None:
         "engine",
         "model",
         "dtype",
+        "quantization",
         "tp",
         "device",
         "requests",
