@@ -28,8 +28,11 @@ from cluster.api.endpoints import (
     model_card,
     tokenize,
 )
-from cluster.api.errors import HttpError, body_of, headers_of, status_of
+from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
 from cluster.api.limits import Admission, ApiLimits
+from cluster.api.messages.adapter import count_tokens, messages_job
+from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
+from cluster.api.messages.writer import named_event
 from cluster.api.metrics import ApiMetrics, Family, Timing
 from cluster.api.replies import DONE, Writer, encode_json, event
 from cluster.api.schema import (
@@ -54,6 +57,7 @@ Gather = Callable[[], Awaitable[list[list[Family]]]]
 SWITCH_INTERVAL_S = 0.0005
 STATS_TIMEOUT_S = 2.0
 STATS_AGE_S = 0.1  # readers within this time share one answer of the engine
+MESSAGES_PATH = "/v1/messages"
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json")
 
 
@@ -181,6 +185,8 @@ class Api:
         self._paths: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
+            MESSAGES_PATH: ("POST", self._messages),
+            f"{MESSAGES_PATH}/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
             f"/v1/models/{model_name}": ("GET", self._model),
             "/tokenize": ("POST", self._tokenize),
@@ -232,7 +238,9 @@ class Api:
         if self._api_key is None:
             return
         scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._api_key):
+        if scheme.lower() != b"bearer":
+            given = exchange.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+        if not hmac.compare_digest(given.strip(), self._api_key):
             raise HttpError(
                 401,
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
@@ -241,13 +249,15 @@ class Api:
 
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
         """Answer with an error, as an event if the stream has begun."""
-        body = body_of(error)
+        is_messages = exchange.path.startswith(MESSAGES_PATH)
+        body = messages_body_of(error) if is_messages else body_of(error)
         with contextlib.suppress(Gone):
             if exchange.status is None:
                 data = encode_json(body).encode()
                 await exchange.answer(status_of(error), data, headers=headers_of(error))
             else:
-                await exchange.write(event(body) + DONE, more=False)
+                end = named_event("error", body) if is_messages else event(body) + DONE
+                await exchange.write(end, more=False)
 
     # -- generating --------------------------------------------------------------------------------
 
@@ -258,6 +268,15 @@ class Api:
     async def _complete(self, exchange: Exchange) -> None:
         request = read(CompletionRequest, await exchange.body(self.limits.max_body_bytes))
         await self._run(exchange, completion_job(request, self._served))
+
+    async def _messages(self, exchange: Exchange) -> None:
+        request = read(MessagesRequest, await exchange.body(self.limits.max_body_bytes))
+        await self._run(exchange, messages_job(request, self._served, self.limits.max_messages))
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        request = read(CountTokensRequest, await exchange.body(self.limits.max_body_bytes))
+        work = asyncio.to_thread(count_tokens, request, self._served, self.limits.max_messages)
+        await exchange.answer(200, encode_json(await work).encode())
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         with self.admission.admit(job.num_outputs):
@@ -292,8 +311,7 @@ class Api:
                 if data:
                     await exchange.write(data, more=True)
             timing.end()
-            end = writer.usage_event() if job.includes_usage else b""
-            await exchange.write(end + DONE, more=False)
+            await exchange.write(writer.end(includes_usage=job.includes_usage), more=False)
 
     # -- the rest ----------------------------------------------------------------------------------
 

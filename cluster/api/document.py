@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -18,6 +19,8 @@ REFERENCE = "#/components/schemas/{model}"
 POST: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's API does."),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of a conversation."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "Text of token ids."),
 }

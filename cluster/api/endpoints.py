@@ -64,18 +64,26 @@ class Job:
         return len(self.prompts) * (self.params.n or 1)
 
 
-def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
-    """Raises `RequestError`, and `HttpError` for another model."""
+def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
+    """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "a chat")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    tools = request.tools if request.tool_choice != "none" else None
-    structure = structure_of(request, tools or [])
+    tools = _callable_tools(request)
     prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
+    return prompt
+
+
+def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
+    """Raises `RequestError`, and `HttpError` for another model."""
+    prompt = chat_prompt(request, served, max_messages)
+    tokenizer = _needed(served.tokenizer, "a chat")
+    tools = _callable_tools(request)
+    structure = structure_of(request, tools or [])
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
@@ -188,6 +196,10 @@ def _job(
         includes_usage=request.includes_usage,
         make_writer=make_writer,
     )
+
+
+def _callable_tools(request: ChatRequest) -> list[Tool] | None:
+    return request.tools if request.tool_choice != "none" else None
 
 
 def _conversation(

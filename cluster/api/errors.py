@@ -59,6 +59,18 @@ def body_of(error: BaseException) -> dict[str, Any]:
     return _body(str(error), name, parameter, code)
 
 
+def messages_body_of(error: BaseException) -> dict[str, Any]:
+    """Anthropic's error body."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+    status = status_of(error)
+    if status == 503:
+        kind = "overloaded_error"
+    else:
+        kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = body_of(error)["error"]["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def headers_of(error: BaseException) -> dict[str, str]:
     """Headers that go with an error."""
     status = status_of(error)

@@ -49,8 +49,8 @@ class Writer(Protocol):
     def events(self, place: int, chunk: Chunk) -> bytes:
         """The events for a chunk of the prompt at `place`."""
 
-    def usage_event(self) -> bytes:
-        """The event with the token counts, after all others."""
+    def end(self, *, includes_usage: bool) -> bytes:
+        """What follows the last event."""
 
     def body(self) -> dict[str, Any]:
         """The whole answer, once every output has finished."""
@@ -58,6 +58,8 @@ class Writer(Protocol):
 
 class _Envelope:
     """What all events and bodies of one request share."""
+
+    CHUNK: str
 
     def __init__(self, prefix: str, kind: str, model: str, generations: list[Generation]) -> None:
         self._generations = generations
@@ -74,10 +76,11 @@ class _Envelope:
             f'data: {common},"choices":[{encode_json(choice)}]}}\n\n' for choice in choices
         ).encode()
 
-    def _usage_event(self, kind: str) -> bytes:
-        return event(
-            self._fields | {"object": kind, "choices": [], "usage": usage_of(self._generations)}
-        )
+    def end(self, *, includes_usage: bool) -> bytes:
+        if not includes_usage:
+            return DONE
+        usage = usage_of(self._generations)
+        return event(self._fields | {"object": self.CHUNK, "choices": [], "usage": usage}) + DONE
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = usage_of(self._generations)
@@ -124,9 +127,6 @@ class ChatWriter(_Envelope):
             end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.num_calls)
             events.append(end)
         return self._events(self.CHUNK, events)
-
-    def usage_event(self) -> bytes:
-        return self._usage_event(self.CHUNK)
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
@@ -234,9 +234,6 @@ class CompletionWriter(_Envelope):
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
         return self._events(self.CHUNK, choices)
-
-    def usage_event(self) -> bytes:
-        return self._usage_event(self.CHUNK)
 
     def body(self) -> dict[str, Any]:
         choices = []

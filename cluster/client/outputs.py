@@ -35,13 +35,14 @@ Sink = Callable[[Chunk], None]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One output of a request, as far as it has come."""
+    """One output of a request, as far as it has come. stop_string: the one that ended it."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class OutputFollower:
         done.token_ids += tokens
         done.text += text
         done.finish_reason = reason
+        done.stop_string = self._stream.stopped_by if self._stream is not None else None
         if logprobs is not None:
             done.logprobs = (done.logprobs or []) + logprobs
         if self._sink is not None and (tokens or reason):

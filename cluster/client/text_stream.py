@@ -42,7 +42,7 @@ class TextStream:
         self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
         self._decoded = ""
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string
 
     def push(self, token_ids: Seq[int]) -> int | None:
         """Take the next tokens. Returns how many it took to complete a stop string, or None if none
@@ -58,7 +58,7 @@ class TextStream:
 
     def finish(self) -> None:
         """No more tokens follow: what was held becomes text."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return
         if not self._extend(self._tokenizer.decode(self._recent)[self._num_known :]):
             self.text = self._decoded
@@ -85,10 +85,11 @@ class TextStream:
             self.text = self._decoded
             self._searched_from = len(self._decoded)
             return False
-        found = [i for i in (self._decoded.find(stop, searched) for stop in self._stop) if i >= 0]
+        places = ((self._decoded.find(stop, searched), stop) for stop in self._stop)
+        found = [(place, stop) for place, stop in places if place >= 0]
         if found:
-            self.stopped = True
-            self.text = self._decoded[: min(found)]
+            place, self.stopped_by = min(found)
+            self.text = self._decoded[:place]
             return True
         self.text = self._decoded[: len(self._decoded) - self._held()]
         return False

@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
-from cluster.api.replies import ChatWriter, CompletionWriter, usage_of
+from cluster.api.replies import DONE, ChatWriter, CompletionWriter, usage_of
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.thinking import State
@@ -54,7 +54,9 @@ def run(
 
 
 def events_of(writer: ChatWriter | CompletionWriter, chunks: list[Chunk]) -> list[dict[str, Any]]:
-    data = b"".join(writer.events(0, chunk) for chunk in chunks) + writer.usage_event()
+    end = writer.end(includes_usage=True)
+    assert end.endswith(DONE) and writer.end(includes_usage=False) == DONE
+    data = b"".join(writer.events(0, chunk) for chunk in chunks) + end.removesuffix(DONE)
     return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line]
 
 

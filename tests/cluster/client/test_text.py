@@ -187,7 +187,7 @@ def test_text_is_never_taken_back(
 def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("Hello", "END", " wor")) == ["Hello", "Hello"]
-    assert stream.stopped
+    assert stream.stopped_by is not None
 
 
 def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(
@@ -211,13 +211,13 @@ def test_a_stop_string_is_found_however_tokens_cut_it(
 ) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids(*pieces))[-1] == "".join(pieces).partition("END")[0]
-    assert stream.stopped
+    assert stream.stopped_by is not None
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("a", "E", "N", "b", "E")) == ["a", "a", "a", "aENb", "aENb", "aENbE"]
-    assert not stream.stopped
+    assert stream.stopped_by is None
 
 
 def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> None:
@@ -228,13 +228,13 @@ def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> N
 def test_a_stop_string_that_overlaps_its_own_beginning_is_found(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["abab!"])
     assert texts(stream, ids("a", "b", "a", "b", "a", "b", "!"))[-1] == "ab"
-    assert stream.stopped
+    assert stream.stopped_by is not None
 
 
 def test_held_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("a", "EN")) == ["a", "a", "aEN"]
-    assert not stream.stopped
+    assert stream.stopped_by is None
 
 
 def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Tokenizer) -> None:
@@ -255,7 +255,7 @@ def test_a_stop_string_inside_one_token_ends_the_text_inside_it(tokenizer: Token
 def test_a_stop_string_of_many_bytes_a_character_is_found_over_tokens(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["ü🦅"])
     assert texts(stream, [*ids("a"), *"ü🦅".encode()])[-1] == "a"
-    assert stream.stopped
+    assert stream.stopped_by is not None
 
 
 def test_a_stop_string_among_the_first_tokens_leaves_no_text(tokenizer: Tokenizer) -> None:
