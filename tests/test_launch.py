@@ -611,6 +611,7 @@ def test_the_names_to_import_from_cluster_are_these() -> None:
         "EngineStats",
         "RequestOutput",
         "SamplingParams",
+        "StructuredOutputs",
     }
     assert all(hasattr(cluster, name) for name in cluster.__all__)
 

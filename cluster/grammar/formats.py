@@ -171,6 +171,8 @@ def honoured(schema: object, where: str, depth: int = 0) -> Any:
         rewritten["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
     if "format" in rewritten:
         rewritten["pattern"] = _FORMATS[rewritten.pop("format")]
+    if "pattern" in rewritten:
+        rewritten["pattern"] = _without_optional_groups(rewritten["pattern"])
     return rewritten
 
 
@@ -235,6 +237,23 @@ def _check_pattern(pattern: object, where: str) -> None:
         raise _refused(f"{where} must be text, got {_shown(pattern)}")
     if re.search(r"\(\?(?!:)", pattern):
         raise _refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
+
+
+def _without_optional_groups(pattern: str) -> str:
+    """`(a)?` as `(a|)`. In a schema xgrammar 0.2.8 lets `(ab+)?` match what `b*` does."""
+    parts, place, in_class = [], 0, False
+    while place < len(pattern):
+        length = 2 if pattern[place] == "\\" else 1
+        part = pattern[place : place + length]
+        if part == "[":
+            in_class = True
+        elif part == "]":
+            in_class = False
+        elif not in_class and part == ")" and pattern[place + 1 : place + 2] == "?":
+            part, length = "|)", 2
+        parts.append(part)
+        place += length
+    return "".join(parts)
 
 
 def _is_of(value: object, kind: object) -> bool:

@@ -166,7 +166,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Any:
 def test_random_schemas(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
 ) -> None:
-    rng, num_ended = random.Random(9), 0
+    rng, num_ended = random.Random(24), 0
     for number in range(NUM_SCHEMAS):
         schema = random_schema(rng)
         if number % 5 == 0:
@@ -202,6 +202,34 @@ def test_regexes(
     assert any(has_ended for _, has_ended in ended)
     for text, has_ended in ended:
         assert not has_ended or re.fullmatch(regex, text), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lets_through", "keeps_out"),
+    [
+        (r"^[0-9](\.[0-9]+)?Z$", ["1Z", "1.23Z"], ["12Z", "123Z", "1.Z"]),
+        (r"^(a(b|c+)?)?d$", ["d", "ad", "abd", "accd"], ["cd", "bd", "accbd"]),
+        (r"^[)?(]?\)?x(y)?$", ["?x", ")x", "x", "xy"], ["xx", "yx"]),
+        (r"^a\(b+\)?$", ["a(b", "a(bb)"], ["ab", "a)"]),
+    ],
+)
+def test_optional_groups_of_patterns(
+    compiler: GrammarCompiler,
+    matching: GrammarMatching,
+    tokenizer: Tokenizer,
+    pattern: str,
+    lets_through: list[str],
+    keeps_out: list[str],
+) -> None:
+    structure = StructuredOutputs(json={"type": "string", "pattern": pattern})
+    grammar = compiler.compile(source_of(format_of(structure)))
+    for text in (*lets_through, *keeps_out):
+        assert (text in lets_through) == (re.search(pattern, text) is not None), text
+        seq = sequence(grammar)
+        seq.token_ids += tokenizer.encode(f'"{text}"')
+        [answer] = matching.masks([seq])
+        matching.forget(seq.request_id)
+        assert isinstance(answer, RequestFailedError) == (text in keeps_out), text
 
 
 @pytest.mark.parametrize("choice", CHOICES)
