@@ -105,7 +105,9 @@ class Client:
         if isinstance(params, list | tuple):
             each = params
         # Others must not wait for grammars that are compiled.
-        has_grammar = any(wanted and wanted.structured_outputs for wanted in each)
+        has_grammar = any(
+            isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
+        )
         executor = self._compiling if has_grammar else None
         submitting = asyncio.get_running_loop().run_in_executor(executor, submit)
         try:

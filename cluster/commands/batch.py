@@ -91,7 +91,7 @@ def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> lis
     for request in requests:
         with _naming(request.where):
             token_ids = builder.check(request.prompt, request.params)
-        if request.params is not None and request.params.structured_outputs is not None:
+        if request.params.structured_outputs is not None:
             tokenized.append(request)
             continue
         salt = request.prompt.get("cache_salt")

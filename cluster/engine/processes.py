@@ -203,7 +203,11 @@ def _wait_for_ends(alive: dict[int, int], limit_s: float) -> None:
 
 def end_marked_here(engine_id: str) -> None:
     """See `end_marked`."""
-    end_here([(pid, _started(pid)) for pid in marked_here(engine_id) if pid != os.getpid()])
+    found = []
+    for pid in marked_here(engine_id):
+        with suppress(OSError):  # it has ended since it was found
+            found.append((pid, _started(pid)))
+    end_here([(pid, started) for pid, started in found if pid != os.getpid()])
 
 
 def marked_here(engine_id: str) -> list[int]:

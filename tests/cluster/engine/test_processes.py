@@ -131,3 +131,12 @@ def test_a_process_says_where_it_is(marked: tuple[subprocess.Popen[str], Process
     process.kill()
     process.wait()
     assert describe_here(process_id) == "it is gone"
+
+
+def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(processes, "marked_here", lambda engine_id: [gone.pid])
+    end_marked_here("of-a-test")
