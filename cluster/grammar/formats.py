@@ -57,6 +57,13 @@ _ALONE = {
     "enum": set(_HONOURED) - {"enum", "type", "$defs", "definitions"},
     "const": set(_HONOURED) - {"const", "type", "$defs", "definitions"},
 }
+# Without a type these would have no effect.
+_OF_TYPE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("pattern", "format", "minLength", "maxLength"), ("string",)),
+    **dict.fromkeys(("minItems", "maxItems"), ("array",)),
+    **dict.fromkeys(("minimum", "exclusiveMinimum"), ("integer", "number")),
+    **dict.fromkeys(("maximum", "exclusiveMaximum"), ("integer", "number")),
+}
 _CHARACTER = r"[^\"\\\u0000-\u001f]"  # of a JSON string, not escaped
 _DATE = (
     r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -219,6 +226,9 @@ def _check_values(schema: dict[str, Any], where: str) -> None:
         length = schema.get(limit, 0)
         if not isinstance(length, int) or not 0 <= length <= _MAX_LENGTH:
             raise _refused(f"{where}.{limit} must be between 0 and {_MAX_LENGTH}, got {length!r}")
+    for keyword, kinds in _OF_TYPE.items():
+        if keyword in schema and "type" not in schema:
+            raise _refused(f"{where}.{keyword} needs a type beside it: {' or '.join(kinds)}")
     required, known = schema.get("required", []), schema.get("properties", {})
     missing = [name for name in required if name not in known] if isinstance(required, list) else []
     if missing:

@@ -106,10 +106,8 @@ def _turns(message: Message) -> list[dict[str, Any]]:
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
             results.append(_result(block))
-    theirs = "assistant" if results else "user"
-    if (message.role == theirs and (results or thoughts or calls)) or (
-        message.role == "user" and (thoughts or calls)
-    ):
+    of_the_other = results if message.role == "assistant" else thoughts or calls
+    if of_the_other:
         raise RequestError(
             f"a message of role {message.role} has blocks of the other role", "messages"
         )

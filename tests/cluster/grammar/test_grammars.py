@@ -370,6 +370,8 @@ def test_masks_are_a_function_of_known_tokens(
         ({"type": "string", "pattern": r"a\\b"}, "must not contain quotes or backslashes"),
         ({"type": "string", "pattern": "(?!a)b"}, r"other than '\(\?:', are not supported"),
         ({"type": "string", "pattern": 7}, "must be text, got 7"),
+        ({"minLength": 3}, "json.minLength needs a type beside it: string"),
+        ({"items": {"maximum": 3}}, "json.items.maximum needs a type beside it: integer or number"),
         ({"type": "string", "minLength": -1}, "minLength must be between 0 and 10000, got -1"),
         ({"type": "string", "maxLength": "3"}, "maxLength must be between 0 and 10000, got '3'"),
         ({"type": "object", "required": ["b"]}, "required names 'b', which properties does not"),
