@@ -226,9 +226,9 @@ def _check_values(schema: dict[str, Any], where: str) -> None:
         length = schema.get(limit, 0)
         if not isinstance(length, int) or not 0 <= length <= _MAX_LENGTH:
             raise _refused(f"{where}.{limit} must be between 0 and {_MAX_LENGTH}, got {length!r}")
-    for keyword, kinds in _OF_TYPE.items():
+    for keyword, needed in _OF_TYPE.items():
         if keyword in schema and "type" not in schema:
-            raise _refused(f"{where}.{keyword} needs a type beside it: {' or '.join(kinds)}")
+            raise _refused(f"{where}.{keyword} needs a type beside it: {' or '.join(needed)}")
     required, known = schema.get("required", []), schema.get("properties", {})
     missing = [name for name in required if name not in known] if isinstance(required, list) else []
     if missing:
