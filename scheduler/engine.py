@@ -70,6 +70,7 @@ class Engine:
         self.grammars = grammars or NoGrammars()
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
+        self._failed: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. If its tokens already end it, the sequence is returned finished. Raises
@@ -105,15 +106,15 @@ class Engine:
 
         Errors of the executor pass through; they end the epoch.
         """
-        submitted, failed = self.scheduler.submitted, list[tuple[Sequence, EaglerayError]]()
+        submitted = self.scheduler.submitted
         if submitted:
-            failed += self._mask(submitted[0])
+            self._mask(submitted[0])
         while len(submitted) <= self.num_steps_ahead:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             if len(submitted) == 1:
-                failed += self._mask(submitted[0])
+                self._mask(submitted[0])
             self.executor.launch(plan)
         if not submitted:
             return None
@@ -121,15 +122,21 @@ class Engine:
         for seq in output.finished:
             self._sequences.pop(seq.request_id, None)
         self._forget(output.finished)
-        output.failed = failed
         return output
 
-    def _mask(self, step: Submitted) -> list[tuple[Sequence, EaglerayError]]:
+    def take_failed(self) -> list[tuple[Sequence, EaglerayError]]:
+        """The sequences that could not go on since the last call, and why. They have ended, whether
+        or not the step in which that was found succeeded.
+        """
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _mask(self, step: Submitted) -> None:
         """Send the mask of the oldest unread step, if it needs one and does not have it: every
-        token before it is known now. Ends the sequences that can have no mask, and returns them.
+        token before it is known now. Ends the sequences that can have no mask.
         """
         if step.has_mask:
-            return []
+            return
         step.has_mask = True
         of_row = {
             row: seq
@@ -137,10 +144,10 @@ class Engine:
             if seq.grammar and seq.status is not SequenceStatus.FINISHED
         }
         answers = self.grammars.masks(list(of_row.values())) if of_row else []
-        rows, masks, failed = ints(), list[bytes](), list[tuple[Sequence, EaglerayError]]()
+        rows, masks = ints(), list[bytes]()
         for (row, seq), answer in zip(of_row.items(), answers, strict=True):
             if isinstance(answer, EaglerayError):
-                failed.append((seq, answer))
+                self._failed.append((seq, answer))
                 self.finish(seq.request_id, "error")
             elif answer is not None:
                 rows.append(row)
@@ -148,7 +155,6 @@ class Engine:
         self.executor.mask(
             StepMask(step_id=step.step_id, epoch=step.epoch, rows=rows, masks=tuple(masks))
         )
-        return failed
 
     def _forget(self, ended: list[Sequence]) -> None:
         for seq in ended:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from scheduler import records
 from scheduler.block_manager import BlockManager
-from scheduler.errors import EaglerayError, EngineError
+from scheduler.errors import EngineError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import (
     AdmittedRows,
@@ -51,15 +51,12 @@ RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, Seq
 
 @dataclass(slots=True)
 class StepOutput:
-    """The content of a result: one token for each of `sequences`, which sequences ended, and which
-    failed by themselves, and why.
-    """
+    """The content of a result: one token for each of `sequences`, and which sequences ended."""
 
     sequences: list[Sequence]
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     finished: list[Sequence] = field(default_factory=list)
-    failed: list[tuple[Sequence, EaglerayError]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

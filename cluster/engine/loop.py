@@ -136,6 +136,8 @@ class EngineLoop:
             self._obey(self._inbox.popleft())
         if self._has_ranks:
             self._step()
+        for seq, reason in self.engine.take_failed():  # also if the step was lost
+            self._fail(seq, reason)
 
     def _step(self) -> None:
         if self.busy_since_s is None:
@@ -152,8 +154,6 @@ class EngineLoop:
             return
         self.busy_since_s = time.monotonic() if self.engine.has_work else None
         self._on_applied(self.engine.scheduler.epoch)
-        for seq, reason in output.failed:
-            self._fail(seq, reason)
         if news := self._news(output):
             self._deliver(news)
 

@@ -38,10 +38,8 @@ class GrammarCompiler:
                 )
             except HelperError as error:
                 raise _refused(f"it cannot be compiled: {error}") from None
-            except HelperLostError:
-                raise _refused(
-                    f"it cannot be compiled within {COMPILE_TIMEOUT_S:g} s; simplify it"
-                ) from None
+            except HelperLostError as error:
+                raise _refused(f"it cannot be compiled: {error}; simplify it") from None
             self._compiled[structural_tag] = compiled
             while sum(map(len, self._compiled.values())) > _CACHE_BYTES:
                 self._compiled.popitem(last=False)
