@@ -1,4 +1,4 @@
-"""The OpenAI API as an ASGI application over one client of an engine; no Ray, no torch.
+"""The APIs as an ASGI application over one client of an engine; no Ray, no torch.
 
 One table names the paths. Every answer, also to what nobody foresaw, has a JSON body from
 `errors.py`. A request that waits or streams is watched: when its client leaves, it is aborted, and
@@ -32,9 +32,10 @@ from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of,
 from cluster.api.limits import Admission, ApiLimits
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
-from cluster.api.messages.writer import named_event
 from cluster.api.metrics import ApiMetrics, Family, Timing
-from cluster.api.replies import DONE, Writer, encode_json, event
+from cluster.api.replies import Writer, encode_json
+from cluster.api.responses.adapter import responses_job
+from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -79,6 +80,7 @@ class Exchange:
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
         self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         self.status: int | None = None
+        self.writer: Writer | None = None  # of the stream that has begun
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
     async def body(self, most: int) -> bytes:
@@ -185,6 +187,7 @@ class Api:
         self._paths: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
+            "/v1/responses": ("POST", self._responses),
             MESSAGES_PATH: ("POST", self._messages),
             f"{MESSAGES_PATH}/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
@@ -249,15 +252,14 @@ class Api:
 
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
         """Answer with an error, as an event if the stream has begun."""
-        is_messages = exchange.path.startswith(MESSAGES_PATH)
-        body = messages_body_of(error) if is_messages else body_of(error)
         with contextlib.suppress(Gone):
-            if exchange.status is None:
-                data = encode_json(body).encode()
-                await exchange.answer(status_of(error), data, headers=headers_of(error))
-            else:
-                end = named_event("error", body) if is_messages else event(body) + DONE
-                await exchange.write(end, more=False)
+            if exchange.writer is not None and exchange.status is not None:
+                await exchange.write(exchange.writer.error(error), more=False)
+                return
+            is_messages = exchange.path.startswith(MESSAGES_PATH)
+            body = messages_body_of(error) if is_messages else body_of(error)
+            data = encode_json(body).encode()
+            await exchange.answer(status_of(error), data, headers=headers_of(error))
 
     # -- generating --------------------------------------------------------------------------------
 
@@ -268,6 +270,10 @@ class Api:
     async def _complete(self, exchange: Exchange) -> None:
         request = read(CompletionRequest, await exchange.body(self.limits.max_body_bytes))
         await self._run(exchange, completion_job(request, self._served))
+
+    async def _responses(self, exchange: Exchange) -> None:
+        request = read(ResponsesRequest, await exchange.body(self.limits.max_body_bytes))
+        await self._run(exchange, responses_job(request, self._served, self.limits.max_messages))
 
     async def _messages(self, exchange: Exchange) -> None:
         request = read(MessagesRequest, await exchange.body(self.limits.max_body_bytes))
@@ -298,7 +304,7 @@ class Api:
     async def _stream(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
-            writer: Writer = job.make_writer(generations)
+            exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             while items := await chunks.next():
                 for place, chunk in items:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
+from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -19,6 +20,7 @@ REFERENCE = "#/components/schemas/{model}"
 POST: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, as items of a response."),
     "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's API does."),
     "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of a conversation."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),

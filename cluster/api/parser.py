@@ -14,6 +14,7 @@ completed or dropped.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
@@ -53,11 +54,22 @@ class AnswerParser:
 
     def push(self, text: str) -> Parts:
         """What the next text adds."""
+        added = Parts()
+        for parts in self.pieces(text):
+            added.reasoning += parts.reasoning
+            added.content += parts.content
+            added.calls += parts.calls
+        return added
+
+    def pieces(self, text: str) -> Iterator[Parts]:
+        """What the next text adds in the order of the text: reasoning, content or a call each."""
         self._text += text
-        parts = Parts()
-        while self._advance(parts):
-            pass
-        return parts
+        goes_on = True
+        while goes_on:
+            parts = Parts()
+            goes_on = self._advance(parts)
+            if parts:
+                yield parts
 
     def finish(self) -> Parts:
         """What is left at the end of the answer."""

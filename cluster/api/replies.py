@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
+from cluster.api.errors import body_of
 from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
@@ -28,6 +29,11 @@ Entries = Seq[TokenLogprobs | None]
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return f"data: {encode_json(body)}\n\n".encode()
+
+
+def named_event(name: str, body: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which its body repeats as its type."""
+    return f"event: {name}\ndata: {encode_json({'type': name} | body)}\n\n".encode()
 
 
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
@@ -55,6 +61,9 @@ class Writer(Protocol):
     def body(self) -> dict[str, Any]:
         """The whole answer, once every output has finished."""
 
+    def error(self, error: BaseException) -> bytes:
+        """The end of a stream that failed."""
+
 
 class _Envelope:
     """What all events and bodies of one request share."""
@@ -81,6 +90,9 @@ class _Envelope:
             return DONE
         usage = usage_of(self._generations)
         return event(self._fields | {"object": self.CHUNK, "choices": [], "usage": usage}) + DONE
+
+    def error(self, error: BaseException) -> bytes:
+        return event(body_of(error)) + DONE
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = usage_of(self._generations)

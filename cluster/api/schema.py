@@ -2,14 +2,15 @@
 being honoured.
 
 Every field is in one of three lists: those of a model here are honoured; those of `WITHOUT_EFFECT`
-are accepted as far as they ask for nothing; all others are refused by name. The values of sampling
+are accepted as far as they ask for nothing; all others are refused by name. A model of another API
+may have lists of its own. The values of sampling
 parameters are checked by `SamplingParams`, which knows their limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +19,6 @@ from pydantic_core import from_json
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
-Request = TypeVar("Request", bound=BaseModel)
 Asks = Callable[[Any], bool]
 
 
@@ -57,6 +57,11 @@ class Model(BaseModel):
     """Base of all requests: exact types, and no unknown field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT
+    REFUSED: ClassVar[dict[str, str]] = REFUSED
+
+
+Request = TypeVar("Request", bound=Model)
 
 
 class StreamOptions(Model):
@@ -290,26 +295,30 @@ def read(model: type[Request], body: bytes) -> Request:
     try:
         return model.model_validate(values)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = [str(part) for part in first["loc"]]
-        given = repr(first["input"])
+        errors = error.errors(include_url=False, include_context=False)
+        field = errors[0]["loc"][:1]
+        # Where a value may be of several kinds, each says what it lacks; the deepest came furthest.
+        found = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
+        # Names of kinds, "str" or "list[...]", are no part of the place.
+        place = [str(part) for part in found["loc"] if part != "str" and "[" not in str(part)]
+        given = repr(found["input"])
         shown = given if len(given) <= 100 else given[:100] + "..."
         raise RequestError(
-            f"{'.'.join(place)}: {first['msg']}; got {shown}", place[0] if place else None
+            f"{'.'.join(place)}: {found['msg']}; got {shown}", place[0] if place else None
         ) from None
 
 
-def _check_other(name: str, value: Any, model: type[BaseModel]) -> None:
+def _check_other(name: str, value: Any, model: type[Model]) -> None:
     """Raise `RequestError` unless a field that is not honoured asks for nothing."""
-    if name in WITHOUT_EFFECT:
-        is_possible, advice = WITHOUT_EFFECT[name]
+    if name in model.WITHOUT_EFFECT:
+        is_possible, advice = model.WITHOUT_EFFECT[name]
         if value is None or is_possible(value):
             return
         raise RequestError(f"{name}: {advice}", name)
-    if name in REFUSED:
+    if name in model.REFUSED:
         if value is None:
             return
-        raise RequestError(f"{name}: {REFUSED[name]}", name)
+        raise RequestError(f"{name}: {model.REFUSED[name]}", name)
     known = ", ".join(sorted(model.model_fields))
     raise RequestError(f"unknown field {name[:100]!r}; known are {known}", name[:100])
 

@@ -10,8 +10,9 @@ import json
 import uuid
 from typing import Any
 
+from cluster.api.errors import messages_body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
-from cluster.api.replies import encode_json
+from cluster.api.replies import named_event
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
 
@@ -41,7 +42,8 @@ class MessageWriter:
             self._has_started = True
             message = self._message([], None, None)
             events.append(named_event("message_start", {"message": message}))
-        events += self._of_parts(self._parser.push(chunk.text))
+        for piece in self._parser.pieces(chunk.text):
+            events += self._of_parts(piece)
         if chunk.finish_reason:
             events += self._of_parts(self._parser.finish()) + self._closed()
             done = self._generation.completions[0]
@@ -59,15 +61,21 @@ class MessageWriter:
         """The whole answer."""
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
-        parts, rest = parser.push(done.text), parser.finish()
         content: list[dict[str, Any]] = []
-        if thinking := parts.reasoning + rest.reasoning:
-            content.append(_EMPTY["thinking"] | {"thinking": thinking})
-        if text := parts.content + rest.content:
-            content.append(_EMPTY["text"] | {"text": text})
-        calls = parts.calls + rest.calls
-        content += [_tool_use(call) | {"input": _input(call)} for call in calls]
-        return self._message(content, *_stop(done, bool(calls)))
+        has_calls = False
+        for piece in (*parser.pieces(done.text), parser.finish()):
+            for kind, text in _texts(piece):
+                if not content or content[-1]["type"] != kind:
+                    content.append(dict(_EMPTY[kind]))
+                content[-1][kind] += text
+            for call in piece.calls:
+                has_calls = True
+                content.append(_tool_use(call) | {"input": _input(call)})
+        return self._message(content, *_stop(done, has_calls))
+
+    def error(self, error: BaseException) -> bytes:
+        """The event that ends a stream that failed."""
+        return named_event("error", messages_body_of(error))
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None
@@ -94,10 +102,9 @@ class MessageWriter:
 
     def _of_parts(self, parts: Parts) -> list[bytes]:
         events: list[bytes] = []
-        for kind, text in (("thinking", parts.reasoning), ("text", parts.content)):
-            if text:
-                events += self._opened(kind, _EMPTY[kind])
-                events.append(self._delta({"type": f"{kind}_delta", kind: text}))
+        for kind, text in _texts(parts):
+            events += self._opened(kind, _EMPTY[kind])
+            events.append(self._delta({"type": f"{kind}_delta", kind: text}))
         for call in parts.calls:
             self._has_calls = True
             events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
@@ -124,9 +131,9 @@ class MessageWriter:
         return [named_event("content_block_stop", {"index": self._num_blocks - 1})]
 
 
-def named_event(name: str, body: dict[str, Any]) -> bytes:
-    """One server-sent event with a name, which its body repeats."""
-    return f"event: {name}\ndata: {encode_json({'type': name} | body)}\n\n".encode()
+def _texts(piece: Parts) -> list[tuple[str, str]]:
+    texts = (("thinking", piece.reasoning), ("text", piece.content))
+    return [(kind, text) for kind, text in texts if text]
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

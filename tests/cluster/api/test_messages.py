@@ -20,7 +20,7 @@ ADD: Any = {
 }
 THOUGHT = (
     "<think>\nhm\n</think>\n\nSure.\n"
-    '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
+    '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>\nSo be it.'
 )
 
 
@@ -78,10 +78,11 @@ def test_thinking_text_and_calls_whole(client: anthropic.Anthropic) -> None:
         tools=[ADD],
         thinking={"type": "enabled", "budget_tokens": 1024},
     )
-    thinking, text, call = answer.content
+    thinking, text, call, more = answer.content
     assert thinking.type == "thinking" and thinking.thinking == "hm"
     assert text.type == "text" and text.text == "Sure."
     assert call.type == "tool_use" and (call.name, call.input) == ("add", {"a": 1})
+    assert more.type == "text" and more.text == "So be it."
     assert answer.stop_reason == "tool_use" and call.id.startswith("toolu_")
 
 
@@ -105,7 +106,7 @@ def test_events_come_in_order_and_add_up(client: anthropic.Anthropic) -> None:
                 open_block = None
         streamed = stream.get_final_message()
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
-    assert names.count("content_block_start") == names.count("content_block_stop") == 3
+    assert names.count("content_block_start") == names.count("content_block_stop") == 4
     whole = client.messages.create(**asked)
     without = {"id"}
     assert [b.model_dump(exclude=without) for b in streamed.content] == [

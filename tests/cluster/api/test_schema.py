@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
+from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     REFUSED,
     WITHOUT_EFFECT,
@@ -34,6 +36,7 @@ def body(**fields: Any) -> bytes:
     [
         (ChatRequest, chat_params.CompletionCreateParamsStreaming),
         (CompletionRequest, completion_params.CompletionCreateParamsStreaming),
+        (ResponsesRequest, response_params.ResponseCreateParamsStreaming),
     ],
 )
 def test_each_field_that_the_installed_openai_sends_is_in_one_list(
@@ -43,7 +46,7 @@ def test_each_field_that_the_installed_openai_sends_is_in_one_list(
     for each in params.__mro__[:-1] + params.__orig_bases__:
         fields |= set(getattr(each, "__annotations__", {}))
     assert {"model", "stream", "temperature"} <= fields
-    lists = [set(model.model_fields), set(WITHOUT_EFFECT), set(REFUSED)]
+    lists = [set(model.model_fields), set(model.WITHOUT_EFFECT), set(model.REFUSED)]
     for field in sorted(fields):
         assert sum(field in each for each in lists) == 1, f"{field} is in no list, or in several"
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import jsonschema
 import openai
@@ -161,6 +162,38 @@ def test_langchain_gets_objects_and_calls(served: tuple[str, Any]) -> None:
     assert [call["name"] for call in answer.tool_calls] and {*answer.tool_calls[0]["args"]} == {
         *("a", "b")
     }
+
+
+def test_responses_and_messages_follow_a_schema_and_call(served: tuple[str, Any]) -> None:
+    from pydantic import BaseModel
+
+    class Sum(BaseModel):
+        """The sum of two numbers."""
+
+        total: int
+        sure: bool
+
+    url, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    asked: Any = {"model": "tiny", "input": "What is 47 + 38?"}
+    assert client.responses.create(**asked).output_text == "85"
+    assert isinstance(client.responses.parse(**asked, text_format=Sum).output_parsed, Sum)
+    tool: Any = {"type": "function"} | ADD["function"]
+    with client.responses.stream(**asked, tools=[tool], tool_choice="required") as stream:
+        call = stream.get_final_response().output[0]
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), ADD["function"]["parameters"])
+    messages = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0).messages
+    message = messages.create(
+        model="tiny",
+        max_tokens=200,
+        messages=[SUM],
+        tools=[{"name": "add", "input_schema": ADD["function"]["parameters"]}],
+        tool_choice={"type": "any"},
+    )
+    [block] = message.content
+    assert block.type == "tool_use" and message.stop_reason == "tool_use"
+    jsonschema.validate(block.input, ADD["function"]["parameters"])
 
 
 def test_a_schema_that_is_not_possible_is_a_400_by_name(served: tuple[str, Any]) -> None:

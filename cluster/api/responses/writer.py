@@ -1,0 +1,207 @@
+"""Answers of the Responses API: items of reasoning, text and calls, whole or as events.
+
+The order of events: response.created, response.in_progress; per item response.output_item.added,
+what is inside it, response.output_item.done; response.completed, or response.incomplete if the
+answer was cut off. Inside a message and a reasoning: content_part.added, the deltas, the text's
+done, content_part.done. Inside a call: function_call_arguments.delta and .done.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from cluster.api.errors import body_of
+from cluster.api.parser import AnswerParser, Parts, ToolCall
+from cluster.api.replies import named_event
+from cluster.client.outputs import Chunk, Generation
+from cluster.client.thinking import State
+from cluster.client.tokenizer import Tokenizer
+
+
+class ResponseWriter:
+    """Answers one request of one output. Whole answers are made of the items that events would
+    have told of.
+    """
+
+    def __init__(
+        self,
+        echo: dict[str, Any],
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        state: State,
+        tools: bool,
+    ) -> None:
+        """`echo`: what the answer repeats of its request. `state`, `tools`: as `ChatWriter`."""
+        self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
+        self._parser = AnswerParser(state, tools=tools)
+        self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False  # the last of the items
+        self._reasoning = ""
+        self._num_events = 0
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        """What a chunk adds."""
+        events: list[bytes] = []
+        if not self._num_events:
+            for name in ("created", "in_progress"):
+                events.append(self._event(name, {"response": self._response("in_progress")}))
+        for piece in self._parser.pieces(chunk.text):
+            events += self._of_piece(piece)
+        if reason := chunk.finish_reason:
+            events += self._of_piece(self._parser.finish())
+            events += self._closed("completed" if reason == "stop" else "incomplete")
+            status = self._status(reason)
+            events.append(self._event(status, {"response": self._response(status)}))
+        return b"".join(events)
+
+    def end(self, *, includes_usage: bool) -> bytes:
+        """Nothing follows the last event."""
+        return b""
+
+    def error(self, error: BaseException) -> bytes:
+        """The event that ends a stream that failed. With the `error` that clients of the other
+        streams look for.
+        """
+        described = body_of(error)["error"]
+        fields = {name: described[name] for name in ("code", "message", "param")}
+        return self._event("error", fields | {"error": described}, prefix="")
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        [done] = self._generation.completions
+        reason = done.finish_reason or "stop"
+        self.events(
+            0, Chunk(index=0, text=done.text, token_ids=done.token_ids, finish_reason=reason)
+        )
+        return self._response(self._status(reason))
+
+    def _status(self, reason: str) -> str:
+        return "completed" if reason == "stop" else "incomplete"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        cut_off = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        is_over = status != "in_progress"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut_off,
+            "output": list(self._items) if is_over else [],
+            "usage": self._usage() if is_over else None,
+        } | self._echo
+
+    def _usage(self) -> dict[str, Any]:
+        """Reasoning is counted by encoding its text."""
+        num_input = self._generation.requests[0].num_prompt_tokens
+        num_output = len(self._generation.completions[0].token_ids)
+        num_cached = self._generation.num_cached_tokens
+        num_reasoning = len(self._tokenizer.encode(self._reasoning)) if self._reasoning else 0
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, num_output)},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _of_piece(self, piece: Parts) -> list[bytes]:
+        events: list[bytes] = []
+        self._reasoning += piece.reasoning
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
+            if text:
+                events += self._opened(kind)
+                item = self._items[-1]
+                item["content"][0]["text"] += text
+                part = _PART[kind]
+                delta = {"content_index": 0, "delta": text}
+                events.append(self._of_item(f"{part}.delta", delta | _LOGPROBS[kind]))
+        for call in piece.calls:
+            events += self._closed("completed") + self._called(call)
+        return events
+
+    def _opened(self, kind: str) -> list[bytes]:
+        if self._is_open and self._items[-1]["type"] == kind:
+            return []
+        events = self._closed("completed")
+        self._is_open = True
+        self._items.append(_new_item(kind))
+        shown = self._items[-1] | {"content": []}
+        part = {"content_index": 0, "part": dict(self._items[-1]["content"][0])}
+        return [
+            *events,
+            self._of_item("output_item.added", {"item": shown}),
+            self._of_item("content_part.added", part),
+        ]
+
+    def _closed(self, status: str) -> list[bytes]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        item["status"] = status
+        [part] = item["content"]
+        text = {"content_index": 0, "text": part["text"]} | _LOGPROBS[item["type"]]
+        return [
+            self._of_item(f"{_PART[item['type']]}.done", text),
+            self._of_item("content_part.done", {"content_index": 0, "part": part}),
+            self._of_item("output_item.done", {"item": item}),
+        ]
+
+    def _called(self, call: ToolCall) -> list[bytes]:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        self._items.append(item)
+        shown = item | {"arguments": "", "status": "in_progress"}
+        done = {"name": call.name, "arguments": call.arguments}
+        return [
+            self._of_item("output_item.added", {"item": shown}),
+            self._of_item("function_call_arguments.delta", {"delta": call.arguments}),
+            self._of_item("function_call_arguments.done", done),
+            self._of_item("output_item.done", {"item": item}),
+        ]
+
+    def _of_item(self, name: str, fields: dict[str, Any]) -> bytes:
+        """An event about the last item."""
+        place: dict[str, Any] = {"output_index": len(self._items) - 1}
+        if "item" not in fields:
+            place["item_id"] = self._items[-1]["id"]
+        return self._event(name, place | fields)
+
+    def _event(self, name: str, fields: dict[str, Any], prefix: str = "response.") -> bytes:
+        self._num_events += 1
+        return named_event(prefix + name, {"sequence_number": self._num_events - 1} | fields)
+
+
+_PART = {"reasoning": "reasoning_text", "message": "output_text"}
+_LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}
+
+
+def _new_item(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {
+            "type": "reasoning",
+            "id": f"rs_{uuid.uuid4().hex}",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+            "status": "in_progress",
+        }
+    return {
+        "type": "message",
+        "id": f"msg_{uuid.uuid4().hex}",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
+        "status": "in_progress",
+    }
