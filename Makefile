@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test test-nodes check simulate soak bench bench-throughput gpu-check clean
+.PHONY: run test test-nodes check simulate soak screenshots bench bench-throughput gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
@@ -40,6 +40,10 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 25 --tp 1 --seed 3
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 0.02
 	$(BIN)/python -m tests.cluster.recovery.false_alarm
+
+# The pictures of the page in docs/.
+screenshots: $(VENV)/.ready
+	EAGLERAY_SCREENSHOTS=$(CURDIR)/docs $(BIN)/python -m pytest tests/cluster/serve/test_serve.py -k page
 
 bench: $(VENV)/.ready
 	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \

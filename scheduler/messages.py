@@ -121,7 +121,8 @@ class StepResult:
     entry per sampling row.
 
     `digest` is a CRC-32 of the token ids: every rank computes one, and all must agree. `seconds`
-    holds the time of each part of the step by name.
+    holds the time of each part of the step by name; `rank_seconds` the whole time of each rank,
+    once the results of all are known.
     """
 
     step_id: int
@@ -131,6 +132,7 @@ class StepResult:
     token_ids: array[int]
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    rank_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,8 @@ class EngineStats:
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
     that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
-    num_admitted sequences, step_seconds the parts of `StepResult.seconds`. is_ready: the ranks
+    num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
+    the whole steps of each rank. is_ready: the ranks
     answer, and if there is work it moves; state and num_recoveries are those of the group of ranks;
     step_age_s is the time since the last result while steps are under way. waits_for says which
     resources are missing, while ranks cannot be placed.
@@ -156,6 +159,7 @@ class EngineStats:
     num_admitted: int = 0
     queue_s: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
+    rank_seconds: tuple[float, ...] = ()
     is_ready: bool = True
     state: str = "serving"
     num_recoveries: int = 0

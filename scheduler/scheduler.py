@@ -27,6 +27,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import add
 
 from scheduler import records
 from scheduler.block_manager import BlockManager
@@ -70,6 +71,7 @@ class SchedulerStats:
     num_admitted: int = 0
     queue_s: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
+    rank_seconds: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -236,6 +238,8 @@ class Scheduler:
         for part, seconds in result.seconds.items():
             of_parts = self.stats.step_seconds
             of_parts[part] = of_parts.get(part, 0.0) + seconds
+        so_far = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
+        self.stats.rank_seconds = tuple(map(add, so_far, result.rank_seconds))
         output = StepOutput([], [])
         self._take_tokens(sequences, tokens, output)
         if result.logprobs is not None:
@@ -288,6 +292,7 @@ class Scheduler:
             num_admitted=self.stats.num_admitted,
             queue_s=self.stats.queue_s,
             step_seconds=dict(self.stats.step_seconds),
+            rank_seconds=self.stats.rank_seconds,
         )
 
     # -- suspects ----------------------------------------------------------------------------------

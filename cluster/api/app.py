@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from cluster.api import metrics as metrics_module
+from cluster.api import page
 from cluster.api.document import openapi
 from cluster.api.endpoints import (
     Job,
@@ -59,7 +60,7 @@ SWITCH_INTERVAL_S = 0.0005
 STATS_TIMEOUT_S = 2.0
 STATS_AGE_S = 0.1  # readers within this time share one answer of the engine
 MESSAGES_PATH = "/v1/messages"
-OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json")
+OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
 
 
 class Gone(Exception):
@@ -200,7 +201,9 @@ class Api:
             "/metrics": ("GET", self._show_metrics),
             "/debug/trace": ("GET", self._trace),
             "/openapi.json": ("GET", self._openapi),
+            **dict.fromkeys(page.FILES, ("GET", self._page)),
         }
+        self._pages = page.load()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -359,6 +362,10 @@ class Api:
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(200, self._document)
+
+    async def _page(self, exchange: Exchange) -> None:
+        body, content_type = self._pages[exchange.path]
+        await exchange.answer(200, body, content_type, page.HEADERS)
 
     async def _trace(self, exchange: Exchange) -> None:
         """The last steps of this process' engine as a Chrome trace; `?seconds=10` says how many."""

@@ -27,6 +27,7 @@ POST: dict[str, tuple[type[BaseModel], str]] = {
     "/detokenize": (DetokenizeRequest, "Text of token ids."),
 }
 GET = {
+    "/": "A page with the engine live and a chat.",
     "/v1/models": "The model that is served.",
     "/health": "200 while requests are taken and the engine answers, otherwise 503.",
     "/debug/trace": "The last steps as a Chrome trace; ?seconds=10 says how many.",

@@ -112,6 +112,13 @@ class ApiMetrics:
         ]
         help = "Time of steps by part, on rank 0."
         found.append(Family(name=name, kind="counter", help=help, samples=parts))
+        name = "eagleray_rank_step_seconds"
+        ranks: list[Sample] = [
+            (f"{name}_total", (("rank", str(rank)),), seconds)
+            for rank, seconds in enumerate(stats.rank_seconds)
+        ]
+        help = "Time of steps by rank, including waiting for the other ranks."
+        found.append(Family(name=name, kind="counter", help=help, samples=ranks))
         return found
 
 

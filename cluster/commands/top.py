@@ -17,17 +17,21 @@ from scheduler.errors import ConfigError
 
 TIMEOUT_S = 10.0
 PERIOD_S = 1.0
+# Counters of seconds that are told apart by a label: the metric, and its label.
+STEPS_BY = {"eagleray_step_part_seconds_total": "part", "eagleray_rank_step_seconds_total": "rank"}
 
 
 @dataclass(slots=True)
 class Reading:
-    """All numbers of a server at one time. `numbers` adds up over labels, `parts` is by part of a
-    step.
+    """All numbers of a server at one time. `numbers` adds up over labels, `steps` holds the time of
+    steps by part and by rank.
     """
 
     at_s: float
     numbers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    parts: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {label: {} for label in STEPS_BY.values()}
+    )
 
 
 def run_top(url: str, *, once: bool) -> None:
@@ -57,8 +61,8 @@ def read(url: str) -> Reading:
     reading = Reading(time.monotonic())
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "eagleray_step_part_seconds_total":
-                reading.parts[sample.labels["part"]] = sample.value
+            if label := STEPS_BY.get(sample.name):
+                reading.steps[label][sample.labels[label]] = sample.value
             elif "le" not in sample.labels:
                 reading.numbers[sample.name] += sample.value
     if "eagleray_http_outputs_open" not in reading.numbers:
@@ -86,10 +90,13 @@ def table(url: str, last: Reading | None, now: Reading) -> Table:
     prompt = grown("eagleray_prompt_tokens_total")
     hits = grown("eagleray_prefix_cache_hit_tokens_total")
     steps = grown("eagleray_steps_total")
-    parts = {
-        name: now.parts[name] - (last.parts.get(name, 0.0) if last is not None else 0.0)
-        for name in now.parts
-    }
+
+    def of_a_step(label: str, prefix: str = "") -> str:
+        old = last.steps[label] if last is not None else {}
+        grown = {name: seconds - old.get(name, 0.0) for name, seconds in now.steps[label].items()}
+        of_each = (f"{prefix}{name} {1e3 * s / steps:.1f} ms" for name, s in grown.items())
+        return ", ".join(of_each) if steps else "-"
+
     rows = {
         "engines ready": f"{numbers['eagleray_ready']:.0f}",
         "recoveries": f"{numbers['eagleray_recoveries_total']:.0f}",
@@ -104,9 +111,8 @@ def table(url: str, last: Reading | None, now: Reading) -> Table:
         "prefix cache hits": f"{hits / prompt:.0%} of prompt tokens" if prompt else "-",
         "preemptions": rate("eagleray_preemptions_total"),
         "steps": rate("eagleray_steps_total"),
-        "a step": ", ".join(f"{k} {1e3 * v / steps:.1f} ms" for k, v in parts.items())
-        if steps
-        else "-",
+        "a step": of_a_step("part"),
+        "a step by rank": of_a_step("rank", "rank "),
     }
     shown = Table(title=f"Eagleray at {url}", show_header=False)
     for name, value in rows.items():

@@ -7,6 +7,7 @@ of every rank, so the death of any of them is seen, and their digests must agree
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import time
 from collections.abc import Sequence as Seq
@@ -181,7 +182,8 @@ class WorkerGroup:
             raise WorkerError(
                 f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}"
             )
-        return results[0]
+        rank_seconds = tuple(sum(result.seconds.values()) for result in results)
+        return dataclasses.replace(results[0], rank_seconds=rank_seconds)
 
     def close(self) -> None:
         """End every rank for certain; steps that are under way fail. Any thread. Raises

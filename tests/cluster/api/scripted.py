@@ -121,6 +121,7 @@ class ScriptedEngine:
             num_admitted=2,
             queue_s=0.5,
             step_seconds={"forward": 1.5},
+            rank_seconds=(1.5, 1.8),
         )
 
     def records(self, seconds: float) -> list[StepRecord]:

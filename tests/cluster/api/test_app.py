@@ -416,6 +416,7 @@ def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> No
         "eagleray_kv_blocks_free 10.0",
         "eagleray_queue_seconds_sum 0.5",
         'eagleray_step_part_seconds_total{part="forward"} 1.5',
+        'eagleray_rank_step_seconds_total{rank="1"} 1.8',
         "eagleray_http_outputs_open 0.0",
     ):
         assert name in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -24,6 +26,7 @@ from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
+from tests.cluster.api.browser import Watched, browser
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 
@@ -194,6 +197,34 @@ def test_responses_and_messages_follow_a_schema_and_call(served: tuple[str, Any]
     [block] = message.content
     assert block.type == "tool_use" and message.stop_reason == "tool_use"
     jsonschema.validate(block.input, ADD["function"]["parameters"])
+
+
+def test_the_page_shows_the_engine_and_streams_a_chat(
+    served: tuple[str, Any], tmp_path: Path
+) -> None:
+    """`make screenshots` keeps the pictures."""
+    from playwright.sync_api import expect
+
+    pictures = Path(os.environ.get("EAGLERAY_SCREENSHOTS", tmp_path))
+    with browser() as chromium:
+        watched = Watched(chromium, served[0])
+        page = watched.page
+        expect(page.locator("#model")).to_have_text("tiny")
+        for place, question in enumerate(("What is 47 + 38?", "Count on from 17.")):
+            watched.send(question)
+            expect(page.locator(".assistant small").nth(place)).to_contain_text("tokens in")
+        answers = page.locator(".assistant > span:last-of-type").all_inner_texts()
+        assert answers[0] == "85" and answers[1] == "18, 19, 20, 21, 22", answers
+        grown = [text for text in watched.seen() if "18" in text]
+        assert len(set(grown)) > 5 and sorted(grown, key=len) == grown, "the answer streams"
+        expect(page.locator("#ranks tr")).to_have_count(1)
+        expect(page.locator("#parts tr").first).to_be_visible()
+        page.wait_for_timeout(2000)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.screenshot(path=pictures / f"page-{scheme}.png")
+            assert (pictures / f"page-{scheme}.png").stat().st_size > 10_000
+        assert watched.faults == []
 
 
 def test_a_schema_that_is_not_possible_is_a_400_by_name(served: tuple[str, Any]) -> None:

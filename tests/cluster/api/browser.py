@@ -1,0 +1,67 @@
+"""A headless browser for tests of the page."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NAMES = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser of the system; skips where there is none."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"none of {', '.join(NAMES)} is installed")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Watched:
+    """A page that has been opened, with everything that went wrong in it and all it asked for."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self.faults: list[str] = []
+        self.asked: set[str] = set()
+        self.page: Page = browser.new_page(viewport={"width": 1280, "height": 800})
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.asked.add(request.url))
+        self.page.on(
+            "console",
+            lambda m: self.faults.append(m.text) if m.type in ("error", "warning") else None,
+        )
+        self.page.goto(url)
+        self.page.wait_for_selector("#tiles dd")
+        # Every text that the answers have had, in the order they were seen.
+        self.page.evaluate(
+            """() => {
+                window.seen = [];
+                const look = () => window.seen.push(
+                    [...document.querySelectorAll(".assistant")].map((e) => e.textContent).join());
+                new MutationObserver(look).observe(
+                    document.getElementById("log"),
+                    {subtree: true, childList: true, characterData: true});
+            }"""
+        )
+
+    def seen(self) -> list[str]:
+        """The texts of the answers so far, as they grew."""
+        found: list[str] = self.page.evaluate("() => window.seen")
+        return found
+
+    def send(self, text: str) -> None:
+        """Write a message and press Enter."""
+        self.page.focus("#text")
+        self.page.keyboard.type(text)
+        self.page.keyboard.press("Enter")
+
+    def tile(self, name: str) -> str:
+        """The text of one of the engine's numbers."""
+        return self.page.locator(f"#tiles div:has(dt:text-is('{name}')) dd").inner_text()
