@@ -17,9 +17,7 @@ MAX_REPLICAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What is served, how often, and within which limits; each replica holds the limits for
-    itself.
-    """
+    """What is served, how often, and within which limits."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of `SamplingParams`
@@ -34,6 +32,13 @@ class ServeConfig:
         None,
         flag="--max-replicas",
         help="With it, engines are added under load up to this number, and ended after it.",
+        at_least=1,
+        at_most=MAX_REPLICAS,
+    )
+    api_replicas: int = option(
+        1,
+        flag="--api-replicas",
+        help="Processes that answer HTTP for several engines; more than one go through Ray Serve.",
         at_least=1,
         at_most=MAX_REPLICAS,
     )
@@ -55,7 +60,7 @@ class ServeConfig:
     max_open_requests: int = option(
         1024,
         flag="--max-open-requests",
-        help="Outputs that run or wait; beyond it requests get 503.",
+        help="Outputs that run or wait, per engine; beyond it requests get 503.",
         at_least=1,
         at_most=2**20,
     )
@@ -82,6 +87,11 @@ class ServeConfig:
                 f"max_replicas {self.max_replicas} is below replicas {self.replicas}, with which"
                 " serving starts; raise it, or leave it out for a fixed number"
             )
+        if self.api_replicas > 1 and self.is_single:
+            raise ConfigError(
+                f"api_replicas {self.api_replicas} needs several engines: with one, it answers HTTP"
+                " itself; give replicas or max_replicas with it"
+            )
         if self.target_ongoing_requests is not None and self.max_replicas is None:
             raise ConfigError(
                 "target_ongoing_requests says when engines are added; give max_replicas with it"
@@ -93,6 +103,12 @@ class ServeConfig:
     def is_single(self) -> bool:
         """Whether there is one engine, always."""
         return self.replicas == (self.max_replicas or 1) == 1
+
+    @property
+    def max_open_per_api(self) -> int:
+        """Outputs that one process of the API lets run or wait."""
+        num_engines = self.max_replicas or self.replicas
+        return -(-self.max_open_requests * num_engines // self.api_replicas)
 
     @property
     def model_name(self) -> str:

@@ -33,7 +33,7 @@ from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of,
 from cluster.api.limits import Admission, ApiLimits
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
-from cluster.api.metrics import ApiMetrics, Family, Timing
+from cluster.api.metrics import ApiMetrics, Family, Timing, engine_families
 from cluster.api.replies import Writer, encode_json
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
@@ -60,6 +60,7 @@ SWITCH_INTERVAL_S = 0.0005
 STATS_TIMEOUT_S = 2.0
 STATS_AGE_S = 0.1  # readers within this time share one answer of the engine
 MESSAGES_PATH = "/v1/messages"
+SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
 
 
@@ -288,6 +289,10 @@ class Api:
         await exchange.answer(200, encode_json(await work).encode())
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
+        if session := exchange.headers.get(SESSION_HEADER):
+            for prompt in job.prompts:
+                assert isinstance(prompt, dict)
+                prompt["session_id"] = session[:200].decode("latin-1")
         with self.admission.admit(job.num_outputs):
             run = self._stream if job.streamed else self._answer_whole
             await exchange.unless_left(run(exchange, job))
@@ -386,10 +391,10 @@ class Api:
 
     async def families(self) -> list[Family]:
         """The metrics of this process, with its engine's if that answers."""
-        try:
-            return self.metrics.families(await self.stats())
-        except EaglerayError:
-            return self.metrics.families(None)
+        found = self.metrics.families()
+        with contextlib.suppress(EaglerayError):
+            found += engine_families(await self.stats())
+        return found
 
     async def stats(self) -> EngineStats:
         """The engine's counters, at most `STATS_AGE_S` old. Raises `EaglerayError` for an engine

@@ -87,39 +87,42 @@ class ApiMetrics:
             "eagleray_output_tokens", "Tokens generated.", registry=self._registry
         )
 
-    def families(self, stats: EngineStats | None) -> list[Family]:
-        """Everything counted, with the engine's own numbers if they are known."""
-        found = [_family(metric) for metric in self._registry.collect()]
-        if stats is None:
-            return found
-        for name, (help, attribute) in ENGINE.items():
-            value = float(getattr(stats, attribute))
-            kind = "counter" if name.endswith("_total") else "gauge"
-            family = Family(name=name.removesuffix("_total"), kind=kind, help=help)
-            family.samples.append((name, (), value))
-            found.append(family)
-        name = "eagleray_queue_seconds"
-        queue: list[Sample] = [
-            (f"{name}_sum", (), stats.queue_s),
-            (f"{name}_count", (), float(stats.num_admitted)),
-        ]
-        help = "From a request's arrival to its first step."
-        found.append(Family(name=name, kind="summary", help=help, samples=queue))
-        name = "eagleray_step_part_seconds"
-        parts: list[Sample] = [
-            (f"{name}_total", (("part", part),), seconds)
-            for part, seconds in stats.step_seconds.items()
-        ]
-        help = "Time of steps by part, on rank 0."
-        found.append(Family(name=name, kind="counter", help=help, samples=parts))
-        name = "eagleray_rank_step_seconds"
-        ranks: list[Sample] = [
-            (f"{name}_total", (("rank", str(rank)),), seconds)
-            for rank, seconds in enumerate(stats.rank_seconds)
-        ]
-        help = "Time of steps by rank, including waiting for the other ranks."
-        found.append(Family(name=name, kind="counter", help=help, samples=ranks))
-        return found
+    def families(self) -> list[Family]:
+        """Everything counted."""
+        return [_family(metric) for metric in self._registry.collect()]
+
+
+def engine_families(stats: EngineStats) -> list[Family]:
+    """An engine's own numbers."""
+    found: list[Family] = []
+    for name, (help, attribute) in ENGINE.items():
+        value = float(getattr(stats, attribute))
+        kind = "counter" if name.endswith("_total") else "gauge"
+        family = Family(name=name.removesuffix("_total"), kind=kind, help=help)
+        family.samples.append((name, (), value))
+        found.append(family)
+    name = "eagleray_queue_seconds"
+    queue: list[Sample] = [
+        (f"{name}_sum", (), stats.queue_s),
+        (f"{name}_count", (), float(stats.num_admitted)),
+    ]
+    help = "From a request's arrival to its first step."
+    found.append(Family(name=name, kind="summary", help=help, samples=queue))
+    name = "eagleray_step_part_seconds"
+    parts: list[Sample] = [
+        (f"{name}_total", (("part", part),), seconds)
+        for part, seconds in stats.step_seconds.items()
+    ]
+    help = "Time of steps by part, on rank 0."
+    found.append(Family(name=name, kind="counter", help=help, samples=parts))
+    name = "eagleray_rank_step_seconds"
+    ranks: list[Sample] = [
+        (f"{name}_total", (("rank", str(rank)),), seconds)
+        for rank, seconds in enumerate(stats.rank_seconds)
+    ]
+    help = "Time of steps by rank, including waiting for the other ranks."
+    found.append(Family(name=name, kind="counter", help=help, samples=ranks))
+    return found
 
 
 class Timing:

@@ -43,6 +43,7 @@ POLL_WAIT_S = 5.0
 LOST_CALL_PAUSE_S = 0.2
 
 Replace = Callable[[Any, EaglerayError, bool], Any]
+OnDead = Callable[[list[Generation], EaglerayError], None]
 
 
 def _cannot_replace(driver: Any, error: EaglerayError, has_served: bool) -> Any:
@@ -62,16 +63,20 @@ class Frontend:
         is_reachable: Callable[[], bool] = lambda: True,
         replace: Replace = _cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
+        on_dead: OnDead | None = None,
     ) -> None:
         """`is_reachable`: whether this process is still part of the driver's cluster. `replace`
         takes a driver that has died or does not answer, why, and whether there was any news from
         it; it returns a new one, or raises.
-        `answer_limit_s`: how long the driver may take beyond what it was asked to wait.
+        `answer_limit_s`: how long the driver may take beyond what it was asked to wait. `on_dead`
+        gets the requests that the driver had, when there will be no other, and why; without it they
+        fail. It runs on the polling thread.
         """
         self._driver = driver
         self._is_reachable = is_reachable
         self._replace_driver = replace
         self._answer_limit_s = answer_limit_s
+        self._on_dead = on_dead
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
         # Ray cancels what a canceled call of an actor has called: in a served replica, the news
@@ -89,15 +94,20 @@ class Frontend:
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
-        """Send the requests of these generations, all or none. Raises `RequestError`,
-        `EngineDeadError`.
+        """Send the requests of these generations, all or none, with the tokens they have. Raises
+        `RequestError`, `EngineDeadError`.
         """
-        requests = [request for generation in generations for request in generation.requests]
+        outputs = [
+            (generation, output)
+            for generation in generations
+            for output in generation.outputs
+            if output.completion.finish_reason is None
+        ]
+        requests = [_continued(output) for _, output in outputs]
         with self._changed:
             self._check_reachable()
-            for generation in generations:
-                for output in generation.outputs:
-                    self._active[output.request.request_id] = (generation, output)
+            for generation, output in outputs:
+                self._active[output.request.request_id] = (generation, output)
         submitted: list[Any] = []
         try:
             while not self._accept(self._send(requests, submitted), requests):
@@ -124,6 +134,10 @@ class Frontend:
             self._forget(generations)
         self._news_handled()
         self._finish([output.request.request_id for output in outputs], "abort")
+
+    def finish(self, generations: list[Generation]) -> None:
+        """Tell the driver that nobody needs these. Does not wait."""
+        self._finish([i for each in generations for i in each.request_ids], "abort")
 
     def after_news(self, callback: Callable[[], None]) -> None:
         """Have `callback` called after each batch of news, on the thread that handled it."""
@@ -226,6 +240,20 @@ class Frontend:
             self._ended = driver
             self._changed.notify_all()
 
+    def live_driver(self) -> Any:
+        """The driver; waits while it is being replaced. Raises `EngineDeadError`."""
+        with self._reviving:
+            self._check_reachable()
+            return self._driver
+
+    def check(self) -> None:
+        """Have the driver replaced if it does not answer. Raises `EngineDeadError`."""
+        driver = self._driver
+        try:
+            call(driver.stats.remote(), "read the counters", self._answer_limit_s)
+        except (DriverDiedError, NoAnswerError) as error:
+            self._revive(driver, error)
+
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
         accepted request again. Raises `EngineDeadError` if there is no new driver.
@@ -293,7 +321,10 @@ class Frontend:
             with self._changed:
                 request_ids = list(self._active)
                 self._ended = None  # there will be no other; a request that comes tries again
-            self._fail_all(failure)
+            if self._on_dead is None:
+                self._fail_all(failure)
+            else:
+                self._on_dead(self._take_accepted(), failure)
             if not isinstance(error, DriverDiedError):  # it may still run them
                 self._finish(request_ids, "abort")
 
@@ -326,12 +357,22 @@ class Frontend:
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
 
-    def _fail_all(self, error: EaglerayError) -> None:
+    def _take_accepted(self) -> list[Generation]:
+        """The generations that the driver had; they are followed no more."""
         with self._changed:
-            generations = {id(g): g for g, _ in self._active.values()}
-            self._active.clear()
-            self._accepted.clear()
-        for generation in generations.values():
+            accepted = {id(g): g for i, (g, _) in self._active.items() if i in self._accepted}
+            self._forget(list(accepted.values()))
+        return list(accepted.values())
+
+    def _fail_all(self, error: EaglerayError) -> None:
+        if self._on_dead is not None:  # what is being submitted may go elsewhere yet
+            generations = self._take_accepted()
+        else:
+            with self._changed:
+                generations = list({id(g): g for g, _ in self._active.values()}.values())
+                self._active.clear()
+                self._accepted.clear()
+        for generation in generations:
             generation.fail(error)
         self._news_handled()
 
@@ -343,6 +384,8 @@ class Frontend:
 def _continued(output: OutputFollower) -> Request:
     """The request with the tokens that are here already."""
     request = output.request
+    if not output.completion.token_ids:
+        return request
     done = array("i", output.completion.token_ids)
     return dataclasses.replace(
         request, token_ids=request.token_ids[: request.num_prompt_tokens] + done

@@ -149,8 +149,11 @@ class Generation:
     ended.
     """
 
-    def __init__(self, prompt: str | None, outputs: list[OutputFollower]) -> None:
+    def __init__(
+        self, prompt: str | None, outputs: list[OutputFollower], session_id: str | None = None
+    ) -> None:
         self.prompt = prompt
+        self.session_id = session_id
         self.outputs = outputs
         self.num_cached_tokens = 0
         self.done: Future[None] = Future()

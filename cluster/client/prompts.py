@@ -22,7 +22,7 @@ Prompt = str | Seq[int] | Mapping[str, Any]
 
 
 # What a mapping may have beside its prompt; the last two go with messages.
-EXTRAS = ("cache_salt", "tools", "chat_template_kwargs")
+EXTRAS = ("cache_salt", "session_id", "tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,15 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedPrompt:
-    """A prompt in exactly one of three forms, checked for its form alone."""
+    """A prompt in exactly one of three forms, checked for its form alone. session_id: where there
+    are several engines, the requests of one session go to the same.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
     conversation: Conversation | None = None
     cache_salt: str = ""
+    session_id: str | None = None
 
 
 def parse_prompt(prompt: Prompt) -> ParsedPrompt:
@@ -60,14 +63,18 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
+    session = prompt.get("session_id")
+    if not isinstance(session, str | None):
+        raise RequestError(f"session_id must be text, got {type(session).__name__}", "session_id")
+    both: dict[str, Any] = {"cache_salt": salt, "session_id": session}
     if form == "messages":
-        return ParsedPrompt(conversation=_conversation(prompt), cache_salt=salt)
+        return ParsedPrompt(conversation=_conversation(prompt), **both)
     for name in ("tools", "chat_template_kwargs"):
         if name in prompt:
             raise RequestError(f"{name} needs messages, and this prompt gives {form}", name)
     if isinstance(value, str):
-        return ParsedPrompt(text=value, cache_salt=salt)
-    return ParsedPrompt(token_ids=_token_ids(value), cache_salt=salt)
+        return ParsedPrompt(text=value, **both)
+    return ParsedPrompt(token_ids=_token_ids(value), **both)
 
 
 def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> str:

@@ -82,7 +82,7 @@ class RequestBuilder:
             )
             check_request(request, self.limits)
             outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
-        return Generation(parsed.text, outputs)
+        return Generation(parsed.text, outputs, parsed.session_id)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
-from cluster.serve.replica import NAME, ReplicaReport
+from cluster.serve.engine import NAME, EngineReport
 from scheduler.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 5.0
@@ -72,13 +72,11 @@ def _engines() -> dict[str, ApplicationStatusOverview]:
     }
 
 
-def _replicas(name: str) -> list[ReplicaReport]:
-    """What its replicas say; nothing of one that does not answer."""
+def _replicas(name: str) -> list[EngineReport]:
+    """Its engines that answer."""
     try:
         handle = serve.get_app_handle(name)
-        found: list[ReplicaReport] = handle.broadcast("describe").results(
-            timeout_s=ANSWER_TIMEOUT_S
-        )
+        found: list[EngineReport] = handle.describe.remote().result(timeout_s=ANSWER_TIMEOUT_S)
     except Exception as error:  # a replica that starts or has died
         logging.getLogger("eagleray").warning("%s does not answer: %s", name, error)
         return []

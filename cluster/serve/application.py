@@ -1,4 +1,5 @@
-"""From a configuration to a Serve application.
+"""From a configuration to a Serve application: one deployment for one engine, or an API that leases
+several engines.
 
 `build` is what `serve run` and `serve deploy` call (see `configs/serve.yaml`); whatever is wrong
 with the configuration is raised here, before Serve starts a replica.
@@ -15,10 +16,13 @@ from ray.serve.config import AutoscalingConfig
 from cluster.client.setup import prepare
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
-from cluster.serve.replica import NAME, EngineReplica
+from cluster.serve.engine import NAME, EngineReplica
+from cluster.serve.replica import ApiReplica
+from cluster.serve.router import PrefixRouter
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
+API_NAME = "api"
 MANY = 100_000  # our own limits speak before Serve's
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 5.0, 10.0
 MAX_CONSTRUCTOR_TRIES = 2
@@ -38,22 +42,31 @@ def application(config: ServeConfig) -> serve.Application:
     device = pick_device(config.engine.device, size)
     if not config.engine.wait_for_nodes_s:
         check_room(size, device, groups=config.replicas)
-    deployment = serve.deployment(
-        name=NAME,
+    common: dict[str, Any] = {
+        "max_ongoing_requests": MANY,
+        "max_queued_requests": -1,
+        "max_constructor_retry_count": MAX_CONSTRUCTOR_TRIES,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        "graceful_shutdown_timeout_s": config.drain_timeout_s,
+        "ray_actor_options": {"num_cpus": 0, "runtime_env": actor_environment()},
+        "logging_config": {"enable_access_log": False},
+    }
+    engine: dict[str, Any] = common | {
+        "name": NAME,
+        "placement_group_bundles": [bundle_of(device) for _ in range(size)],
+        "placement_group_strategy": strategy_for(size, device),
+    }
+    if config.is_single:
+        return serve.deployment(**engine)(serve.ingress()(ApiReplica)).bind(config)
+    engines = serve.deployment(
+        **engine,
         num_replicas="auto" if config.max_replicas else config.replicas,
         autoscaling_config=_autoscaling(config),
-        max_ongoing_requests=MANY,
-        max_queued_requests=-1,
-        max_constructor_retry_count=MAX_CONSTRUCTOR_TRIES,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
-        ray_actor_options={"num_cpus": 0, "runtime_env": actor_environment()},
-        placement_group_bundles=[bundle_of(device) for _ in range(size)],
-        placement_group_strategy=strategy_for(size, device),
-        logging_config={"enable_access_log": False},
-    )
-    return deployment(serve.ingress()(EngineReplica)).bind(config)
+        request_router_config={"request_router_class": PrefixRouter},
+    )(EngineReplica).bind(config)
+    api = serve.deployment(**common, name=API_NAME, num_replicas=config.api_replicas)
+    return api(serve.ingress()(ApiReplica)).bind(config, engines)
 
 
 def _autoscaling(config: ServeConfig) -> AutoscalingConfig | None:

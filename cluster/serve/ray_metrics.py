@@ -5,9 +5,17 @@ Ray's registry wants to be told values, so each sample is a gauge that is set fr
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
 from ray.util.metrics import Gauge
 
 from cluster.api.metrics import Family
+from scheduler.errors import EaglerayError
+
+PERIOD_S = 5.0
 
 
 class RayMetrics:
@@ -27,3 +35,14 @@ class RayMetrics:
                 if name not in self._gauges:
                     self._gauges[name] = Gauge(name, description=family.help, tag_keys=keys)
                 self._gauges[name].set(value, tags=dict(labels) | {"replica": self._replica})
+
+
+async def report_from_time_to_time(
+    replica: str, families: Callable[[], Awaitable[list[Family]]]
+) -> NoReturn:
+    """Hand a replica's numbers to Ray's metrics for ever."""
+    to_ray = RayMetrics(replica)
+    while True:
+        await asyncio.sleep(PERIOD_S)
+        with contextlib.suppress(EaglerayError):  # the engine does not answer just now
+            to_ray.report(await families())

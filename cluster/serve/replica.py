@@ -1,8 +1,9 @@
-"""A replica of the served application: one engine, and the API over it.
+"""The API of a served application, over an engine in the same replica or over several elsewhere.
 
-The replica's actor sits in bundle 0 of its placement group, which has one bundle per rank; the
-driver and the ranks of its engine sit in the same group. HTTP requests reach `Api` through Serve's
-proxy, calls of a handle reach the methods; both are admitted by the same count.
+With one engine, the replica's actor sits in bundle 0 of its placement group, which has one bundle
+per rank; the driver and the ranks of its engine sit in the same group. HTTP requests reach `Api`
+directly or through Serve's proxy, calls of a handle reach the methods; both are admitted by the
+same count.
 """
 
 from __future__ import annotations
@@ -13,55 +14,54 @@ import importlib.metadata
 import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import Any
 
 import ray
 import uvicorn
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.limits import ApiLimits
-from cluster.api.metrics import Family
-from cluster.client.client import Client
+from cluster.api.metrics import Family, engine_families
+from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import prepare
 from cluster.engine.start import EngineProcesses
-from cluster.serve.ray_metrics import RayMetrics
+from cluster.serve.engine import EngineReport, describe
+from cluster.serve.pool import EnginePool
+from cluster.serve.ray_metrics import report_from_time_to_time
 from configs.serve import ServeConfig
+from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
 
-NAME = "engine"
-METRICS_PERIOD_S = 5.0
 GATHER_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 75
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """One engine as `launch.py status` shows it. hosts: the address of each rank's node."""
-
-    model: str
-    device: str
-    hosts: tuple[str, ...]
-    state: str
-    num_running: int
-    num_waiting: int
-
-
-class EngineReplica:
+class ApiReplica:
     """Run by Ray Serve. The methods take and give what those of `LLM` do."""
 
-    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
+    ) -> None:
+        """`engines`: those to lease; without them this replica starts its own."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
-        group = ray.util.get_current_placement_group()
-        self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
-        self._client = Client(
-            setup.request_builder(self._engine.report.limits), self._engine.frontend
-        )
+        self._engine: EngineProcesses | None = None
+        self._pool: EnginePool | None = None
+        link: EngineLink
+        if engines is None:
+            group = ray.util.get_current_placement_group()
+            self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
+            limits, link = self._engine.report.limits, self._engine.frontend
+        else:
+            limits = await _limits_of(engines, config)
+            self._pool = link = EnginePool(engines, limits.block_size, config.engine.stuck_after_s)
+        self._client = Client(setup.request_builder(limits), link)
         self._api = Api(
             self._client,
             setup.tokenizer,
@@ -70,14 +70,17 @@ class EngineReplica:
             api_key=config.api_key,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
             limits=ApiLimits(
-                max_open=config.max_open_requests,
+                max_open=config.max_open_per_api,
                 max_body_bytes=config.max_body_bytes,
                 max_messages=config.max_messages,
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
             ),
         )
         self._api.gather_metrics = self._gather_metrics
-        self._reporting = asyncio.create_task(self._report_metrics())
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._reporting = asyncio.create_task(
+            report_from_time_to_time(replica, self.metric_families)
+        )
         self._listening = asyncio.create_task(_listen(self._api, config.listen))
 
     def __serve_build_asgi_app__(self) -> Api:
@@ -127,43 +130,43 @@ class EngineReplica:
         return await self._api.drain(limit_s)
 
     async def metric_families(self) -> list[Family]:
-        """What this replica has counted."""
-        return await self._api.families()
+        """What this replica has counted, with its own engine."""
+        return self._api.metrics.families() if self._pool else await self._api.families()
 
-    async def describe(self) -> ReplicaReport:
-        """What runs in this replica, and where."""
-        stats = await self._api.stats()
-        places = await asyncio.to_thread(self._engine.places)
-        return ReplicaReport(
-            model=self._model_name,
-            device=self._engine.report.device,
-            hosts=tuple(place.host for place in places),
-            state=stats.state,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-        )
+    async def describe(self) -> list[EngineReport]:
+        """The engines, and where they run."""
+        if self._pool is not None:
+            return await self._pool.describe()
+        assert self._engine is not None
+        return [await describe(self._engine, self._model_name, await self._api.stats())]
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead, so that Serve replaces this replica."""
+        """Raises when its own engine is dead, so that Serve replaces this replica. Engines of
+        their own are replaced by themselves.
+        """
         if self._listening.done():
             self._listening.result()
-        await self._api.stats()
+        if self._pool is None:
+            await self._api.stats()
 
     async def _gather_metrics(self) -> list[list[Family]]:
-        """The families of all replicas."""
+        """The families of all replicas, and of all engines."""
         here = serve.get_replica_context()
         handle = serve.get_deployment_handle(here.deployment, here.app_name)
         found: list[list[Family]] = await asyncio.wait_for(
             handle.broadcast("metric_families").results_async(), GATHER_TIMEOUT_S
         )
+        if self._pool is not None:
+            found += [engine_families(stats) for stats in await self._pool.all_stats()]
         return found
 
-    async def _report_metrics(self) -> None:
-        """Hand the numbers to Ray's metrics from time to time."""
-        to_ray = RayMetrics(serve.get_replica_context().replica_id.unique_id)
-        while True:
-            await asyncio.sleep(METRICS_PERIOD_S)
-            to_ray.report(await self._api.families())
+
+async def _limits_of(engines: DeploymentHandle[Any], config: ServeConfig) -> SchedulerLimits:
+    """The limits of the first engine that is there."""
+    limit_s = config.engine.start_timeout_s + config.engine.wait_for_nodes_s
+    limits: Any = await asyncio.wait_for(engines.limits.remote(), limit_s)
+    assert isinstance(limits, SchedulerLimits)
+    return limits
 
 
 async def _listen(api: Api, where: tuple[str, int] | None) -> None:

@@ -111,8 +111,8 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
             logger.info("Serve listens on %s:%d already", job.host, job.port)
     elif not ends_with_ray:
         _check_port(job.host, job.port)
-    # A single engine on this machine listens itself; otherwise Serve's proxy spreads the requests.
-    is_direct = ends_with_ray and job.config.is_single and job.route_prefix == "/"
+    # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
+    is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen)
     try:

@@ -16,6 +16,7 @@ from scheduler.errors import ConfigError
     ("options", "message"),
     [
         ({"max_replicas": 0}, "max_replicas must be"),
+        ({"api_replicas": 2}, "api_replicas 2 needs several engines"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas 2 is below replicas 3"),
         ({"target_ongoing_requests": 4}, "give max_replicas with it"),
         ({"upscale_delay_s": 0}, "upscale_delay_s must be"),

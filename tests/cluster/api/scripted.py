@@ -77,6 +77,7 @@ class ScriptedEngine:
     def __init__(self, script: Script, step_s: float, per_step: int = 1) -> None:
         self.script, self.step_s, self.per_step = script, step_s, per_step
         self.aborted: list[str] = []
+        self.sessions: list[str | None] = []
         self.dead: str | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._active: dict[str, tuple[Generation, OutputFollower, list[int], int]] = {}
@@ -90,6 +91,7 @@ class ScriptedEngine:
             raise EngineDeadError(self.dead)
         with self._changed:
             for generation in generations:
+                self.sessions.append(generation.session_id)
                 for output in generation.outputs:
                     tokens = [*TOKENIZER.encode(self.script(output.request)), END_ID]
                     self._active[output.request.request_id] = (generation, output, tokens, 0)

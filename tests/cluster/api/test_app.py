@@ -328,6 +328,7 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
 
         assert http.post("/v1/completions", content=chunked()).status_code == 413
         running.join(30)
+        wait_until(lambda: server.api.admission.num_open == 0)
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
@@ -407,6 +408,11 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
 
 def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="tiny", messages=[USER])
+    httpx.get(f"{server.url}/nothing")
+    leaves = {"prompt": "a", "stream": True, "max_tokens": 50}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=leaves) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: server.api.admission.num_open == 0)
     text = httpx.get(f"{server.url}/metrics").text
     assert 'eagleray_http_requests_total{path="/v1/chat/completions",status="200"}' in text
     assert 'status="499"' in text and 'path="other",status="404"' in text
@@ -440,3 +446,20 @@ def test_the_api_loads_neither_ray_nor_torch() -> None:
         [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}),
+    ],
+)
+def test_the_session_of_a_request_reaches_the_engine(path: str, body: dict[str, Any]) -> None:
+    with serve() as server:
+        httpx.post(server.url + path, json=body).raise_for_status()
+        httpx.post(server.url + path, json=body, headers={"X-Session-Id": "s1"}).raise_for_status()
+        num_prompts = len(server.engine.sessions) // 2
+        assert server.engine.sessions == [None] * num_prompts + ["s1"] * num_prompts

@@ -81,7 +81,7 @@ class Clients:
 
 def num_running() -> int:
     """Replicas that take requests."""
-    [deployment] = serve.status().applications["eagleray"].deployments.values()
+    deployment = serve.status().applications["eagleray"].deployments["engine"]
     by_state: dict[Any, int] = {**deployment.replica_states}  # strings, unlike their annotation
     return by_state.get("RUNNING", 0)
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from cluster.client.outputs import Chunk, RequestOutput
+from cluster.commands import top
 from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
+from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from tests.cluster.api.browser import Watched, browser
 from tests.cluster.conftest import SmallModel
@@ -62,22 +65,36 @@ def served(users_ray: None) -> Iterator[tuple[str, Any]]:
     serve.shutdown()
 
 
-def stats_of(handle: Any) -> dict[str, float]:
-    """The numbers of all replicas, added up."""
-    from cluster.api.metrics import merge
-
-    families = merge(handle.broadcast("metric_families").results(timeout_s=10))
-    return {name: value for f in families for name, labels, value in f.samples if not labels}
+def stats_of(url: str) -> dict[str, float]:
+    """The numbers of all engines and of the API, added up."""
+    return top.read(url).numbers
 
 
-def wait_until_idle(handle: Any, limit_s: float) -> None:
+def num_leases() -> list[int]:
+    """How many requests each engine has, as Ray Serve sees it."""
+    import ray
+    from ray.util import list_named_actors
+
+    replicas = [
+        ray.get_actor(each["name"], namespace=each["namespace"])
+        for each in list_named_actors(all_namespaces=True)
+        if each["name"].startswith("SERVE_REPLICA::eagleray#engine#")
+    ]
+    found: list[int] = ray.get(
+        [replica.get_num_ongoing_requests.remote() for replica in replicas], timeout=10
+    )
+    return found
+
+
+def wait_until_idle(url: str, limit_s: float) -> None:
     until = time.monotonic() + limit_s
     while True:
-        numbers = stats_of(handle)
+        numbers = stats_of(url)
         if numbers["eagleray_num_requests_running"] == numbers["eagleray_http_outputs_open"] == 0:
             assert numbers["eagleray_kv_blocks_free"] == numbers["eagleray_kv_blocks"]
-            return
-        assert time.monotonic() < until, numbers
+            if not any(num_leases()):
+                return
+        assert time.monotonic() < until, (num_leases(), numbers)
         time.sleep(0.1)
 
 
@@ -256,27 +273,17 @@ def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None
 
 
 def test_metrics_speak_for_all_replicas(served: tuple[str, Any]) -> None:
-    url, handle = served
-    blocks = stats_of(handle)["eagleray_kv_blocks"]
-    [line] = [
-        line
-        for line in httpx.get(f"{url}/metrics").text.splitlines()
-        if line.startswith("eagleray_kv_blocks ")
-    ]
-    assert float(line.split()[1]) == blocks
-    [one] = [
-        value
-        for family in handle.metric_families.remote().result(timeout_s=10)
-        for name, _, value in family.samples
-        if name == "eagleray_kv_blocks"
-    ]
-    assert blocks == 2 * one
+    url, _ = served
+    numbers, engines = stats_of(url), engine_stats()
+    assert len(engines) == 2 == numbers["eagleray_ready"]
+    assert numbers["eagleray_kv_blocks"] == sum(each.num_blocks for each in engines)
+    assert numbers["eagleray_num_requests_running"] == 0 < numbers["eagleray_steps_total"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: bool) -> None:
-    url, handle = served
     """Ray cancels what a canceled call called; the news that the request has ended must arrive."""
+    url, _ = served
     for _ in range(30):
         if stream:
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as got:
@@ -284,16 +291,144 @@ def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: 
         else:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{url}/v1/completions", json=LONG, timeout=0.1)
-    wait_until_idle(handle, 1.0)
+    wait_until_idle(url, 1.0)
 
 
 def test_a_dropped_stream_of_a_handle_frees_its_blocks(served: tuple[str, Any]) -> None:
-    _, handle = served
+    url, handle = served
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     stream = handle.options(stream=True).stream.remote("a", params)
     next(iter(stream))
     stream.cancel()
-    wait_until_idle(handle, 3.0)
+    wait_until_idle(url, 3.0)
+
+
+def engine_stats() -> list[EngineStats]:
+    """The counters of each engine."""
+    from ray import serve
+
+    engines = serve.get_deployment_handle("engine", "eagleray")
+    found: list[EngineStats] = engines.broadcast("stats").results(timeout_s=10)
+    return found
+
+
+def num_admitted() -> dict[str, int]:
+    """How many requests each engine has had."""
+    from ray import serve
+
+    found = serve.get_app_handle("eagleray").describe.remote().result(timeout_s=10)
+    return {each.replica: each.num_admitted for each in found}
+
+
+def engine_of(url: str, session: str) -> str:
+    """The engine that a session goes to."""
+    before = num_admitted()
+    headers = {"x-session-id": session}
+    httpx.post(f"{url}/v1/completions", json={"prompt": session, "max_tokens": 1}, headers=headers)
+    return next(name for name, count in num_admitted().items() if count != before[name])
+
+
+def talk(url: str, salt: str, session_of: Callable[[int, int], str | None]) -> int:
+    """Eight conversations of six turns, as many at once; how many tokens they found cached."""
+    cached = [0] * 8
+
+    def conversation(number: int) -> None:
+        messages: list[Any] = []
+        for turn in range(6):
+            words = " ".join(f"{number * 100 + turn * 7 + i} apples and" for i in range(6))
+            messages.append({"role": "user", "content": f"{words} what is 47 + 38?"})
+            session = session_of(number, turn)
+            answer = httpx.post(
+                f"{url}/v1/chat/completions",
+                json={"messages": messages, "max_tokens": 20, "seed": 1, "cache_salt": salt},
+                headers={"x-session-id": session} if session else {},
+                timeout=60,
+            ).json()
+            cached[number] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            messages.append(answer["choices"][0]["message"])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(conversation, range(8)))
+    return sum(cached)
+
+
+def test_conversations_find_what_they_have_cached(served: tuple[str, Any]) -> None:
+    url, _ = served
+    one = talk(url, "one", lambda number, turn: "one")
+    names = {engine_of(url, f"session {number}"): f"session {number}" for number in range(6)}
+    sessions = list(names.values())
+    assert len(sessions) == 2
+    alternating = talk(url, "in turn", lambda number, turn: sessions[(number + turn) % 2])
+    routed = talk(url, "routed", lambda number, turn: None)
+    print(f"cached tokens: one engine {one}, two {routed}, in turn {alternating}")
+    assert one > 3000 and routed >= 0.9 * one, (one, routed, alternating)
+    assert alternating < 0.9 * one, "otherwise this shows nothing"
+
+
+def test_no_engine_gets_much_more_than_the_others(served: tuple[str, Any]) -> None:
+    url, _ = served
+    before = num_admitted()
+
+    def ask(number: int) -> None:
+        body = {"prompt": f"{number} is a number " * 10, "max_tokens": 10}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(ask, range(100)))
+    counts = [count - before[name] for name, count in num_admitted().items()]
+    print(f"requests per engine: {counts}")
+    assert sum(counts) == 100 and max(counts) <= 1.5 * 50, counts
+    wait_until_idle(url, 3.0)
+
+
+@pytest.mark.parametrize("lost", ["replica", "driver"])
+def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], lost: str) -> None:
+    """With the tokens they have: nobody notices more than a pause."""
+    import ray
+    from ray.util import list_named_actors
+
+    url, _ = served
+    body = LONG | {"max_tokens": 200, "temperature": 1.0}
+    texts: dict[int, list[str]] = {number: [] for number in range(8)}
+
+    def stream(number: int) -> None:
+        asked = body | {"stream": True, "seed": number}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=90) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    logprobs = event["choices"][0]["logprobs"]
+                    texts[number] += logprobs["tokens"] if logprobs else []
+
+    def expected(number: int) -> list[str]:
+        asked = body | {"seed": number}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=90).json()
+        tokens: list[str] = answer["choices"][0]["logprobs"]["tokens"]
+        return tokens
+
+    with ThreadPoolExecutor(8) as threads:
+        wanted = dict(enumerate(threads.map(expected, range(8))))
+        streams = [threads.submit(stream, number) for number in range(8)]
+        wait_until(lambda: all(len(parts) > 3 for parts in texts.values()), "streaming", 30)
+        assert min(num_leases()) > 0, "both are in use"
+        if lost == "replica":
+            [*_, name] = [
+                each
+                for each in list_named_actors(all_namespaces=True)
+                if each["name"].startswith("SERVE_REPLICA::eagleray#engine#")
+            ]
+            ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
+        else:
+            found = subprocess.run(["pgrep", "-f", "^ray::Driver"], capture_output=True, check=True)
+            os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
+        had = {number: len(parts) for number, parts in texts.items()}
+        for each in streams:
+            each.result(90)
+    assert texts == wanted
+    assert sum(len(parts) > had[number] for number, parts in texts.items()) > 4
+    wait_until(lambda: stats_of(url)["eagleray_ready"] == 2, "a new engine", 60)
+    wait_until_idle(url, 10.0)
 
 
 class Program:

@@ -1,0 +1,120 @@
+"""One of several engines: a deployment without an API, whose driver is leased per request.
+
+A lease is a stream of one item: it yields the driver at once and stays open until the request ends,
+so that Ray Serve sees an ordinary request that runs. Tokens do not pass through here: whoever has
+the lease polls the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.api.app import SWITCH_INTERVAL_S
+from cluster.api.metrics import engine_families
+from cluster.client.setup import prepare
+from cluster.engine.start import EngineProcesses
+from cluster.serve.ray_metrics import report_from_time_to_time
+from cluster.serve.router import Wanted
+from configs.serve import ServeConfig
+from scheduler.limits import SchedulerLimits
+from scheduler.messages import EngineStats
+from scheduler.params import SamplingParams
+from scheduler.records import StepRecord
+
+NAME = "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """An engine to send a request to. replica: its name in Ray Serve."""
+
+    replica: str
+    driver: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """One engine as `launch.py status` shows it. replica: its name in Ray Serve; hosts: the address
+    of each rank's node; num_admitted: requests since its start.
+    """
+
+    replica: str
+    model: str
+    device: str
+    hosts: tuple[str, ...]
+    state: str
+    num_running: int
+    num_waiting: int
+    num_admitted: int
+
+
+async def describe(engine: EngineProcesses, model_name: str, stats: EngineStats) -> EngineReport:
+    """What an engine is, where, and what it does."""
+    places = await asyncio.to_thread(engine.places)
+    return EngineReport(
+        replica=serve.get_replica_context().replica_id.unique_id,
+        model=model_name,
+        device=engine.report.device,
+        hosts=tuple(place.host for place in places),
+        state=stats.state,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_admitted=stats.num_admitted,
+    )
+
+
+class EngineReplica:
+    """Run by Ray Serve, in the bundle of rank 0."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._model_name = config.model_name
+        sampling = SamplingParams.from_dict(config.sampling)
+        setup = await asyncio.to_thread(prepare, config.engine, sampling)
+        group = ray.util.get_current_placement_group()
+        self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._finding: asyncio.Future[Any] | None = None
+        self._reporting = asyncio.create_task(
+            report_from_time_to_time(self._replica, self._families)
+        )
+
+    async def limits(self) -> SchedulerLimits:
+        """What requests must keep to."""
+        return self._engine.report.limits
+
+    async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
+        """Yields the engine, and ends when it is canceled. `wanted` is for the router."""
+        if self._finding is None or self._finding.done():
+            finding = asyncio.to_thread(self._engine.frontend.live_driver)
+            self._finding = asyncio.ensure_future(finding)
+        yield Lease(replica=self._replica, driver=await asyncio.shield(self._finding))
+        await asyncio.Event().wait()
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return await asyncio.to_thread(self._engine.frontend.stats)
+
+    async def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`."""
+        return await asyncio.to_thread(self._engine.frontend.records, seconds)
+
+    async def describe(self) -> EngineReport:
+        """What runs here, and where."""
+        return await describe(self._engine, self._model_name, await self.stats())
+
+    async def check_health(self) -> None:
+        """Replaces a driver that does not answer. Raises when the engine is dead, so that Serve
+        replaces this replica.
+        """
+        await asyncio.to_thread(self._engine.frontend.check)
+
+    async def _families(self) -> Any:
+        return engine_families(await self.stats())
