@@ -83,6 +83,7 @@ class Exchange:
         self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         self.status: int | None = None
         self.writer: Writer | None = None  # of the stream that has begun
+        self.written_s = 0.0  # when something was last written
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
     async def body(self, most: int) -> bytes:
@@ -127,8 +128,16 @@ class Exchange:
         pairs += self._own_headers
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
+    async def event(self, data: bytes, *, more: bool = True) -> None:
+        """Send events of a stream, which the first ones begin. Raises as `write`."""
+        if self.status is None:
+            headers = {"cache-control": "no-cache"}
+            await self.start(200, "text/event-stream; charset=utf-8", headers)
+        await self.write(data, more=more)
+
     async def write(self, data: bytes, *, more: bool) -> None:
         """Send a part of the body. Raises `Gone` for a client that does not read."""
+        self.written_s = time.monotonic()
         await self._write({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _write(self, message: Message) -> None:
@@ -314,18 +323,29 @@ class Api:
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
-            while items := await chunks.next():
-                for place, chunk in items:
-                    timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
-                if exchange.status is None:
-                    await exchange.start(
-                        200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
-                    )
-                data = b"".join(writer.events(place, chunk) for place, chunk in items)
-                if data:
-                    await exchange.write(data, more=True)
+            keeping = asyncio.create_task(self._keep_alive(exchange))
+            try:
+                while items := await chunks.next():
+                    for place, chunk in items:
+                        timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+                    data = b"".join(writer.events(place, chunk) for place, chunk in items)
+                    if data:
+                        await exchange.event(data)
+            finally:
+                keeping.cancel()
             timing.end()
-            await exchange.write(writer.end(includes_usage=job.includes_usage), more=False)
+            await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
+
+    async def _keep_alive(self, exchange: Exchange) -> None:
+        """Send a comment from time to time while a stream has nothing to say, so that no proxy on
+        the way takes it for dead.
+        """
+        while True:
+            seen_s = exchange.written_s
+            await asyncio.sleep(self.limits.keep_alive_s)
+            if exchange.written_s == seen_s:
+                with contextlib.suppress(Gone):  # the stream's own write will say so
+                    await exchange.event(b": waiting\n\n")
 
     # -- the rest ----------------------------------------------------------------------------------
 

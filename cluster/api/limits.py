@@ -14,7 +14,8 @@ class ApiLimits:
     """Limits of one API process.
 
     max_open: outputs that run or wait at a time; a request for more waits for none of them but is
-    refused. slow_reader_timeout_s: how long a client may leave a chunk unread.
+    refused. slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how
+    long a stream may be silent before a comment is sent.
     """
 
     max_open: int = 1024
@@ -22,6 +23,7 @@ class ApiLimits:
     max_messages: int = 2048
     max_outputs: int = 128
     slow_reader_timeout_s: float = 30.0
+    keep_alive_s: float = 15.0
 
 
 class Admission:

@@ -23,20 +23,25 @@ from cluster.engine.start import EngineProcesses
 from cluster.serve.ray_metrics import report_from_time_to_time
 from cluster.serve.router import Wanted
 from configs.serve import ServeConfig
+from scheduler.errors import OverloadedError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 NAME = "engine"
+DRIVER_TIMEOUT_S = 0.1  # other engines may be there at once
+STATS_TIMEOUT_S = 1.0  # less than whoever adds up engines waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """An engine to send a request to. replica: its name in Ray Serve."""
+    """An engine to send a request to. replica: its name in Ray Serve; driver: None while it is
+    being replaced.
+    """
 
     replica: str
-    driver: Any
+    driver: Any | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,9 @@ class EngineReplica:
         group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
         self._replica = serve.get_replica_context().replica_id.unique_id
+        # One question at a time, whoever waits for its answer.
         self._finding: asyncio.Future[Any] | None = None
+        self._asking: asyncio.Future[EngineStats] | None = None
         self._reporting = asyncio.create_task(
             report_from_time_to_time(self._replica, self._families)
         )
@@ -91,16 +98,27 @@ class EngineReplica:
         return self._engine.report.limits
 
     async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
-        """Yields the engine, and ends when it is canceled. `wanted` is for the router."""
+        """Yields the engine, and ends when it is canceled, or at once without a driver. `wanted` is
+        for the router.
+        """
         if self._finding is None or self._finding.done():
             finding = asyncio.to_thread(self._engine.frontend.live_driver)
             self._finding = asyncio.ensure_future(finding)
-        yield Lease(replica=self._replica, driver=await asyncio.shield(self._finding))
-        await asyncio.Event().wait()
+        await asyncio.wait({self._finding}, timeout=DRIVER_TIMEOUT_S)
+        driver = self._finding.result() if self._finding.done() else None
+        yield Lease(replica=self._replica, driver=driver)
+        if driver is not None:
+            await asyncio.Event().wait()
 
     async def stats(self) -> EngineStats:
-        """The engine's counters."""
-        return await asyncio.to_thread(self._engine.frontend.stats)
+        """The engine's counters. Raises `OverloadedError` if it does not answer in time."""
+        if self._asking is None or self._asking.done():
+            asking = asyncio.to_thread(self._engine.frontend.stats)
+            self._asking = asyncio.ensure_future(asking)
+        await asyncio.wait({self._asking}, timeout=STATS_TIMEOUT_S)
+        if not self._asking.done():
+            raise OverloadedError(f"the engine did not answer within {STATS_TIMEOUT_S:g} s")
+        return self._asking.result()
 
     async def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`."""

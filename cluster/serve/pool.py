@@ -78,7 +78,7 @@ class EnginePool:
         for each in held:
             each.generation.done.add_done_callback(functools.partial(self._release, each))
         try:
-            self._place(held)
+            self._place(held, time.monotonic() + LEASE_TIMEOUT_S)
         except BaseException:
             self.abort(generations)
             raise
@@ -125,22 +125,21 @@ class EnginePool:
 
     # -- placing -----------------------------------------------------------------------------------
 
-    def _place(self, held: list[_Held]) -> None:
+    def _place(self, held: list[_Held], until_s: float) -> None:
         """Lease an engine for each and send them, elsewhere if an engine is lost meanwhile."""
-        until_s = time.monotonic() + LEASE_TIMEOUT_S
         while held:
             self._lease(held, until_s)
             by_frontend: dict[Frontend, list[_Held]] = {}
             for each in held:
-                assert each.frontend is not None
-                by_frontend.setdefault(each.frontend, []).append(each)
+                if each.frontend is not None:
+                    by_frontend.setdefault(each.frontend, []).append(each)
             held = []
             for frontend, of_one in by_frontend.items():
                 try:
                     frontend.submit([each.generation for each in of_one])
                 except (EngineDeadError, NoAnswerError) as error:
                     self._lost(of_one, error)
-                    held += of_one
+                    held += [each for each in of_one if not each.generation.done.done()]
                 else:
                     gone = [e.generation for e in of_one if e.generation.done.done()]
                     frontend.finish(gone)  # aborted on the way
@@ -148,27 +147,27 @@ class EnginePool:
                 time.sleep(PAUSE_S)
 
     def _lease(self, held: list[_Held], until_s: float) -> None:
-        """Give each the engine of a new lease."""
+        """Give each the engine of a new lease, except those that have been aborted."""
         left_s = max(0.0, until_s - time.monotonic())
         leases = self._run(self._lease_all(held), left_s)
         for each, lease in zip(held, leases, strict=True):
-            with self._lock:
-                each.replica, each.frontend = lease.replica, self._frontend(lease.driver)
+            if lease is not None:
+                with self._lock:
+                    each.replica, each.frontend = lease.replica, self._frontend(lease.driver)
 
-    async def _lease_all(self, held: list[_Held]) -> list[Lease]:
+    async def _lease_all(self, held: list[_Held]) -> list[Lease | None]:
         return await asyncio.gather(*map(self._lease_one, held))
 
-    async def _lease_one(self, held: _Held) -> Lease:
+    async def _lease_one(self, held: _Held) -> Lease | None:
         request = held.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
-        session = held.generation.session_id
+        session, avoid = held.generation.session_id, list(held.failed_at)
         wanted = Wanted(
             hashes=prefix_hashes(prompt, self._block_size, request.cache_salt),
             session=session_hash(session) if session is not None else None,
-            avoid=tuple(held.failed_at),
         )
-        while True:
-            stream: Any = self._leases.remote(wanted)
+        while not held.generation.done.done():
+            stream: Any = self._leases.remote(replace(wanted, avoid=tuple(avoid)))
             held.stream = stream
             try:
                 lease: Lease = await anext(stream)
@@ -181,9 +180,14 @@ class EnginePool:
                 stream.cancel()
                 raise
             else:
-                if held.generation.done.done():
-                    stream.cancel()
-                return lease
+                if lease.driver is not None:
+                    if held.generation.done.done():
+                        stream.cancel()
+                    return lease
+                avoid.append(lease.replica)
+                stream.cancel()
+                await asyncio.sleep(PAUSE_S / 10)
+        return None
 
     def _frontend(self, driver: Any) -> Frontend:
         """The frontend of a driver. Under the lock."""
@@ -207,12 +211,13 @@ class EnginePool:
         if held:
             logger.warning("%d requests move to other engines: %s", len(held), error)
         self._lost(held, error)
-        held = [each for each in held if not each.generation.done.done()]
-        try:
-            self._place(held)
-        except EaglerayError as failure:
-            for each in held:
-                each.generation.fail(failure)
+        until_s = time.monotonic() + LEASE_TIMEOUT_S
+        for each in held:
+            if not each.generation.done.done():
+                try:
+                    self._place([each], until_s)
+                except EaglerayError as failure:  # the others go on
+                    each.generation.fail(failure)
         self._news()
         if frontend is not None:
             frontend.close()

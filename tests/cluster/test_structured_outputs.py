@@ -52,7 +52,11 @@ def check(output: RequestOutput, structure: StructuredOutputs) -> bool:
     assert completion.finish_reason in ("stop", "length"), completion
     if completion.finish_reason == "length":
         return False
-    text = completion.text
+    validate(completion.text, structure)
+    return True
+
+
+def validate(text: str, structure: StructuredOutputs) -> None:
     if structure.regex is not None:
         assert re.fullmatch(structure.regex, text), text
     elif structure.choice is not None:
@@ -61,7 +65,6 @@ def check(output: RequestOutput, structure: StructuredOutputs) -> bool:
         schema = {"type": "object"} if structure.json_object else structure.json
         assert isinstance(schema, dict)
         jsonschema.validate(json.loads(text), schema)
-    return True
 
 
 def test_whatever_ends_validates_beside_free_requests_and_after_preemptions(llm: LLM) -> None:

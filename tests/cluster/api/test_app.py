@@ -463,3 +463,19 @@ def test_the_session_of_a_request_reaches_the_engine(path: str, body: dict[str, 
         httpx.post(server.url + path, json=body, headers={"X-Session-Id": "s1"}).raise_for_status()
         num_prompts = len(server.engine.sessions) // 2
         assert server.engine.sessions == [None] * num_prompts + ["s1"] * num_prompts
+
+
+def test_a_silent_stream_is_kept_alive_with_comments() -> None:
+    with serve(step_s=0.4, limits=ApiLimits(keep_alive_s=0.1)) as server:
+        asked = {"messages": [USER], "stream": True, "max_tokens": 3}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert 3 <= lines.count(": waiting") <= 16, lines
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        chunks = list(client.chat.completions.create(model="tiny", **asked))  # type: ignore[call-overload]
+        assert chunks[-1].choices[0].finish_reason == "length"
+    with serve(step_s=0.02, limits=ApiLimits(keep_alive_s=0.3)) as server:
+        asked = {"prompt": "a", "stream": True, "max_tokens": 20, "logprobs": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+        assert ": waiting" not in answer.text

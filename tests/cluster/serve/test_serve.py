@@ -56,7 +56,7 @@ def served(users_ray: None) -> Iterator[tuple[str, Any]]:
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     arguments = {
-        "engine": {"device": "cpu", "kv_cache_bytes": 2**26},
+        "engine": {"device": "cpu", "kv_cache_bytes": 2**26, "stuck_after_s": 5},
         "replicas": 2,
         "served_model_name": "tiny",
     }
@@ -381,7 +381,7 @@ def test_no_engine_gets_much_more_than_the_others(served: tuple[str, Any]) -> No
     wait_until_idle(url, 3.0)
 
 
-@pytest.mark.parametrize("lost", ["replica", "driver"])
+@pytest.mark.parametrize("lost", ["replica", "driver", "driver that hangs"])
 def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], lost: str) -> None:
     """With the tokens they have: nobody notices more than a pause."""
     import ray
@@ -421,8 +421,13 @@ def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], los
             ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
         else:
             found = subprocess.run(["pgrep", "-f", "^ray::Driver"], capture_output=True, check=True)
-            os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
+            hangs = lost.endswith("hangs")
+            os.kill(int(found.stdout.split()[-1]), signal.SIGSTOP if hangs else signal.SIGKILL)
         had = {number: len(parts) for number, parts in texts.items()}
+        began = time.monotonic()
+        assert httpx.get(f"{url}/health", timeout=5).status_code == 200, "one is left"
+        assert stats_of(url)["eagleray_ready"] >= 1
+        assert time.monotonic() - began < 5
         for each in streams:
             each.result(90)
     assert texts == wanted
