@@ -105,7 +105,10 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     def make_writer(generations: list[Generation]) -> Writer:
         rendered = generations[0].prompt or ""
         state = state_after(rendered)
-        return ChatWriter(served.name, generations, tokenizer, state=state, tools=bool(tools))
+        ids = bool(request.return_token_ids)
+        return ChatWriter(
+            served.name, generations, tokenizer, state=state, tools=bool(tools), token_ids=ids
+        )
 
     return _job([prompt], served.builder.parameters(params), request, make_writer)
 
@@ -132,8 +135,10 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     ]
 
     def make_writer(generations: list[Generation]) -> Writer:
-        echo = bool(request.echo)
-        return CompletionWriter(served.name, generations, served.tokenizer, echo=echo)
+        echo, ids = bool(request.echo), bool(request.return_token_ids)
+        return CompletionWriter(
+            served.name, generations, served.tokenizer, echo=echo, token_ids=ids
+        )
 
     return _job(prompts, served.builder.parameters(params), request, make_writer)
 

@@ -70,8 +70,18 @@ class _Envelope:
 
     CHUNK: str
 
-    def __init__(self, prefix: str, kind: str, model: str, generations: list[Generation]) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        kind: str,
+        model: str,
+        generations: list[Generation],
+        *,
+        token_ids: bool,
+    ) -> None:
+        """`token_ids`: whether those of prompts and outputs are part of the answer."""
         self._generations = generations
+        self._with_ids = token_ids
         self._kind = kind
         self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -79,8 +89,10 @@ class _Envelope:
             "model": model,
         }
 
-    def _events(self, kind: str, choices: list[dict[str, Any]]) -> bytes:
-        common = encode_json(self._fields | {"object": kind})[:-1]
+    def _events(
+        self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any] | None = None
+    ) -> bytes:
+        common = encode_json(self._fields | {"object": kind} | (more or {}))[:-1]
         return "".join(
             f'data: {common},"choices":[{encode_json(choice)}]}}\n\n' for choice in choices
         ).encode()
@@ -112,37 +124,46 @@ class ChatWriter(_Envelope):
         *,
         state: State,
         tools: bool,
+        token_ids: bool = False,
     ) -> None:
         """`state`: what an answer begins with. `tools`: whether calls are looked for."""
-        super().__init__("chatcmpl", "chat.completion", model, generations)
+        super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
         self._tokenizer, self._state, self._tools = tokenizer, state, tools
         self._choices: dict[int, _ChatChoice] = {}
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         choice = self._choices.get(chunk.index)
-        deltas: list[dict[str, Any]] = []
+        start = b""
         if choice is None:
             choice = _ChatChoice(AnswerParser(self._state, tools=self._tools))
             self._choices[chunk.index] = choice
-            deltas.append({"role": "assistant", "content": ""})
+            role = _delta(chunk.index, {"role": "assistant", "content": ""})
+            start = self._events(self.CHUNK, [role], self._prompt_ids())
         parts = choice.parser.push(chunk.text)
         new = choice.deltas(parts)
         if chunk.finish_reason:
             new += choice.deltas(choice.parser.finish())
         choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
-        events = [_delta(chunk.index, delta) for delta in deltas + new]
+        choice.token_ids += chunk.token_ids
+        events = [_delta(chunk.index, delta) for delta in new]
         if new:
-            events[len(deltas)]["logprobs"] = choice.take_logprobs()
+            events[0]["logprobs"] = choice.take_logprobs()
         if chunk.finish_reason:
             end = _delta(chunk.index, {})
             end["logprobs"] = choice.take_logprobs()
             end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.num_calls)
             events.append(end)
-        return self._events(self.CHUNK, events)
+        if events and self._with_ids:
+            events[0]["token_ids"], choice.token_ids = choice.token_ids, []
+        return start + self._events(self.CHUNK, events)
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
-        return self._body([self._choice(done) for done in generation.completions])
+        choices = [self._choice(done) for done in generation.completions]
+        return self._body(choices) | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
 
     def _choice(self, done: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, tools=self._tools)
@@ -166,7 +187,7 @@ class ChatWriter(_Envelope):
             "message": message,
             "logprobs": {"content": entries, "refusal": None} if entries else None,
             "finish_reason": _finish_reason(done.finish_reason, len(calls)),
-        }
+        } | ({"token_ids": done.token_ids} if self._with_ids else {})
 
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> list[dict[str, Any]]:
         found = []
@@ -195,6 +216,7 @@ class _ChatChoice:
         self.parser = parser
         self.num_calls = 0
         self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held
+        self.token_ids: list[int] = []  # not sent yet
 
     def deltas(self, parts: Parts) -> list[dict[str, Any]]:
         """What is new, in the order of the answer: reasoning, content, calls."""
@@ -227,10 +249,13 @@ class CompletionWriter(_Envelope):
         tokenizer: Tokenizer | None,
         *,
         echo: bool,
+        token_ids: bool = False,
     ) -> None:
-        super().__init__("cmpl", self.CHUNK, model, generations)
+        super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
         self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._unsent: dict[int, list[int]] = {}  # token ids of each choice
+        self._with_prompt: set[int] = set()  # choices that have had those of their prompt
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         index = self._index(place, chunk.index)
@@ -238,6 +263,7 @@ class CompletionWriter(_Envelope):
         if index not in self._offsets:
             text = self._start(place) + text
             self._offsets[index] = len(text) - len(chunk.text)
+        self._unsent.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
         self._offsets[index] += len(chunk.text)
         choices = []
@@ -245,6 +271,11 @@ class CompletionWriter(_Envelope):
             choices.append(_choice(index, text, logprobs, None))
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
+        if choices and self._with_ids:
+            if index not in self._with_prompt:
+                self._with_prompt.add(index)
+                choices[0] |= self._prompt_ids(place)
+            choices[0]["token_ids"] = self._unsent.pop(index)
         return self._events(self.CHUNK, choices)
 
     def body(self) -> dict[str, Any]:
@@ -255,7 +286,12 @@ class CompletionWriter(_Envelope):
                 logprobs = self._logprobs(done.token_ids, done.logprobs, len(start))
                 index = self._index(place, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
+                if self._with_ids:
+                    choices[-1] |= self._prompt_ids(place) | {"token_ids": done.token_ids}
         return self._body(choices)
+
+    def _prompt_ids(self, place: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._generations[place].prompt_token_ids}
 
     def _index(self, place: int, output: int) -> int:
         return place * len(self._generations[place].outputs) + output

@@ -91,6 +91,7 @@ class Generate(Model):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(

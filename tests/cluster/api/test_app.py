@@ -479,3 +479,36 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
         asked = {"prompt": "a", "stream": True, "max_tokens": 20, "logprobs": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked)
         assert ": waiting" not in answer.text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_token_ids_are_returned_where_they_are_asked_for(server: Server, n: int) -> None:
+    """Whole and streamed they add up to the same, also those whose text is held or has none."""
+    for path, asked in (
+        ("/v1/chat/completions", {"messages": [USER], "tools": [ADD]}),
+        ("/v1/completions", {"prompt": ["What is", "Hi"], "max_tokens": 30}),
+    ):
+        body: dict[str, Any] = asked | {"return_token_ids": True, "n": n, "seed": 1}
+        whole = httpx.post(server.url + path, json=body).json()
+        prompts: dict[int, list[int]] = {}
+        streamed: dict[int, list[int]] = {}
+        text = httpx.post(server.url + path, json=body | {"stream": True}).text
+        for line in text.splitlines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            [choice] = event["choices"]
+            index = choice["index"]
+            streamed.setdefault(index, []).extend(choice.get("token_ids", []))
+            for place in (event, choice):
+                if "prompt_token_ids" in place:
+                    assert index not in prompts
+                    prompts[index] = place["prompt_token_ids"]
+        assert len(streamed) == len(whole["choices"]) == n * (1 if "messages" in asked else 2)
+        for choice in whole["choices"]:
+            index = choice["index"]
+            assert choice["token_ids"] == streamed[index] and len(streamed[index]) > 3
+            prompt = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
+            assert prompt == prompts[index] and len(prompt) > 0
+        plain = httpx.post(server.url + path, json=asked).json()
+        assert "token_ids" not in json.dumps(plain)
