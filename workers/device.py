@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from scheduler.errors import ConfigError, StepTimeoutError
+from workers.toolchain import missing
 
 Ints = npt.NDArray[np.int32]
 # The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
@@ -174,13 +175,15 @@ class CudaDevice(Device):
 
 def open_device(kind: str) -> Device:
     """The device of a rank: "cpu", or "cuda", the first GPU this process sees. Raises `ConfigError`
-    if it sees none.
+    if it sees none, or if kernels cannot be compiled for it.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU "
             "here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
+    if kind == "cuda" and (lacks := missing()):
+        raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(lacks)}")
     return CudaDevice(torch.device("cuda", 0)) if kind == "cuda" else Device(torch.device("cpu"))
 
 

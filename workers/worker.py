@@ -108,6 +108,8 @@ class Worker:
         with self._phase("compile"):
             quantized = self.config.quantization is not None
             compile_first_step(kernels, group, self.config.dtype, quantized)
+            if self.config.device == "cuda":
+                _launch_smallest(kernels, device.torch)
         group.share_memory(engine.start_timeout_s)
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
@@ -325,3 +327,12 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - started
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
+
+
+def _launch_smallest(kernels: Kernels, device: torch.device) -> None:
+    """Run one small kernel, so that what cannot be compiled or launched is known before weights are
+    read.
+    """
+    row = torch.ones(1, 64, device=device)
+    kernels.rms_norm(row, row[0], 1e-6)
+    torch.cuda.synchronize(device)

@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 
 from configs.paths import CHECKOUT
+from workers.configuration import has_cuda
+from workers.toolchain import missing
 
 PACKAGES = (
     "torch",
@@ -97,6 +99,8 @@ def _clashes() -> list[str]:
             f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker:"
             " --shm-size)"
         )
+    if has_cuda():
+        wrong += (f"GPU kernels: {each}" for each in missing())
     return wrong
 
 

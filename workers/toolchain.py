@@ -1,0 +1,60 @@
+"""What Triton needs on a machine to launch its first kernel: a C compiler, Python's headers and the
+CUDA driver's library. It compiles a small extension then, and slim images lack all three. Asked
+before weights are loaded; the places are those of Triton's `runtime/build.py` and
+`backends/nvidia/driver.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+COMPILERS = ("gcc", "clang")
+LIBCUDA = "libcuda.so.1"
+
+
+def missing() -> list[str]:
+    """What is missing, and what to do about each; empty on a machine that has everything."""
+    return [each for each in (_compiler(), _headers(), _libcuda()) if each]
+
+
+def _compiler() -> str:
+    given = os.environ.get("CC")
+    if given is not None:
+        if shutil.which(given.split()[0] if given.split() else given):
+            return ""
+        return f"the C compiler that CC names, {given!r}, is not there: install it, or unset CC"
+    if any(map(shutil.which, COMPILERS)):
+        return ""
+    return "there is no C compiler: install gcc (Debian, Ubuntu: apt-get install gcc), or set CC"
+
+
+def _headers() -> str:
+    scheme = sysconfig.get_default_scheme()
+    paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
+    header = Path(paths["include"]) / "Python.h"
+    if header.is_file():
+        return ""
+    return (
+        f"{header} is missing: install Python's headers (Debian, Ubuntu: apt-get install"
+        " python3-dev, of the same version)"
+    )
+
+
+def _libcuda() -> str:
+    given = os.environ.get("TRITON_LIBCUDA_PATH")
+    if given is not None:
+        if (Path(given) / LIBCUDA).exists():
+            return ""
+        return f"TRITON_LIBCUDA_PATH is {given!r}, which has no {LIBCUDA}: correct it, or unset it"
+    try:
+        ctypes.CDLL(LIBCUDA)
+    except OSError:
+        return (
+            f"{LIBCUDA} is not found: install NVIDIA's driver, start the container with GPUs"
+            " (docker: --gpus all), or run ldconfig"
+        )
+    return ""
