@@ -274,6 +274,7 @@ def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None
 
 def test_metrics_speak_for_all_replicas(served: tuple[str, Any]) -> None:
     url, _ = served
+    httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60).raise_for_status()
     numbers, engines = stats_of(url), engine_stats()
     assert len(engines) == 2 == numbers["eagleray_ready"]
     assert numbers["eagleray_kv_blocks"] == sum(each.num_blocks for each in engines)
