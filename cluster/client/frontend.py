@@ -253,6 +253,8 @@ class Frontend:
             call(driver.stats.remote(), "read the counters", self._answer_limit_s)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
+        else:
+            self._has_news = True  # it has lived for a while
 
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every

@@ -31,6 +31,7 @@ from scheduler.records import StepRecord
 
 NAME = "engine"
 DRIVER_TIMEOUT_S = 0.1  # other engines may be there at once
+LAST_DRIVER_TIMEOUT_S = 10.0
 STATS_TIMEOUT_S = 1.0  # less than whoever adds up engines waits
 
 
@@ -98,13 +99,15 @@ class EngineReplica:
         return self._engine.report.limits
 
     async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
-        """Yields the engine, and ends when it is canceled, or at once without a driver. `wanted` is
-        for the router.
+        """Yields the engine, and ends when it is canceled, or at once without a driver. Whoever
+        wants to avoid this engine and comes all the same has no other, and waits for its driver.
         """
         if self._finding is None or self._finding.done():
             finding = asyncio.to_thread(self._engine.frontend.live_driver)
             self._finding = asyncio.ensure_future(finding)
-        await asyncio.wait({self._finding}, timeout=DRIVER_TIMEOUT_S)
+        is_last = self._replica in wanted.avoid
+        limit_s = LAST_DRIVER_TIMEOUT_S if is_last else DRIVER_TIMEOUT_S
+        await asyncio.wait({self._finding}, timeout=limit_s)
         driver = self._finding.result() if self._finding.done() else None
         yield Lease(replica=self._replica, driver=driver)
         if driver is not None:
