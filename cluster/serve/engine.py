@@ -108,7 +108,9 @@ class EngineReplica:
         is_last = self._replica in wanted.avoid
         limit_s = LAST_DRIVER_TIMEOUT_S if is_last else DRIVER_TIMEOUT_S
         await asyncio.wait({self._finding}, timeout=limit_s)
-        driver = self._finding.result() if self._finding.done() else None
+        # A dead engine has none either; until Serve has replaced it, others are asked.
+        is_there = self._finding.done() and self._finding.exception() is None
+        driver = self._finding.result() if is_there else None
         yield Lease(replica=self._replica, driver=driver)
         if driver is not None:
             await asyncio.Event().wait()

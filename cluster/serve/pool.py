@@ -27,7 +27,7 @@ from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import EngineReport, Lease
 from cluster.serve.prefixes import prefix_hashes, session_hash
 from cluster.serve.router import Wanted
-from scheduler.errors import EaglerayError, EngineDeadError, OverloadedError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
@@ -184,9 +184,9 @@ class EnginePool:
                     if held.generation.done.done():
                         stream.cancel()
                     return lease
-                avoid.append(lease.replica)
                 stream.cancel()
-                await asyncio.sleep(PAUSE_S / 10)
+                await asyncio.sleep(PAUSE_S if lease.replica in avoid else PAUSE_S / 10)
+                avoid.append(lease.replica)
         return None
 
     def _frontend(self, driver: Any) -> Frontend:
@@ -218,6 +218,9 @@ class EnginePool:
                     self._place([each], until_s)
                 except EaglerayError as failure:  # the others go on
                     each.generation.fail(failure)
+                except Exception as failure:  # a bug here must not leave callers waiting
+                    logger.exception("a request could not be moved")
+                    each.generation.fail(EngineError(f"this request could not move: {failure!r}"))
         self._news()
         if frontend is not None:
             frontend.close()

@@ -18,7 +18,13 @@ from cluster.news import News
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
 from cluster.serve.router import Wanted
-from scheduler.errors import EaglerayError, EngineDeadError, OverloadedError, RequestError
+from scheduler.errors import (
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+)
 from tests.cluster.processes import wait_until
 from tests.scheduler.helpers import make_request
 
@@ -228,3 +234,20 @@ def test_a_wait_for_an_engine_has_an_end(
     with pytest.raises(OverloadedError, match="no engine"):
         pool.submit([generation("one")])
     wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+
+
+def test_a_fault_of_the_pool_ends_the_requests_it_moves(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("a", "b")
+    pool = make_pool(loop, leases, monkeypatch)
+    one = generation("one")
+    pool.submit([one])
+
+    def broken(*_: object) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(pool, "_lease", broken)
+    leases.drivers["a"].die()
+    with pytest.raises(EngineError, match="could not move: AttributeError"):
+        one.done.result(5)
