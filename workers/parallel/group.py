@@ -169,6 +169,7 @@ class TensorParallelGroup:
         first = [ranks[0] for ranks in hosts]
         between = self._connect(first, timeout_s) if self.rank in first else None
         self._chosen = HierarchicalReducer(joined, between, hosts)
+        self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
 
     @property
