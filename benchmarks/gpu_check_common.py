@@ -6,6 +6,7 @@ Legend: T tokens of the step, B rows, W blocks of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
+from kernels.decode_parts import part_starts
 from kernels.interface import Kernels
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, DecodeParts
 from workers.device import CudaDevice
 from workers.roofline import Machine
 
@@ -128,6 +130,25 @@ def attention_of(
         max_query_len=max(query_lens),
         max_seq_len=max_seq_len or max(seq_lens),
     )
+
+
+def with_parts(
+    attn: AttentionMetadata, query_lens: Sequence[int], kernels: Kernels, kv_heads: int
+) -> AttentionMetadata:
+    """With the rows of one query at the front divided as the backend wants it."""
+    device = attn.seq_lens_B.device
+    num_rows = next((row for row, n in enumerate(query_lens) if n != 1), len(query_lens))
+    num_places = kernels.decode_places(num_rows, kv_heads, attn.max_seq_len, device)
+    if num_places == 0:
+        return attn
+    starts = part_starts(attn.seq_lens_B[:num_rows].cpu().numpy(), num_places)
+    decode = DecodeParts(
+        num_rows=num_rows,
+        num_places=num_places,
+        start_B1=torch.from_numpy(starts).to(device),
+        arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
+    )
+    return dataclasses.replace(attn, decode=decode)
 
 
 def running_sum(lengths: Iterable[int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, attention_of, rounded
+from benchmarks.gpu_check_common import Check, Row, attention_of, rounded, with_parts
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
@@ -39,14 +39,14 @@ _SLACK = 0.05
 _WEIGHT_TOLERANCE = 1e-6
 
 # Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks
-# beside decodes; queries enough for the large tile of prefill, and rows enough for decode without
-# splits.
+# behind decodes; queries enough for the large tile of prefill, and rows enough for most of them to
+# be decoded in one part.
 _WIDE = [0, 1, 15, 16, 17, 255, 256, 257, *range(3, 720, 10)]
 _BATCHES = {
     "decode": ([1, 0, 17, 128, 300, 1000, 4097], [1] * 7),
     "prefill": ([300, 31, 64, 1, 129], [300, 31, 64, 1, 129]),
     "cached prefix": ([700, 64, 1500], [200, 1, 65]),
-    "mixed": ([1000, 513, 64, 2049, 77], [1, 200, 64, 1, 33]),
+    "mixed": ([1000, 2049, 513, 64, 9, 77], [1, 1, 200, 64, 1, 33]),
     "long prefill": ([2048, 1500], [2048, 900]),
     "wide decode": (_WIDE, [1] * len(_WIDE)),
 }
@@ -199,6 +199,7 @@ def _attention_case(
     num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 1
     block_ids = torch.randperm(num_blocks)
     attn = attention_of(seq_lens, query_lens, block_ids[1:], block_size, check.device, bound)
+    attn = with_parts(attn, query_lens, kernels, kv_heads)
     # FlashAttention multiplies what lies past the end of a row by 0, so it must be finite.
     poison = torch.nan if kernels.capabilities.name == "triton" else 1e4
     k_cache, v_cache = (check.normal(num_blocks, block_size, kv_heads, dim) for _ in range(2))

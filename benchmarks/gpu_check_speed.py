@@ -28,6 +28,7 @@ from benchmarks.gpu_check_common import (
     num_sets,
     rounded,
     share,
+    with_parts,
 )
 from kernels.interface import GapRows, Kernels
 
@@ -189,6 +190,7 @@ def _attention_us(
     calls: list[Call] = []
     for block_ids in torch.randperm(sets * each).split(each):
         attn = attention_of(seq_lens, query_lens, block_ids, block_size, check.device, bound)
+        attn = with_parts(attn, query_lens, kernels, kv_heads)
         q_THD = check.normal(sum(query_lens), num_heads, dim)
         calls.append(partial(kernels.paged_attention, q_THD, keys, values, attn, dim**-0.5))
     return median_us(check, calls)

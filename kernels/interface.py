@@ -7,9 +7,9 @@ kernel computes. This module imports neither torch nor a backend, so a client ca
 without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
-features in, Y features out, F features of the MLP, L positions of the rotary table. In sampling: R
-the rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
-top-k, N ranks.
+features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
+the token table; S slots, W blocks in a row's table. In sampling: R the rows of one draw, V columns
+of this rank's vocabulary shard, X blocks of columns, K the largest top-k, N ranks.
 """
 
 from __future__ import annotations
@@ -204,6 +204,35 @@ class Kernels(Protocol):
         /,
     ) -> torch.Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
+
+    def decode_places(
+        self, num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device, /
+    ) -> int:
+        """How many places `DecodeParts` of so many rows of up to `max_seq_len` tokens are to have;
+        0 where `paged_attention` has no use for them.
+        """
+
+    def look_up(
+        self,
+        tokens_SL: torch.Tensor,
+        block_table_SW: torch.Tensor,
+        slots_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        num_cached_T: torch.Tensor,
+        block_size: int,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids of a step, where their KV goes)."""
+
+    def write_tokens(
+        self,
+        tokens_SL: torch.Tensor,
+        slots_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        token_ids_R: torch.Tensor,
+        /,
+    ) -> None:
+        """Put tokens into the table."""
 
     def paged_attention(
         self,

@@ -1,7 +1,7 @@
 """What attention needs to know about one step: built once per step, passed as an argument, shared
 by all layers.
 
-Legend: T tokens of the step, B rows, W blocks in a row's table.
+Legend: T tokens of the step, B rows, K KV heads of this rank, W blocks in a row's table.
 """
 
 from __future__ import annotations
@@ -9,6 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeParts:
+    """The first rows of a step, with exactly one query each, and the programs they are divided
+    between (`kernels/decode_parts.py`).
+
+    num_rows   : how many rows.
+    num_places : places for parts of rows; some may be free.
+    start_B1   : int32, first place of each of these rows, then the number of places taken.
+    arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again afterwards.
+    """
+
+    num_rows: int
+    num_places: int
+    start_B1: torch.Tensor
+    arrived_BK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +42,7 @@ class AttentionMetadata:
     slot_mapping_T : int64 [T], block_id * block_size + offset where the token's KV is written; -1
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
+    decode         : for backends that ask for it with `Kernels.decode_places`; others ignore it.
     """
 
     query_start_B1: torch.Tensor
@@ -34,6 +52,7 @@ class AttentionMetadata:
     slot_mapping_T: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    decode: DecodeParts | None = None
 
     @property
     def is_decode(self) -> bool:

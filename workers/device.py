@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,9 +23,12 @@ from scheduler.errors import ConfigError, StepTimeoutError
 from workers.toolchain import missing
 
 Ints = npt.NDArray[np.int32]
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Put = Callable[[Array], torch.Tensor]
 # The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
 # alignment.
-_ALIGN = 4
+_ALIGN = 16
 # How often to check for completion: far shorter than a step, far longer than a check takes.
 _LOOK_S = 5e-5
 
@@ -41,6 +45,66 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Replay it on the current content of the tensors it was recorded with."""
+
+
+class StepUploads:
+    """What a step needs from the host: `put` all of it, then `send`, then launch the step.
+
+    On a CPU, the arrays themselves.
+    """
+
+    def put(self, array: Array) -> torch.Tensor:
+        """A tensor like the array, valid once sent and until the next step is put."""
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def send(self) -> None:
+        """Copy what was put since the last call."""
+
+
+class BufferedUploads(StepUploads):
+    """In one copy, which `copy(target, fill)` makes: `fill` writes the bytes to be copied. `room`:
+    bytes on the device, which never move, so a graph may read them; the first array that is put
+    lies at their beginning, each other one behind the one before it. What does not fit gets a
+    tensor and a copy of its own.
+    """
+
+    def __init__(
+        self,
+        room: torch.Tensor,
+        copy: Callable[[torch.Tensor, Callable[[Bytes], None]], None],
+    ) -> None:
+        self.room = room
+        self._copy = copy
+        self._arrays: list[tuple[int, Array]] = []
+        self._end = 0
+
+    def put(self, array: Array) -> torch.Tensor:
+        array = np.ascontiguousarray(array)
+        dtype = torch.from_numpy(array[:0]).dtype
+        begin, self._end = self._end, self._end + aligned_bytes(array)
+        if self._end > len(self.room):
+            self._end, begin = begin, 0
+            room = torch.empty(array.nbytes, dtype=torch.uint8, device=self.room.device)
+            self._copy(room, partial(_fill, [(0, array)]))
+        else:
+            room = self.room
+            self._arrays.append((begin, array))
+        return room[begin : begin + array.nbytes].view(dtype).view(array.shape)
+
+    def send(self) -> None:
+        if self._end:
+            self._copy(self.room[: self._end], partial(_fill, self._arrays))
+        self._arrays, self._end = [], 0
+
+
+def _fill(arrays: list[tuple[int, Array]], target: Bytes) -> None:
+    for begin, array in arrays:
+        target[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+
+def aligned_bytes(array: Array) -> int:
+    """Bytes that the array takes in an upload."""
+    return -(-array.nbytes // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +126,13 @@ class Device:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch = torch_device
 
-    def upload(self, *arrays: Ints) -> list[torch.Tensor]:
-        """The arrays on the device, int32, in one copy."""
-        return [torch.from_numpy(np.ascontiguousarray(array, np.int32)) for array in arrays]
+    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+        """The arrays on the device, in one copy."""
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
-    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
-        """Fill an int32 tensor of the device."""
-        target.copy_(torch.from_numpy(array))
+    def step_uploads(self, num_bytes: int) -> StepUploads:
+        """Room for `num_bytes` that each step sends."""
+        return StepUploads()
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
         """(the tensors in host memory; the event after which they are valid, None if they are valid
@@ -115,21 +179,20 @@ class CudaDevice(Device):
         torch.cuda.set_device(torch_device)
         self._capturing = torch.cuda.Stream(torch_device)
 
-    def upload(self, *arrays: Ints) -> list[torch.Tensor]:
-        lengths = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
-        staging = _pinned((sum(lengths),), torch.int32)
-        offsets = np.cumsum([0, *lengths])
-        for offset, array in zip(offsets, arrays, strict=False):
-            staging.numpy()[offset : offset + len(array)] = array
-        flat = staging.to(self.torch, non_blocking=True)
-        return [
-            flat[offset : offset + len(array)]
-            for offset, array in zip(offsets, arrays, strict=False)
-        ]
+    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+        room = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
+        uploads = BufferedUploads(room, self._copy)
+        tensors = [uploads.put(array) for array in arrays]
+        uploads.send()
+        return tensors
 
-    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
-        staging = _pinned(array.shape, torch.int32)
-        staging.numpy()[...] = array
+    def step_uploads(self, num_bytes: int) -> StepUploads:
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
+        return BufferedUploads(room, self._copy)
+
+    def _copy(self, target: torch.Tensor, fill: Callable[[Bytes], None]) -> None:
+        staging = _pinned(target.shape, torch.uint8)
+        fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:

@@ -19,7 +19,7 @@ import torch
 
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED
 from scheduler.messages import StepMask, StepPlan, TokenLogprobs, ints
 from scheduler.params import Sampling
@@ -31,6 +31,11 @@ from workers.device import Device, Event
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
+
+# What a step sends: three numbers per token; per row the tables of the batch, and its parameters
+# for sampling. Rare parameters, like a logit bias, may need more and are sent on their own.
+_BYTES_PER_TOKEN = 12
+_BYTES_PER_ROW = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +85,14 @@ class ModelRunner:
         with room_for(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
         ):
-            self.state = BatchState(config, num_blocks, device)
+            self.state = BatchState(config, num_blocks, device, kernels, model.num_kv_heads)
             self.sampler = make_sampler(config, model, group, kernels)
+            self.uploads = device.step_uploads(
+                _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
+            )
         self.graphs: DecodeGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
-            self.graphs = DecodeGraphs(config, model, self.cache, self.state, device)
+            self.graphs = DecodeGraphs(config, model, self.cache, self.state, device, self.uploads)
             self.graphs.capture()
 
     @torch.inference_mode()
@@ -100,16 +108,20 @@ class ModelRunner:
         if not len(plan.slots):
             return PendingStep(device=self.device)
         rows = self.state.take(plan)
+        forward = self._stage(rows)
+        batch = self.sampler.batch(
+            rows.sampling_slots_R.astype(np.int64),
+            rows.sampling_positions_R.astype(np.int64),
+            self.uploads.put,
+        )
+        self.uploads.send()
         prepared = time.perf_counter()
-        hidden_RE, places_R = self._forward(rows)
+        hidden_RE, slots_R, positions_R = forward()
         faults.reach("sample", self.model.group.rank)
         forwarded = time.perf_counter()
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
         if not len(rows.sampling_slots_R):
             return PendingStep(device=self.device, seconds=seconds)
-        batch = self.sampler.batch(
-            rows.sampling_slots_R.astype(np.int64), rows.sampling_positions_R.astype(np.int64)
-        )
         logits_RV, masks = self.model.logits(hidden_RE), None
         if plan.masked:
             began = time.perf_counter()
@@ -118,7 +130,7 @@ class ModelRunner:
             seconds["mask"] = time.perf_counter() - began
             forwarded += seconds["mask"]
         sampled = self.sampler.sample(logits_RV, batch, masks)
-        self.state.write_sampled(places_R, sampled.token_ids_B)
+        self.state.write_sampled(slots_R, positions_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
         return self._to_host(sampled, seconds)
 
@@ -149,17 +161,25 @@ class ModelRunner:
             self.sampler.admit(slot, sampling, token_ids[start : start + num_tokens], num_prompt)
             start += num_tokens
 
-    def _forward(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states of the last token of each sampling row, where in the token table its next
-        token goes).
+    def _stage(
+        self, rows: StepRows
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Put what the model needs. The function returned launches it: (hidden states of the last
+        token of each sampling row, the slots and positions that their next tokens go to).
         """
         if self.graphs is not None and self.graphs.fit(rows):
-            return self.graphs.run(rows)
-        inputs = self.state.upload(rows)
-        hidden_TE = self.model.forward(
-            inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
-        )
-        return hidden_TE.index_select(0, inputs.logits_indices_R), inputs.sampled_places_R
+            return self.graphs.stage(rows, self.uploads.put)
+        make_inputs = self.state.stage(rows, self.uploads.put)
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            inputs = make_inputs()
+            hidden_TE = self.model.forward(
+                inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
+            )
+            hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
+            return hidden_RE, inputs.sampled_slots_R, inputs.sampled_positions_R
+
+        return forward
 
     def _to_host(self, sampled: SampledTokens, seconds: dict[str, float]) -> PendingStep:
         logprobs = sampled.logprobs
@@ -222,7 +242,8 @@ def warm_up(
 ) -> None:
     """Run what a backend compiles at its first use, so that no request waits for it: attention over
     long prompts, short prompts and single tokens, with tight and with the widest bounds; every kind
-    of sampling row, from raw and from adjusted logits. Every rank runs it at the same time.
+    of sampling row, from raw and from adjusted logits; the tables. Every rank runs it at the same
+    time.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     kinds = [
@@ -241,6 +262,10 @@ def warm_up(
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     for sampling in kinds:
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
+    table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
+    zeros = table[0].clone()
+    kernels.look_up(table, table, zeros, zeros, zeros, 1)
+    kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
 
 
 @torch.inference_mode()
@@ -260,6 +285,15 @@ def _run_step(
     device, num_tokens = group.device, num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
+    num_places = 0
+    if row_len == 1:
+        num_places = kernels.decode_places(num_rows, model.num_kv_heads, max_seq_len, device)
+    decode = DecodeParts(
+        num_rows=num_rows,
+        num_places=num_places,
+        start_B1=starts_B1,
+        arrived_BK=torch.zeros(num_rows, model.num_kv_heads, dtype=torch.int32, device=device),
+    )
     attn = AttentionMetadata(
         query_start_B1=starts_B1,
         seq_start_B1=starts_B1,
@@ -270,6 +304,7 @@ def _run_step(
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,
+        decode=decode if num_places else None,
     )
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)

@@ -14,6 +14,8 @@ from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
 from kernels.interface import Int8Kernels, Kernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
+from kernels.reference.backend import no_decode_places
+from kernels.reference.tables import look_up_reference, write_tokens_reference
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
 
@@ -32,6 +34,9 @@ class CpuKernels:
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
+    decode_places = staticmethod(no_decode_places)
+    look_up = staticmethod(look_up_reference)
+    write_tokens = staticmethod(write_tokens_reference)
 
     def __init__(self) -> None:
         jit.share_torch_threads()

@@ -1,15 +1,15 @@
-"""Paged attention on a GPU, in Triton: one kernel for prefill and mixed batches, two for decode.
+"""Paged attention on a GPU, in Triton: one kernel for prompts, one for decoding.
 
 Token-major caches as in `paged_attention_reference`. Softmax is the online softmax with the tiling
 of Dao 2023 (arXiv:2307.08691), with powers of two as exponentials, accumulated in float32. The G
 query heads of a KV head share every read of its keys and values: they are adjacent in the first
-dimension of a tile. Decode splits the tokens of a row between programs (Dao et al. 2023,
+dimension of a tile. Decode divides the tokens of rows between programs (Dao et al. 2023,
 "Flash-Decoding for long-context inference"). Grids depend on shapes and bounds that the host knows,
 so a CUDA graph can hold them; what a program does depends on lengths on the device.
 Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
 block size, W blocks of a row, M query rows of a tile (queries times G), C cached tokens of a tile,
-X splits of a row. In kernels D is padded to a power of two, and the name of a tensor in memory
-stands for the pointer to it.
+X places of the parts of decode rows. In kernels D is padded to a power of two, and the name of a
+tensor in memory stands for the pointer to it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.metadata import AttentionMetadata
+from kernels.decode_parts import decode_places
+from kernels.metadata import AttentionMetadata, DecodeParts
 
-# Decode programs to start per multiprocessor: three run at once, and more of them balance rows of
-# unequal length.
-_PROGRAMS_PER_SM = 4
-# A split of fewer tokens costs more to combine than it saves.
-_MIN_SPLIT_TOKENS = tl.constexpr(128)
-# A program reads the tokens of its split one tile after the other: a step would have to wait for
-# the one program with a much longer split, however many rows there are.
-_MAX_SPLIT_TOKENS = tl.constexpr(4096)
-_MAX_SPLITS = 128
 # Rows examined together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
 
@@ -57,7 +49,7 @@ def paged_attention(
     scale: float,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of the same
-    dtype, `scale` above 0.
+    dtype, `scale` above 0. One launch for the rows of `attn.decode`, one for the others.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
     with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
@@ -65,8 +57,13 @@ def paged_attention(
     assert q_THD.stride(2) == 1 and k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
     assert attn.block_table_BW.stride(1) == 1
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    attend = _attend_decode if attn.is_decode else _attend_prefill
-    attend(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, scale * math.log2(math.e))
+    scale_log2 = scale * math.log2(math.e)
+    first_row = 0
+    if attn.decode is not None:
+        _attend_decode(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2)
+        first_row = attn.decode.num_rows
+    if first_row < len(attn.seq_lens_B):
+        _attend_prefill(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2)
     return out_THD
 
 
@@ -76,26 +73,30 @@ def _attend_prefill(
     v_cache_NPKD: torch.Tensor,
     out_THD: torch.Tensor,
     attn: AttentionMetadata,
+    first_row: int,
     scale_log2: float,
 ) -> None:
+    """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
+    num_tokens -= first_row
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
     launch = prefill_launch(
         q_THD.dtype, head_dim, large=fills_sms and attn.max_query_len * group > 64
     )
-    num_rows = len(attn.seq_lens_B)
+    num_rows = len(attn.seq_lens_B) - first_row
     grid = (num_tokens * group // launch.tile_m + num_rows, kv_heads)
     prefill_kernel[grid](
         q_THD,
         k_cache_NPKD,
         v_cache_NPKD,
         out_THD,
-        attn.query_start_B1,
-        attn.seq_lens_B,
-        attn.block_table_BW,
+        attn.query_start_B1[first_row:],
+        attn.seq_lens_B[first_row:],
+        attn.block_table_BW[first_row:],
         num_rows,
+        first_row,
         attn.block_table_BW.stride(0),
         q_THD.stride(0),
         q_THD.stride(1),
@@ -118,76 +119,51 @@ def _attend_decode(
     v_cache_NPKD: torch.Tensor,
     out_THD: torch.Tensor,
     attn: AttentionMetadata,
+    decode: DecodeParts,
     scale_log2: float,
 ) -> None:
     num_heads, head_dim = q_THD.shape[1:]
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     launch = decode_launch(q_THD.dtype, head_dim, group)
-    num_rows = len(attn.seq_lens_B)
-    num_splits, filling = count_splits(
-        num_rows * kv_heads, attn.max_seq_len, _num_sms(q_THD.device)
-    )
-    # Unused if a single split writes the output.
-    acc_BHXD, max_BHX, sum_BHX = (
-        out_THD,
-        out_THD,
-        out_THD,
-    )
-    if num_splits > 1:
-        shape = (num_rows, num_heads, num_splits)
-        acc_BHXD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
-        max_BHX, sum_BHX = torch.empty((2, *shape), dtype=torch.float32, device=q_THD.device)
-    decode_kernel[(num_rows, kv_heads, num_splits)](
+    acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
+    if decode.num_places > decode.num_rows:
+        shape = (decode.num_places, num_heads)
+        acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
+        max_XH, sum_XH = torch.empty((2, *shape), dtype=torch.float32, device=q_THD.device)
+    decode_kernel[(decode.num_places, kv_heads)](
         q_THD,
         k_cache_NPKD,
         v_cache_NPKD,
         out_THD,
-        acc_BHXD,
-        max_BHX,
-        sum_BHX,
-        attn.query_start_B1,
+        acc_XHD,
+        max_XH,
+        sum_XH,
+        decode.arrived_BK,
+        decode.start_B1,
         attn.seq_lens_B,
         attn.block_table_BW,
+        decode.num_rows,
         attn.block_table_BW.stride(0),
         q_THD.stride(0),
         q_THD.stride(1),
         scale_log2,
-        num_splits,
-        filling,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        SPLIT=num_splits > 1,
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
+        TILE_X=JOINED_PARTS,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    if num_splits > 1:
-        combine_kernel[(num_rows, num_heads)](
-            acc_BHXD,
-            max_BHX,
-            sum_BHX,
-            out_THD,
-            attn.query_start_B1,
-            attn.seq_lens_B,
-            num_splits,
-            filling,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            TILE_C=launch.tile_c,
-            TILE_X=COMBINE_TILE,
-            TILE_D=padded_dim(head_dim),
-            num_warps=4,
-        )
 
 
 # How kernels are tiled
 
-COMBINE_TILE = 32
+JOINED_PARTS = 16  # parts of a row that are read together when they are joined
 
 
 def padded_dim(head_dim: int) -> int:
@@ -222,20 +198,13 @@ def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """
     tile_m = max(16, 1 << (group - 1).bit_length())
     tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * dtype.itemsize)))
-    return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=4, num_stages=5)
+    num_warps = 8 if dtype == torch.float32 else 4  # float32 has no matrix instructions
+    return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=num_warps, num_stages=5)
 
 
-def count_splits(num_programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
-    """(maximum number of splits per row, number of splits per row that fills the device if all rows
-    are `max_seq_len` long), from bounds alone.
-
-    The first is larger where one such row could hold up a batch that fills the device without
-    splits. `num_programs`: rows times KV heads.
-    """
-    wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_programs))
-    possible: int = -(-max_seq_len // _MIN_SPLIT_TOKENS.value)
-    filling = max(1, min(wanted, possible, _MAX_SPLITS))
-    return min(max(filling, -(-max_seq_len // _MAX_SPLIT_TOKENS.value)), _MAX_SPLITS), filling
+def places_of(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+    """`decode_places` for the rows of a step on this device."""
+    return decode_places(num_rows, kv_heads, max_seq_len, _num_sms(device))
 
 
 @functools.cache
@@ -251,8 +220,8 @@ def _num_sms(device: torch.device) -> int:
 # Kernels
 
 # What changes from step to step: kernels are not specialized on its alignment.
-_VARYING_INTS = ["num_rows", "table_stride", "num_splits", "filling"]
-_VARYING_POINTERS = ["query_start_B1", "seq_lens_B", "block_table_BW"]
+_VARYING_INTS = ["num_rows", "first_token", "table_stride"]
+_VARYING_POINTERS = ["query_start_B1", "start_B1", "seq_lens_B", "block_table_BW"]
 
 
 @triton.jit(do_not_specialize=_VARYING_INTS, do_not_specialize_on_alignment=_VARYING_POINTERS)
@@ -265,6 +234,7 @@ def prefill_kernel(
     seq_lens_B: tl.tensor,
     block_table_BW: tl.tensor,
     num_rows: tl.tensor,
+    first_token: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
@@ -286,7 +256,7 @@ def prefill_kernel(
     second-level cache serves all reads but the first.
     """
     place, kv_head = tl.program_id(0), tl.program_id(1)
-    row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
+    row, first_place = _row_of(place, query_start_B1, num_rows, first_token, GROUP, TILE_M)
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
     # Tiles that see the most tokens go first.
@@ -364,58 +334,63 @@ def prefill_kernel(
     tl.store(out_THD + offset_M[:, None] + d_D[None, :], out_MD, mask=live_MD)
 
 
-@triton.jit(do_not_specialize=_VARYING_INTS, do_not_specialize_on_alignment=_VARYING_POINTERS)
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=_VARYING_POINTERS
+)
 def decode_kernel(
     q_THD: tl.tensor,
     k_cache_NPKD: tl.tensor,
     v_cache_NPKD: tl.tensor,
     out_THD: tl.tensor,
-    acc_BHXD: tl.tensor,
-    max_BHX: tl.tensor,
-    sum_BHX: tl.tensor,
-    query_start_B1: tl.tensor,
+    acc_XHD: tl.tensor,
+    max_XH: tl.tensor,
+    sum_XH: tl.tensor,
+    arrived_BK: tl.tensor,
+    start_B1: tl.tensor,
     seq_lens_B: tl.tensor,
     block_table_BW: tl.tensor,
+    num_rows: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
     scale_log2: tl.tensor,
-    num_splits: tl.tensor,
-    filling: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
+    TILE_X: tl.constexpr,
 ) -> None:
-    """One program handles one split of one row's tokens and one KV head, for the G query heads that
-    share it. Grid: (B, K, X).
+    """One program handles one part of one row's tokens and one KV head, for the G query heads that
+    share it. Row b is token b. Grid: (X, K); places that no row has taken return at once.
 
     For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each
-    once, which is G operations per byte of a 16-bit cache: bound by memory. Writes the H * D
-    elements of the output, or with SPLIT the float32 accumulator, maximum and sum of each split, H
-    * (D + 2) * 4 bytes; nothing for splits that begin past the end of the row.
+    once, which is G operations per byte of a 16-bit cache: bound by memory. A row of one part
+    writes the H * D elements of the output. Otherwise each part writes its float32 accumulator,
+    maximum and sum, H * (D + 2) * 4 bytes, and the program that is done last joins them, in the
+    order of the parts, so the result does not depend on which one that is.
     """
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_start_B1 + row)
-    if tl.load(query_start_B1 + row + 1) == token:
+    place, kv_head = tl.program_id(0), tl.program_id(1)
+    if place >= tl.load(start_B1 + num_rows):
         return
+    row = _row_at(place, start_B1, num_rows)
+    first_place = tl.load(start_B1 + row)
     seq_len = tl.load(seq_lens_B + row)
-    first, end = 0, seq_len
-    if SPLIT:
-        split_len = _split_len(seq_len, num_splits, filling, TILE_C)
-        first = split * split_len
-        end = tl.minimum(first + split_len, seq_len)
-        if first >= seq_len:
-            return
+    part_len = tl.cdiv(tl.cdiv(seq_len, TILE_C), tl.load(start_B1 + row + 1) - first_place) * TILE_C
+    # Whole tiles may be fewer than the parts that the host counted.
+    num_parts = tl.maximum(tl.cdiv(seq_len, tl.maximum(part_len, 1)), 1)
+    part = place - first_place
+    if part >= num_parts:
+        return
+    first = part * part_len
+    end = tl.minimum(first + part_len, seq_len)
     g_M = tl.arange(0, TILE_M)
     head_M = kv_head * GROUP + g_M
     d_D = tl.arange(0, TILE_D)
     live_MD = (g_M < GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
-    q_D = q_THD + token.to(tl.int64) * q_stride_t
+    q_D = q_THD + row.to(tl.int64) * q_stride_t
     q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=live_MD, other=0.0)
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
@@ -441,69 +416,40 @@ def decode_kernel(
         TILE_D,
         True,
     )
-    if SPLIT:
-        place_M = (row * (GROUP * KV_HEADS) + head_M) * num_splits + split
-        tl.store(acc_BHXD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=live_MD)
-        tl.store(max_BHX + place_M, max_M, mask=g_M < GROUP)
-        tl.store(sum_BHX + place_M, sum_M, mask=g_M < GROUP)
-    else:
+    out_HD = out_THD + row.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
+    if num_parts == 1:
         out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
-        out_D = out_THD + token.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
-        tl.store(out_D + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=live_MD)
-
-
-@triton.jit(do_not_specialize=_VARYING_INTS, do_not_specialize_on_alignment=_VARYING_POINTERS)
-def combine_kernel(
-    acc_BHXD: tl.tensor,
-    max_BHX: tl.tensor,
-    sum_BHX: tl.tensor,
-    out_THD: tl.tensor,
-    query_start_B1: tl.tensor,
-    seq_lens_B: tl.tensor,
-    num_splits: tl.tensor,
-    filling: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_C: tl.constexpr,
-    TILE_X: tl.constexpr,
-    TILE_D: tl.constexpr,
-) -> None:
-    """The output of one row and query head, combined from the splits that its length has. Grid: (B,
-    H).
-
-    Reads (D + 2) * 4 bytes per split and writes D elements; 2 * D operations per split.
-    """
-    row, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_start_B1 + row)
-    if tl.load(query_start_B1 + row + 1) == token:
+        tl.store(out_HD + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=live_MD)
         return
-    seq_len = tl.load(seq_lens_B + row)
-    used = tl.cdiv(seq_len, _split_len(seq_len, num_splits, filling, TILE_C))
-    first_place = (row * NUM_HEADS + head) * num_splits
-    d_D = tl.arange(0, TILE_D)
-    acc_D = tl.zeros([TILE_D], tl.float32)
-    largest = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for first in range(0, used, TILE_X):
-        x_X = first + tl.arange(0, TILE_X)
-        place_X = first_place + x_X
-        live_XD = (x_X < used)[:, None] & (d_D < HEAD_DIM)[None, :]
-        max_X = tl.load(max_BHX + place_X, mask=x_X < used, other=float("-inf"))
-        sum_X = tl.load(sum_BHX + place_X, mask=x_X < used, other=0.0)
-        acc_XD = tl.load(
-            acc_BHXD + (place_X * HEAD_DIM)[:, None] + d_D[None, :], mask=live_XD, other=0.0
+    place_M = place * (GROUP * KV_HEADS) + head_M
+    tl.store(acc_XHD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=live_MD)
+    tl.store(max_XH + place_M, max_M, mask=g_M < GROUP)
+    tl.store(sum_XH + place_M, sum_M, mask=g_M < GROUP)
+    # Every thread has stored its part before one of them says so; whoever hears of the last one
+    # sees all of them (release and acquire, in the scope of the GPU).
+    tl.debug_barrier()
+    arrived = arrived_BK + row * KV_HEADS + kv_head
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
+        return
+    tl.store(arrived, 0)
+    for g in range(GROUP):
+        head = kv_head * GROUP + g
+        joined_D = _join(
+            acc_XHD,
+            max_XH,
+            sum_XH,
+            first_place * (GROUP * KV_HEADS) + head,
+            num_parts,
+            GROUP * KV_HEADS,
+            HEAD_DIM,
+            TILE_D,
+            TILE_X,
         )
-        new_largest = tl.maximum(largest, tl.max(max_X, 0))
-        factor, factor_X = tl.exp2(largest - new_largest), tl.exp2(max_X - new_largest)
-        total = total * factor + tl.sum(sum_X * factor_X, 0)
-        acc_D = acc_D * factor + tl.sum(acc_XD * factor_X[:, None], 0)
-        largest = new_largest
-    out_D = (acc_D / tl.where(total > 0, total, 1.0)).to(out_THD.dtype.element_ty)
-    tl.store(
-        out_THD + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d_D,
-        out_D,
-        mask=d_D < HEAD_DIM,
-    )
+        tl.store(
+            out_HD + head * HEAD_DIM + d_D,
+            joined_D.to(out_THD.dtype.element_ty),
+            mask=d_D < HEAD_DIM,
+        )
 
 
 # Parts of kernels
@@ -514,37 +460,73 @@ def _row_of(
     place: tl.tensor,
     query_start_B1: tl.tensor,
     num_rows: tl.tensor,
+    first_token: tl.tensor,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(the row that owns a place of the grid, the first place of that row).
 
-    Row b owns the places from `query_start[b] * G // M + b` on: at least as many as the tiles its
-    queries fill. The T * G // M + B places of the grid cover all of these, however the tokens are
-    distributed over the rows.
+    Row b owns the places from `start[b] * G // M + b` on, where `start` counts from the first
+    token of the first row: at least as many as the tiles its queries fill. The T * G // M + B
+    places of the grid cover all of these, however the tokens are distributed over the rows.
     """
     row = -1
     for first in range(0, num_rows, _SEARCHED_ROWS):
         row_B = first + tl.arange(0, _SEARCHED_ROWS)
-        start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0)
+        start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0) - first_token
         begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= place)
         row += tl.sum(begun_B.to(tl.int32), 0)
-    return row, tl.load(query_start_B1 + row) * GROUP // TILE_M + row
+    return row, (tl.load(query_start_B1 + row) - first_token) * GROUP // TILE_M + row
 
 
 @triton.jit
-def _split_len(
-    seq_len: tl.tensor, num_splits: tl.tensor, filling: tl.tensor, TILE_C: tl.constexpr
+def _row_at(place: tl.tensor, start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """The row that has taken a place."""
+    row = -1
+    for first in range(0, num_rows, _SEARCHED_ROWS):
+        row_B = first + tl.arange(0, _SEARCHED_ROWS)
+        start_B = tl.load(start_B1 + row_B, mask=row_B < num_rows, other=0)
+        row += tl.sum(((row_B < num_rows) & (start_B <= place)).to(tl.int32), 0)
+    return row
+
+
+@triton.jit
+def _join(
+    acc_XHD: tl.tensor,
+    max_XH: tl.tensor,
+    sum_XH: tl.tensor,
+    first: tl.tensor,
+    num_parts: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_X: tl.constexpr,
 ) -> tl.tensor:
-    """Tokens per split, in whole tiles. A row is divided into up to `filling` splits of at least
-    `_MIN_SPLIT_TOKENS` each, and into more if they would have over `_MAX_SPLIT_TOKENS`.
+    """The output of one row and query head, from its parts: those at `first`, `first + H` and so
+    on. Not through the first-level cache, which does not see what others have written.
     """
-    tiles = tl.cdiv(seq_len, TILE_C)
-    used = tl.maximum(
-        tl.minimum(filling, tl.cdiv(seq_len, _MIN_SPLIT_TOKENS)),
-        tl.cdiv(seq_len, _MAX_SPLIT_TOKENS),
-    )
-    return tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(used, num_splits), 1)), 1) * TILE_C
+    d_D = tl.arange(0, TILE_D)
+    acc_D = tl.zeros([TILE_D], tl.float32)
+    largest = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for begin in range(0, num_parts, TILE_X):
+        x_X = begin + tl.arange(0, TILE_X)
+        place_X = first + x_X * NUM_HEADS
+        live_X = x_X < num_parts
+        max_X = tl.load(max_XH + place_X, mask=live_X, other=float("-inf"), cache_modifier=".cg")
+        sum_X = tl.load(sum_XH + place_X, mask=live_X, other=0.0, cache_modifier=".cg")
+        acc_XD = tl.load(
+            acc_XHD + (place_X * HEAD_DIM)[:, None] + d_D[None, :],
+            mask=live_X[:, None] & (d_D < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_largest = tl.maximum(largest, tl.max(max_X, 0))
+        factor, factor_X = tl.exp2(largest - new_largest), tl.exp2(max_X - new_largest)
+        total = total * factor + tl.sum(sum_X * factor_X, 0)
+        acc_D = acc_D * factor + tl.sum(acc_XD * factor_X[:, None], 0)
+        largest = new_largest
+    return acc_D / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from kernels.gpu import attention, elementwise
+from kernels.gpu import attention, elementwise, tables
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.sampling import GpuSampling
 from kernels.interface import Capabilities, Int8Kernels, Kernels, SamplingKernels
-from kernels.reference.backend import token_major_shapes
+from kernels.reference.backend import no_decode_places, token_major_shapes
 
 
 class TritonKernels:
@@ -28,6 +28,9 @@ class TritonKernels:
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
+    decode_places = staticmethod(attention.places_of)
+    look_up = staticmethod(tables.look_up)
+    write_tokens = staticmethod(tables.write_tokens)
 
     def set_num_threads(self, num_threads: int, /) -> None:
         """A GPU does not use host threads."""
@@ -51,6 +54,7 @@ class FlashAttnKernels(TritonKernels):
     def __init__(self, library: FlashAttn) -> None:
         self.capabilities = library.capabilities
         self.paged_attention = library.paged_attention  # type: ignore[assignment]
+        self.decode_places = no_decode_places
 
 
 TRITON_KERNELS: Kernels = TritonKernels()

@@ -17,6 +17,7 @@ from kernels.reference.capabilities import REFERENCE
 from kernels.reference.int8 import ReferenceInt8
 from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
+from kernels.reference.tables import look_up_reference, write_tokens_reference
 
 
 def token_major_shapes(
@@ -25,6 +26,11 @@ def token_major_shapes(
     """Keys and values, both [blocks, block_size, kv_heads, head_dim]."""
     shape = (num_blocks, block_size, kv_heads, head_dim)
     return shape, shape
+
+
+def no_decode_places(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+    """For backends that attend to any batch in one way."""
+    return 0
 
 
 class ReferenceSampling:
@@ -59,6 +65,9 @@ class ReferenceKernels:
     rms_norm = staticmethod(rms_norm_reference)
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
+    decode_places = staticmethod(no_decode_places)
+    look_up = staticmethod(look_up_reference)
+    write_tokens = staticmethod(write_tokens_reference)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""

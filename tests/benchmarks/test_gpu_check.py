@@ -24,7 +24,7 @@ from benchmarks import (
     gpu_check_numerics,
     gpu_check_speed,
 )
-from benchmarks.gpu_check_common import Check, attention_of
+from benchmarks.gpu_check_common import Check, attention_of, with_parts
 from benchmarks.gpu_check_process import Section, run_section
 from kernels.gpu import attention as gpu_attention
 from kernels.gpu import backend
@@ -128,29 +128,36 @@ def test_batches_reach_every_way_of_launching_attention(
     case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the 132 multiprocessors that are assumed for a CPU."""
-    launched: set[tuple[int | None, bool | None]] = set()
+    launched: set[tuple[str, int, bool]] = set()
 
-    class Recorder:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **constants: launched.add(
-                (constants.get("TILE_M"), constants.get("SPLIT"))
-            )
+    def recorder(name: str) -> Any:
+        class Recorder:
+            def __getitem__(self, grid: object) -> Callable[..., None]:
+                return lambda *args, **constants: launched.add(
+                    (name, constants["TILE_M"], args[4] is args[3])
+                )
 
-    for name in ("prefill_kernel", "decode_kernel", "combine_kernel"):
-        monkeypatch.setattr(gpu_attention, name, Recorder())
+        return Recorder()
+
+    monkeypatch.setattr(gpu_attention, "prefill_kernel", recorder("prefill"))
+    monkeypatch.setattr(gpu_attention, "decode_kernel", recorder("decode"))
     monkeypatch.setattr(gpu_attention, "_num_sms", lambda device: 132)
     heads, kv_heads, dim, block_size = case[0], case[1], case[2], case[3] or 16
+    one_part: list[int] = []
     for seq_lens, query_lens in gpu_check_numerics._BATCHES.values():
         num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens)
         attn = attention_of(seq_lens, query_lens, torch.arange(num_blocks), block_size, DEVICE)
+        attn = with_parts(attn, query_lens, TRITON, kv_heads)
+        if attn.decode is not None:
+            one_part.append(int((attn.decode.start_B1.diff() == 1).sum()))
         cache = torch.empty(
             num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE
         )
         q_THD = torch.empty(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
         gpu_attention.paged_attention(q_THD, cache, cache, attn, 1.0)
-    prefill, combine, decode = {(64, None), (128, None)}, {(None, None)}, {(16, True)}
-    # With two KV heads it takes hundreds of rows to fill a GPU without splits.
-    assert launched == prefill | combine | decode | ({(16, False)} if kv_heads == 8 else set())
+    # Decode always with scratch memory, for rows of one part and of several.
+    assert launched == {("prefill", 64, False), ("prefill", 128, False), ("decode", 16, False)}
+    assert min(one_part) < 5 and (max(one_part) > 50 or kv_heads == 2)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,13 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
     """With a second of work queued, copies in both directions return at once, and their content is
     right once waited for.
     """
-    target = torch.zeros(8, dtype=torch.int32, device=device.torch)
+    uploads = device.step_uploads(64)
 
     def steps() -> list[Any]:
         pending = []
         for step in range(3):
-            device.upload_into(target, np.full(8, step, np.int32))
+            target = uploads.put(np.full(8, step, np.int32))
+            uploads.send()
             pending.append(device.to_host(target + 1))
         return pending
 

@@ -6,11 +6,13 @@ import random
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.decode_parts import part_starts
 from kernels.gpu import attention
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
@@ -45,6 +47,26 @@ def on_device(case: Case) -> Case:
     return q.to(DEVICE), k_cache.to(DEVICE), v_cache.to(DEVICE), replace(attn, **moved)
 
 
+def divided(case: Case, num_places: int | None = None) -> Case:
+    """With the rows of one query at the front divided between as many programs."""
+    q, k_cache, v_cache, attn = case
+    query_lens = attn.query_start_B1.diff().tolist()
+    num_rows = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    kv_heads = k_cache.shape[2]
+    lens = attn.seq_lens_B[:num_rows].cpu().numpy()
+    if num_places is None:
+        num_places = attention.places_of(num_rows, kv_heads, attn.max_seq_len, DEVICE)
+    decode = None
+    if num_rows:
+        decode = DecodeParts(
+            num_rows=num_rows,
+            num_places=num_places,
+            start_B1=torch.from_numpy(part_starts(lens, num_places)).to(DEVICE),
+            arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
+        )
+    return q, k_cache, v_cache, replace(attn, decode=decode)
+
+
 def paged_attention_gpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -52,7 +74,14 @@ def paged_attention_gpu(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    return attention.paged_attention(*on_device((q, k_cache, v_cache, attn)), scale).cpu()
+    """Divided, if it is not yet."""
+    case = on_device((q, k_cache, v_cache, attn))
+    if attn.decode is None:
+        case = divided(case)
+    out = attention.paged_attention(*case, scale).cpu()
+    decode = case[-1].decode
+    assert decode is None or not decode.arrived_BK.any(), "counters are zeros again"
+    return out
 
 
 def assert_matches_reference(case: Case) -> None:
@@ -147,10 +176,65 @@ def test_large_tiles_of_a_batch_that_fills_the_device(
     )
 
 
-def test_one_split_writes_the_output_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_num_sms", lambda device: 1)
-    assert attention.count_splits(12, 300, 1) == (1, 1)
-    assert_matches_reference(make_case(DECODE_LENS, [1] * 6, head_dim=64))
+def test_rows_of_one_part_write_the_output_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    empty = torch.empty
+
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(args[0])
+        return empty(*args, **kwargs)
+
+    case = divided(make_case(DECODE_LENS, [1] * 6, head_dim=64), num_places=6)
+    monkeypatch.setattr(torch, "empty", noting)
+    out = attention.paged_attention(*on_device(case), 0.125)
+    assert made == [case[0].shape], "nothing but the output"
+    want = paged_attention_reference(*case, 0.125)
+    torch.testing.assert_close(out.cpu(), want, atol=2e-5, rtol=0)
+
+
+def test_rows_without_parts_go_the_way_of_prompts() -> None:
+    case = make_case(DECODE_LENS, [1] * 6, head_dim=64)
+    out = attention.paged_attention(*on_device(case), 0.125)
+    want = paged_attention_reference(*case, 0.125)
+    torch.testing.assert_close(out.cpu(), want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5, 40, 400])
+@pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
+def test_any_number_of_places_gives_the_same(
+    lens: tuple[list[int], list[int]], extra: int, new_memory_is_nan: None
+) -> None:
+    """Also more than there are tiles to take them."""
+    rows = sorted(zip(*lens, strict=True), key=lambda row: row[1] != 1)
+    seq_lens, query_lens = [row[0] for row in rows], [row[1] for row in rows]
+    case = make_case(seq_lens, query_lens, kv_heads=2, group=3, head_dim=128, dtype=torch.float16)
+    assert_matches_reference(divided(case, query_lens.count(1) + extra))
+
+
+def test_a_mixed_batch_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode rows at its front, and all others, single queries among them."""
+    launches: list[tuple[int, ...]] = []
+    for name in ("decode_kernel", "prefill_kernel"):
+        kernel = getattr(attention, name)
+
+        class Noting:
+            def __init__(self, kernel: Any = kernel) -> None:
+                self.kernel = kernel
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                launches.append(grid)
+                return self.kernel[grid]
+
+        monkeypatch.setattr(attention, name, Noting())
+    assert_matches_reference(make_case([50, 9, 40, 7], [1, 1, 30, 1], kv_heads=2, head_dim=64))
+    assert launches == [(2, 2), (31 * 2 // 32 + 2, 2)]
+
+
+def test_more_decode_rows_than_are_searched_at_once_before_prompts() -> None:
+    rng = random.Random(1)
+    seq_lens = [rng.randrange(1, 20) for _ in range(260)] + [33, 20]
+    query_lens = [1] * 260 + [20, 7]
+    assert_matches_reference(make_case(seq_lens, query_lens, kv_heads=1, head_dim=16))
 
 
 def test_batch_of_more_rows_than_are_searched_at_once() -> None:
@@ -265,53 +349,39 @@ def test_queries_may_be_a_view_and_inputs_stay_unchanged(query_lens: list[int]) 
     assert out.is_contiguous()
 
 
-def test_splits_fill_the_device_within_what_a_row_can_be_split_into() -> None:
-    assert attention.count_splits(8, 32_768, 132) == (66, 66)
-    assert attention.count_splits(8, 1000, 132) == (8, 8)
-    assert attention.count_splits(8, 128, 132) == (1, 1)
-    assert attention.count_splits(512, 4096, 132) == (2, 2)
-    assert attention.count_splits(528, 4096, 132) == (1, 1)
-    assert attention.count_splits(1, 1 << 20, 132) == (128, 128)
-
-
-def test_a_long_row_is_split_in_a_batch_that_fills_the_device() -> None:
-    assert attention.count_splits(528, 32_768, 132) == (8, 1)
-    assert attention.count_splits(512, 32_768, 132) == (8, 2)
-    assert attention.count_splits(528, 1 << 20, 132) == (128, 1)
-
-
-@pytest.mark.parametrize("max_seq_len", [9000, 32_768])
-def test_long_rows_beside_short_ones(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_num_sms", lambda device: 1)
-    parts: list[torch.Tensor] = []
+def test_long_rows_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
     empty = torch.empty
 
     def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
-        parts.append(empty(*args, **kwargs))
-        return parts[-1].fill_(torch.nan)
+        made.append(empty(*args, **kwargs))
+        return made[-1].fill_(torch.nan)
 
-    q, k_cache, v_cache, attn = make_case(
-        [40, 9000, 4096, 1, 4097], [1] * 5, kv_heads=1, head_dim=64
-    )
+    lens = [40, 9000, 4096, 1, 4097]
+    case = divided(make_case(lens, [1] * 5, kv_heads=1, head_dim=64), num_places=11)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", keep)
-        assert_matches_reference((q, k_cache, v_cache, replace(attn, max_seq_len=max_seq_len)))
-    _, acc_BHXD, _ = parts
-    written_BX = ~acc_BHXD[:, 0, :, 0].isnan()
-    assert written_BX.sum(1).tolist() == [1, 3, 1, 1, 2]
+        assert_matches_reference(case)
+    _, acc_XHD, _ = made
+    written = (~acc_XHD[:, 0, 0].isnan()).tolist()
+    # A row of one part writes no part; the long ones have five, two and two.
+    assert written == [False, *[True] * 5, *[True] * 2, False, *[True] * 2]
 
 
 @NEEDS_GPU
 def test_captured_decode_follows_the_lengths_on_the_device() -> None:
     case = make_case([2000, 1500, 900, 300], [1] * 4, head_dim=128, dtype=torch.bfloat16)
-    q, k_cache, v_cache, attn = on_device(case)
-    attn = replace(attn, max_seq_len=32_768)
+    places = attention.places_of(4, case[1].shape[2], 32_768, DEVICE)
+    q, k_cache, v_cache, attn = divided(on_device(case), places)
+    assert attn.decode is not None
     attention.paged_attention(q, k_cache, v_cache, attn, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention.paged_attention(q, k_cache, v_cache, attn, 0.1)
     for lens in ([2000, 1500, 900, 300], [1, 129, 0, 64]):
         attn.seq_lens_B.copy_(torch.tensor(lens, dtype=torch.int32))
+        starts = part_starts(np.array(lens, np.int32), places)
+        attn.decode.start_B1.copy_(torch.from_numpy(starts))
         graph.replay()
         live = [row for row, length in enumerate(lens) if length]
         rows = torch.tensor(live, device=DEVICE)

@@ -17,7 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.interface import Kernels
 from tests.kernels.replaced import Replaced
-from workers.device import Device, DeviceMemory, Event, Graph, Ints
+from workers.device import (
+    Array,
+    BufferedUploads,
+    Bytes,
+    Device,
+    DeviceMemory,
+    Event,
+    Graph,
+    StepUploads,
+    aligned_bytes,
+)
 
 WAITING = {
     "aten::_local_scalar_dense",
@@ -89,15 +99,24 @@ class FakeGpu(Device):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.graphs: list[FakeGraph] = []
-        self.uploads: list[tuple[int, ...]] = []
+        self.uploads: list[int] = []  # bytes of each copy to the device
         self.total, self.free, self.reserved, self.peak = total, free, reserved, peak
         self.event: LateEvent | None = None
         self._operations: list[Operation] | None = None
 
-    def upload_into(self, target: torch.Tensor, array: Ints) -> None:
-        assert target.is_contiguous() and target.shape == array.shape and array.flags.c_contiguous
-        self.uploads.append(array.shape)
-        super().upload_into(target, array)
+    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+        uploads = self.step_uploads(sum(map(aligned_bytes, arrays)))
+        tensors = [uploads.put(array) for array in arrays]
+        uploads.send()
+        return tensors
+
+    def step_uploads(self, num_bytes: int) -> StepUploads:
+        return BufferedUploads(torch.full((num_bytes,), 0x7F, dtype=torch.uint8), self._copy)
+
+    def _copy(self, target: torch.Tensor, fill: Callable[[Bytes], None]) -> None:
+        assert self._operations is None, "a copy from the host cannot be part of a graph"
+        self.uploads.append(len(target))
+        fill(target.numpy())
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
         return [tensor.clone() for tensor in tensors], self.event
@@ -132,6 +151,8 @@ class FakeGpu(Device):
             "rms_norm",
             "add_rms_norm",
             "silu_and_mul",
+            "look_up",
+            "write_tokens",
         )
         recorded: dict[str, Any] = {
             name: self._recordable(getattr(kernels, name)) for name in names

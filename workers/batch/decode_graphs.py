@@ -1,10 +1,11 @@
 """CUDA graphs of the decode step: one per captured batch size, replayed instead of launching
-kernels.
+kernels. The smallest sizes have two, for short and for long rows: the places that decode attention
+has for the parts of a few long rows would mostly be free if the rows are short.
 
-A graph reads four numbers per row from one static tensor and everything else from tables that never
-move: the batch state's tokens and blocks, the weights, the KV cache. Where an eager step uses its
-own maxima, a graph uses bounds. A batch uses the next larger graph; padding rows have length 0 and
-write nothing. Logits and sampling are not part of a graph.
+A graph reads a few numbers per row from the bytes that each step sends first, and everything else
+from tables that never move: the batch state's tokens and blocks, the weights, the KV cache. Where
+an eager step uses its own maxima, a graph uses bounds. A batch uses the next larger graph; padding
+rows have length 0 and write nothing. Logits and sampling are not part of a graph.
 Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R rows of a
 step, E hidden size; a decode step has as many tokens as rows.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,16 +25,18 @@ from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
 from workers.batch.kv_cache import KVCache
 from workers.batch.state import BatchState, StepRows
-from workers.device import Device, Graph
+from workers.device import Device, Graph, Put, StepUploads
 from workers.models.qwen3 import Qwen3
 
 logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
+# Rows of up to so many tokens are short.
+_SHORT = 512
 # A padding row: any slot, the first position, which counts as cached and so is never written, and
 # no tokens to attend to.
-_PADDING = np.array([0, 0, 1, 0], np.int32)
+_PADDING = (0, 0, 1, 0)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -51,20 +55,17 @@ class DecodeGraphs:
         cache: KVCache,
         state: BatchState,
         device: Device,
+        uploads: StepUploads,
     ) -> None:
-        self._config, self._model, self._cache, self._state, self._device = (
-            config,
-            model,
-            cache,
-            state,
-            device,
-        )
+        """`uploads`: of each step, which begins with what `stage` puts."""
+        self._model, self._cache, self._state, self._device = model, cache, state, device
+        self._uploads = uploads
+        self._bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
         self.sizes = graph_sizes(config.engine.max_num_seqs)
         largest = self.sizes[-1]
-        self._rows_S4 = torch.from_numpy(np.tile(_PADDING, (largest, 1))).to(device.torch)
         self._starts_S1 = torch.arange(largest + 1, dtype=torch.int32, device=device.torch)
         self._hidden_SE: torch.Tensor | None = None
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of places
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -74,14 +75,17 @@ class DecodeGraphs:
         began = time.perf_counter()
         largest: Graph | None = None
         for size in reversed(self.sizes):
-            self._graphs[size] = self._device.capture(partial(self._run, size), largest)
-            largest = largest or self._graphs[size]
+            inputs = self._inputs(size)
+            for num_places in {self._num_places(size, bound) for bound in self._bounds}:
+                run = partial(self._run, inputs, num_places)
+                self._graphs[size, num_places] = self._device.capture(run, largest)
+                largest = largest or self._graphs[size, num_places]
         seconds = time.perf_counter() - began
         logger.info(
-            "CUDA graphs of %d batch sizes up to %d in %.1f s",
-            len(self.sizes),
-            self.sizes[-1],
+            "%d decode graphs captured in %.1f s, for up to %d sequences",
+            len(self._graphs),
             seconds,
+            self.sizes[-1],
         )
 
     def fit(self, rows: StepRows) -> bool:
@@ -91,26 +95,38 @@ class DecodeGraphs:
         num_rows = len(rows.slots_B)
         return rows.max_query_len == 1 and len(rows.sampling_slots_R) == num_rows <= self.sizes[-1]
 
-    def run(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states of the R rows, valid until the next call; int64, where each row's next
-        token goes).
+    def stage(
+        self, rows: StepRows, put: Put
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Put, as the first of a step, what the graph of these rows reads. The function returned
+        replays it: (hidden states of the R rows, valid until the next call; slots and positions
+        that their next tokens go to).
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
-        rows_B4 = np.tile(_PADDING, (size, 1))
-        rows_B4[:num_rows] = np.stack(
-            (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B), axis=1
-        )
-        self._device.upload_into(self._rows_S4[:size], rows_B4)
-        self._graphs[size].replay()
-        assert self._hidden_SE is not None
-        places_R = self._state.token_places(
-            self._rows_S4[:num_rows, 0], self._rows_S4[:num_rows, 3]
-        )
-        return self._hidden_SE[:num_rows], places_R
+        bound = self._bounds[bisect.bisect_left(self._bounds, rows.max_seq_len)]
+        num_places = self._num_places(size, bound)
+        numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
+        padded = [
+            np.pad(numbers_R, (0, size - num_rows), constant_values=padding)
+            for numbers_R, padding in zip(numbers, _PADDING, strict=True)
+        ]
+        slots_B, _, _, seq_lens_B = map(put, padded)
+        self._state.stage_decode(padded[-1], num_places, put)
 
-    def _run(self, size: int) -> None:
-        slots_B, positions_B, cached_B, seq_lens_B = self._rows_S4[:size].t().contiguous()
+        def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            self._graphs[size, num_places].replay()
+            assert self._hidden_SE is not None
+            return self._hidden_SE[:num_rows], slots_B[:num_rows], seq_lens_B[:num_rows]
+
+        return replay
+
+    def _num_places(self, size: int, bound: int) -> int:
+        return self._state.decode_places(size, bound)
+
+    def _run(self, inputs: list[torch.Tensor], num_places: int) -> None:
+        slots_B, positions_B, cached_B, seq_lens_B, part_start_B1 = inputs
+        size = len(slots_B)
         token_ids_B, slot_mapping_B = self._state.look_up(slots_B, positions_B, cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
@@ -120,9 +136,21 @@ class DecodeGraphs:
             block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
             slot_mapping_T=slot_mapping_B,
             max_query_len=1,
-            max_seq_len=self._config.max_model_len,
+            max_seq_len=self._bounds[-1],
+            decode=(
+                self._state.decode_parts(size, num_places, part_start_B1) if num_places else None
+            ),
         )
         hidden_BE = self._model.forward(token_ids_B, positions_B, attn, self._cache.layers)
         if self._hidden_SE is None:  # the largest size comes first
             self._hidden_SE = torch.empty_like(hidden_BE)
         self._hidden_SE[:size].copy_(hidden_BE)
+
+    def _inputs(self, size: int) -> list[torch.Tensor]:
+        """Where `stage` puts what a graph reads, filled as if all rows were padding."""
+        padding = [np.full(size, value, np.int32) for value in _PADDING]
+        put = [
+            self._uploads.put(array) for array in (*padding, np.arange(size + 1, dtype=np.int32))
+        ]
+        self._uploads.send()
+        return put

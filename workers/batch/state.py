@@ -8,12 +8,12 @@ step k+1 reads them. Never talks to peers.
 All ranks apply the same plans. Laws: `check`; a plan that breaks one raises `WorkerError`. One
 thread.
 Legend: S slots, L token columns, W blocks in a row's table, P block size, T tokens of the step, B
-rows of the step, R its sampling rows, A admitted rows, N flat entries.
+rows of the step, R its sampling rows, A admitted rows, N flat entries, K KV heads of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +21,14 @@ import numpy.typing as npt
 import torch
 
 from configs.engine import ResolvedConfig
-from kernels.metadata import AttentionMetadata
+from kernels.decode_parts import part_starts
+from kernels.interface import Kernels
+from kernels.metadata import AttentionMetadata, DecodeParts
 from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan
-from workers.device import Device, Ints
+from workers.device import Device, Ints, Put
+
+_Entries = tuple[Ints, Ints, Ints]  # rows, columns and values of entries of a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +56,43 @@ class StepRows:
     max_query_len: int
     max_seq_len: int
 
+    @property
+    def num_decode_rows(self) -> int:
+        """How many rows at the front have one token each."""
+        longer_B = np.diff(self.query_start_B1) > 1
+        return int(longer_B.argmax()) if longer_B.any() else len(longer_B)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """The same on the device, for a step that is launched kernel by kernel.
 
     token_ids_T, positions_T : int32. logits_indices_R : int32.
-    sampled_places_R : int64, where the tokens to be sampled go in the flat token table.
+    sampled_slots_R, sampled_positions_R : int32, where the tokens to be sampled go.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     attn: AttentionMetadata
     logits_indices_R: torch.Tensor
-    sampled_places_R: torch.Tensor
+    sampled_slots_R: torch.Tensor
+    sampled_positions_R: torch.Tensor
 
 
 class BatchState:
-    """`max_num_seqs` slots of up to `max_model_len` tokens."""
+    """`max_num_seqs` slots of up to `max_model_len` tokens, for attention over `kv_heads` heads."""
 
-    def __init__(self, config: ResolvedConfig, num_blocks: int, device: Device) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        num_blocks: int,
+        device: Device,
+        kernels: Kernels,
+        kv_heads: int,
+    ) -> None:
         slots = config.engine.max_num_seqs
+        self._kernels = kernels
+        self._kv_heads = kv_heads
         self.block_size = config.block_size
         self.num_blocks = num_blocks
         self.max_tokens = config.max_model_len
@@ -81,6 +101,7 @@ class BatchState:
         self.block_table_SW = torch.zeros(
             slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch
         )
+        self._arrived_SK = torch.zeros(slots, kv_heads, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
         self.num_tokens_S = np.zeros(slots, np.int32)  # known or in flight
         self.num_prompt_S = np.zeros(slots, np.int32)
@@ -91,10 +112,16 @@ class BatchState:
     def apply(self, plan: StepPlan) -> None:
         """Release rows, admit rows, then append blocks."""
         self._release(_ints(plan.released))
+        tokens: list[_Entries] = []
+        blocks: list[_Entries] = []
         if plan.admitted is not None:
-            self._admit(plan.admitted)
+            tokens.append(self._admit(plan.admitted))
+            admitted_N = np.repeat(_ints(plan.admitted.slots), _ints(plan.admitted.num_blocks))
+            blocks.append(self._append(admitted_N, _ints(plan.admitted.block_ids)))
         if len(plan.appended_slots):
-            self._append(_ints(plan.appended_slots), _ints(plan.appended_block_ids))
+            appended = _ints(plan.appended_slots), _ints(plan.appended_block_ids)
+            blocks.append(self._append(*appended))
+        self._write((self.tokens_SL, tokens), (self.block_table_SW, blocks))
 
     def take(self, plan: StepPlan) -> StepRows:
         """What a step of at least one row computes; its tokens count as computed from here on."""
@@ -123,70 +150,87 @@ class BatchState:
         self.num_tokens_S[rows.sampling_slots_R] += 1
         return rows
 
-    def upload(self, rows: StepRows) -> StepInputs:
-        """The inputs of a step on the device."""
-        (
-            tokens_slots_T,
-            positions_T,
-            cached_T,
-            query_start_B1,
-            seq_start_B1,
-            seq_lens_B,
-            slots_B,
-            last_R,
-            slots_R,
-            ends_R,
-        ) = self.device.upload(
-            rows.slots_T,
-            rows.positions_T,
-            rows.num_cached_T,
-            rows.query_start_B1,
-            rows.seq_start_B1,
-            rows.seq_lens_B,
-            rows.slots_B,
-            rows.logits_indices_R,
-            rows.sampling_slots_R,
-            rows.sampling_positions_R,
+    def stage(self, rows: StepRows, put: Put) -> Callable[[], StepInputs]:
+        """Put what a step needs; the inputs can be made once that has been sent."""
+        slots_T, positions_T, cached_T, slots_B = map(
+            put, (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.slots_B)
         )
-        token_ids_T, slot_mapping_T = self.look_up(tokens_slots_T, positions_T, cached_T)
-        num_columns = -(-rows.max_seq_len // self.block_size)
-        return StepInputs(
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-            attn=AttentionMetadata(
-                query_start_B1=query_start_B1,
-                seq_start_B1=seq_start_B1,
-                seq_lens_B=seq_lens_B,
-                block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
-                slot_mapping_T=slot_mapping_T,
-                max_query_len=rows.max_query_len,
-                max_seq_len=rows.max_seq_len,
-            ),
-            logits_indices_R=last_R,
-            sampled_places_R=self.token_places(slots_R, ends_R),
+        query_start_B1, seq_start_B1, seq_lens_B = map(
+            put, (rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B)
+        )
+        last_R, sampled_slots_R, sampled_positions_R = map(
+            put, (rows.logits_indices_R, rows.sampling_slots_R, rows.sampling_positions_R)
+        )
+        num_decode = rows.num_decode_rows
+        lens_B = rows.seq_lens_B[:num_decode]
+        decode = self.stage_decode(
+            lens_B, self.decode_places(num_decode, lens_B.max(initial=0)), put
+        )
+
+        def inputs() -> StepInputs:
+            token_ids_T, slot_mapping_T = self.look_up(slots_T, positions_T, cached_T)
+            num_columns = -(-rows.max_seq_len // self.block_size)
+            return StepInputs(
+                token_ids_T=token_ids_T,
+                positions_T=positions_T,
+                attn=AttentionMetadata(
+                    query_start_B1=query_start_B1,
+                    seq_start_B1=seq_start_B1,
+                    seq_lens_B=seq_lens_B,
+                    block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
+                    slot_mapping_T=slot_mapping_T,
+                    max_query_len=rows.max_query_len,
+                    max_seq_len=rows.max_seq_len,
+                    decode=decode,
+                ),
+                logits_indices_R=last_R,
+                sampled_slots_R=sampled_slots_R,
+                sampled_positions_R=sampled_positions_R,
+            )
+
+        return inputs
+
+    def upload(self, rows: StepRows) -> StepInputs:
+        """The inputs of a step, sent on their own."""
+        return self.stage(rows, lambda array: self.device.upload(array)[0])()
+
+    def decode_places(self, num_rows: int, max_seq_len: int) -> int:
+        """See `Kernels.decode_places`."""
+        if num_rows == 0:
+            return 0
+        return self._kernels.decode_places(
+            num_rows, self._kv_heads, int(max_seq_len), self.device.torch
+        )
+
+    def stage_decode(self, seq_lens_B: Ints, num_places: int, put: Put) -> DecodeParts | None:
+        """Put the parts of decode rows; None without places."""
+        if num_places == 0:
+            return None
+        start_B1 = put(part_starts(seq_lens_B, num_places))
+        return self.decode_parts(len(seq_lens_B), num_places, start_B1)
+
+    def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
+        """With the counters of this batch, which steps use one after the other."""
+        return DecodeParts(
+            num_rows=num_rows,
+            num_places=num_places,
+            start_B1=start_B1,
+            arrived_BK=self._arrived_SK,
         )
 
     def look_up(
         self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids int32 [T], where each token's KV goes int64 [T]; -1 for positions in shared
-        blocks, which are never written). All on the device.
-        """
-        blocks_T = self.block_table_SW[slots_T, positions_T // self.block_size].to(torch.int64)
-        places_T = blocks_T * self.block_size + positions_T % self.block_size
-        return self.tokens_SL[slots_T, positions_T], torch.where(
-            positions_T < cached_T, -1, places_T
+        """(token ids, where each token's KV goes), see `Kernels.look_up`."""
+        return self._kernels.look_up(
+            self.tokens_SL, self.block_table_SW, slots_T, positions_T, cached_T, self.block_size
         )
 
-    def token_places(self, slots_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Places in the flat token table, int64 [R]."""
-        return slots_R.to(torch.int64) * self.max_tokens + positions_R
-
-    def write_sampled(self, places_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
-        """Put the tokens of a step where the next step reads them (`token_places`); the host never
-        sees them.
-        """
-        self.tokens_SL.view(-1).index_copy_(0, places_R, token_ids_R.to(torch.int32))
+    def write_sampled(
+        self, slots_R: torch.Tensor, positions_R: torch.Tensor, token_ids_R: torch.Tensor
+    ) -> None:
+        """Put the tokens of a step where the next step reads them; the host never sees them."""
+        self._kernels.write_tokens(self.tokens_SL, slots_R, positions_R, token_ids_R)
 
     def clear(self) -> None:
         """Free every slot, for a new epoch."""
@@ -232,7 +276,8 @@ class BatchState:
         ):
             counts[slots_N] = 0
 
-    def _admit(self, rows: AdmittedRows) -> None:
+    def _admit(self, rows: AdmittedRows) -> _Entries:
+        """Returns what to write to the token table. The blocks are appended by the caller."""
         slots_A, tokens_A, blocks_A = (
             _ints(rows.slots),
             _ints(rows.num_tokens),
@@ -266,13 +311,13 @@ class BatchState:
         self.num_cached_S[slots_A] = cached_A
         # If even the last token is cached, it runs again, as a query only.
         self.num_computed_S[slots_A] = np.minimum(cached_A, tokens_A - 1)
-        places_N = np.repeat(slots_A, tokens_A), _ranges(tokens_A)
-        self._scatter(self.tokens_SL, *places_N, _ints(rows.token_ids))
         self.num_table_S[slots_A] = 0
-        self._append(np.repeat(slots_A, blocks_A), _ints(rows.block_ids))
+        return np.repeat(slots_A, tokens_A), _ranges(tokens_A), _ints(rows.token_ids)
 
-    def _append(self, slots_N: Ints, block_ids_N: Ints) -> None:
-        """Put each block at the end of its slot's table, in the order given."""
+    def _append(self, slots_N: Ints, block_ids_N: Ints) -> _Entries:
+        """Put each block at the end of its slot's table, in the order given. Returns what to write
+        to the table on the device.
+        """
         _demand(len(slots_N) == len(block_ids_N), "each appended block names a slot")
         _demand(self.used_S[slots_N], "blocks are appended to slots in use", slots_N)
         _demand(
@@ -284,11 +329,20 @@ class BatchState:
         np.add.at(self.num_table_S, slots_N, 1)
         width = self.block_table_SW.shape[1]
         _demand(columns_N < width, f"a block table has at most {width} blocks", slots_N)
-        self._scatter(self.block_table_SW, slots_N, columns_N, block_ids_N)
+        return slots_N, columns_N, block_ids_N
 
-    def _scatter(self, table: torch.Tensor, rows_N: Ints, columns_N: Ints, values_N: Ints) -> None:
-        rows, columns, values = self.device.upload(rows_N, columns_N, values_N)
-        table[rows, columns] = values
+    def _write(self, *changes: tuple[torch.Tensor, list[_Entries]]) -> None:
+        """Write entries to tables on the device, with one upload."""
+        changed = [(table, entries) for table, entries in changes if entries]
+        if not changed:
+            return
+        flat = [
+            np.concatenate(part) for _, entries in changed for part in zip(*entries, strict=True)
+        ]
+        uploaded = self.device.upload(*flat)
+        for i, (table, _) in enumerate(changed):
+            rows_N, columns_N, values_N = uploaded[3 * i : 3 * i + 3]
+            table[rows_N, columns_N] = values_N
 
     def _check_rows(self, slots_B: Ints, new_B: Ints, samples_B: npt.NDArray[np.bool_]) -> None:
         _demand(

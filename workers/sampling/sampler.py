@@ -25,6 +25,7 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
+from workers.device import Put
 from workers.sampling.state import (
     DrawRows,
     Filters,
@@ -157,11 +158,13 @@ class Sampler:
         """The row in `slot` is gone."""
         self._state.release(slot)
 
-    def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
+    def batch(
+        self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints, put: Put | None = None
+    ) -> SamplingBatch:
         """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier
         step still runs.
         """
-        return self._state.batch(slots, positions)
+        return self._state.batch(slots, positions, put)
 
     def check(self) -> None:
         """See `SamplingState.check`."""

@@ -20,6 +20,7 @@ import torch
 
 from kernels.reference.sampling import MAX_LISTED, TOP_P_ONE
 from scheduler.params import Sampling
+from workers.device import Put
 
 Ints = npt.NDArray[np.int64]
 
@@ -184,21 +185,25 @@ class SamplingState:
         self._penalized.discard(slot)
         self._reporting.discard(slot)
 
-    def batch(self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplingBatch:
+    def batch(
+        self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints, put: Put | None = None
+    ) -> SamplingBatch:
         """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute
-        indices (in prompt and output) of the tokens to be sampled.
+        indices (in prompt and output) of the tokens to be sampled. `put` takes an array to the
+        device, by default at once.
         """
+        put = put or self.upload
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
         kind_B = self._ints["kind"][slots_B]
         kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY]
         return SamplingBatch(
             num_rows=len(slots_B),
-            draws=tuple(self._draw_rows(slots_B, positions_B, kind_B, kind) for kind in kinds),
-            penalties=self._penalty_rows(slots_B),
-            bias=self._logit_bias(slots_B),
-            masked_N=self._masked(slots_B, positions_B),
-            logprobs=self._logprob_rows(slots_B),
+            draws=tuple(self._draw_rows(slots_B, positions_B, kind_B, kind, put) for kind in kinds),
+            penalties=self._penalty_rows(slots_B, put),
+            bias=self._logit_bias(slots_B, put),
+            masked_N=self._masked(slots_B, positions_B, put),
+            logprobs=self._logprob_rows(slots_B, put),
         )
 
     def check(self) -> None:
@@ -240,31 +245,33 @@ class SamplingState:
         inside = (array >= self._vocab_start) & (array < self._vocab_end)
         return array[inside] - self._vocab_start, inside
 
-    def _draw_rows(self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int) -> DrawRows:
+    def _draw_rows(
+        self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int, put: Put
+    ) -> DrawRows:
         rows = (kind_B == kind).nonzero()[0]
         is_all = len(rows) == len(slots_B)
         slots = slots_B if is_all else slots_B[rows]
         return DrawRows(
-            rows_R=None if is_all else self.upload(rows),
-            seeds_R=self.upload(self._ints["seed"][slots]),
-            positions_R=self.upload(positions_B if is_all else positions_B[rows]),
-            temperature_R=self.upload(self._floats["temperature"][slots]),
-            filters=None if kind == PLAIN else self._filters(slots, kind == LISTED),
+            rows_R=None if is_all else put(rows),
+            seeds_R=put(self._ints["seed"][slots]),
+            positions_R=put(positions_B if is_all else positions_B[rows]),
+            temperature_R=put(self._floats["temperature"][slots]),
+            filters=None if kind == PLAIN else self._filters(slots, kind == LISTED, put),
         )
 
-    def _filters(self, slots: Ints, listed: bool) -> Filters:
+    def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
         top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
         return Filters(
-            top_k_R=self.upload(top_k),
+            top_k_R=put(top_k),
             max_top_k=int(top_k.max()),
-            top_p_R=self.upload(top_p),
+            top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_gap_R=self.upload(self._floats["max_gap"][slots]),
-            bound_R=self.upload(self._floats["bound"][slots]),
+            max_gap_R=put(self._floats["max_gap"][slots]),
+            bound_R=put(self._floats["bound"][slots]),
             listed=listed,
         )
 
-    def _penalty_rows(self, slots_B: Ints) -> PenaltyRows | None:
+    def _penalty_rows(self, slots_B: Ints, put: Put) -> PenaltyRows | None:
         if not self._penalized:
             return None
         repetition, presence, frequency = (
@@ -274,14 +281,14 @@ class SamplingState:
         if not len(rows):
             return None
         return PenaltyRows(
-            rows_R=self.upload(rows),
-            slots_R=self.upload(slots_B[rows]),
-            repetition_R=self.upload(repetition[rows]),
-            presence_R=self.upload(presence[rows]),
-            frequency_R=self.upload(frequency[rows]),
+            rows_R=put(rows),
+            slots_R=put(slots_B[rows]),
+            repetition_R=put(repetition[rows]),
+            presence_R=put(presence[rows]),
+            frequency_R=put(frequency[rows]),
         )
 
-    def _logit_bias(self, slots_B: Ints) -> LogitBias | None:
+    def _logit_bias(self, slots_B: Ints, put: Put) -> LogitBias | None:
         if not self._bias:
             return None
         found = [
@@ -289,15 +296,15 @@ class SamplingState:
             for row, slot in enumerate(slots_B.tolist())
             if slot in self._bias
         ]
-        places_N = self._places([(row, columns) for row, columns, _ in found])
+        places_N = self._places([(row, columns) for row, columns, _ in found], put)
         if places_N is None:
             return None
         return LogitBias(
             places_N=places_N,
-            values_N=self.upload(np.concatenate([values for *_, values in found])),
+            values_N=put(np.concatenate([values for *_, values in found])),
         )
 
-    def _masked(self, slots_B: Ints, positions_B: Ints) -> torch.Tensor | None:
+    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> torch.Tensor | None:
         """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
         from its position.
         """
@@ -308,16 +315,17 @@ class SamplingState:
             < self._ints["min_tokens"][slots_B]
         )
         return self._places(
-            [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()]
+            [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()],
+            put,
         )
 
-    def _places(self, found: list[tuple[int, Ints]]) -> torch.Tensor | None:
+    def _places(self, found: list[tuple[int, Ints]], put: Put) -> torch.Tensor | None:
         """Places of columns in rows of the batch; None if there are no columns."""
         width = self._vocab_end - self._vocab_start
         places = [row * width + columns for row, columns in found]
-        return self.upload(np.concatenate(places)) if sum(map(len, places)) else None
+        return put(np.concatenate(places)) if sum(map(len, places)) else None
 
-    def _logprob_rows(self, slots_B: Ints) -> LogprobRows | None:
+    def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
         if not self._reporting:
             return None
         num_top = self._ints["logprobs"][slots_B]
@@ -326,7 +334,7 @@ class SamplingState:
             return None
         wanted = np.minimum(num_top[rows], self._vocab_size)
         return LogprobRows(
-            rows_L=self.upload(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist())
+            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist())
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from kernels.gpu.attention import (
-    COMBINE_TILE,
+    JOINED_PARTS,
     Launch,
-    combine_kernel,
     decode_kernel,
     decode_launch,
     padded_dim,
@@ -22,8 +21,13 @@ from tests.kernels.compile_cases import CompileCase
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KV_HEADS = 8
-_POINTERS = {"query_start_B1": "*i32", "seq_lens_B": "*i32", "block_table_BW": "*i32"}
-_SCRATCH = {"acc_BHXD": "*fp32", "max_BHX": "*fp32", "sum_BHX": "*fp32"}
+_POINTERS = {
+    "query_start_B1": "*i32",
+    "start_B1": "*i32",
+    "seq_lens_B": "*i32",
+    "block_table_BW": "*i32",
+}
+_SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "arrived_BK": "*i32"}
 
 
 def _case(
@@ -65,23 +69,11 @@ def _prefill(dtype: str, head_dim: int, group: int, block_size: int, large: bool
     return _case(name, prefill_kernel, dtype, launch, _shape(head_dim, group, block_size, launch))
 
 
-def _decode(dtype: str, head_dim: int, group: int, block_size: int, split: bool) -> CompileCase:
+def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCase:
     launch = decode_launch(_DTYPES[dtype], head_dim, group)
-    name = f"decode {dtype} D={head_dim} G={group} P={block_size}{' split' if split else ''}"
-    constexprs = _shape(head_dim, group, block_size, launch) | {"SPLIT": split}
+    name = f"decode {dtype} D={head_dim} G={group} P={block_size}"
+    constexprs = _shape(head_dim, group, block_size, launch) | {"TILE_X": JOINED_PARTS}
     return _case(name, decode_kernel, dtype, launch, constexprs)
-
-
-def _combine(dtype: str, head_dim: int) -> CompileCase:
-    launch = decode_launch(_DTYPES[dtype], head_dim, 1)
-    constexprs = {
-        "NUM_HEADS": 16,
-        "HEAD_DIM": head_dim,
-        "TILE_C": launch.tile_c,
-        "TILE_X": COMBINE_TILE,
-        "TILE_D": padded_dim(head_dim),
-    }
-    return _case(f"combine {dtype} D={head_dim}", combine_kernel, dtype, launch, constexprs)
 
 
 CASES: list[CompileCase] = [
@@ -95,12 +87,10 @@ CASES: list[CompileCase] = [
     _prefill("bf16", 64, 2, 16, large=False),
     _prefill("bf16", 256, 4, 16, large=False),
     _prefill("fp32", 128, 2, 16, large=True),
-    _decode("bf16", 128, 2, 16, split=True),
-    _decode("bf16", 128, 8, 256, split=False),
-    _decode("fp16", 64, 1, 256, split=True),
-    _decode("fp16", 64, 8, 16, split=False),
-    _decode("bf16", 256, 4, 16, split=True),
-    _decode("fp32", 128, 2, 16, split=True),
-    _combine("bf16", 128),
-    _combine("fp16", 64),
+    _decode("bf16", 128, 2, 16),
+    _decode("bf16", 128, 8, 256),
+    _decode("fp16", 64, 1, 256),
+    _decode("fp16", 64, 8, 16),
+    _decode("bf16", 256, 4, 16),
+    _decode("fp32", 128, 2, 16),
 ]

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import decode_parts
 from kernels.interface import Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.select import select_backend
 from scheduler.errors import StepTimeoutError
 from scheduler.messages import ints
 from scheduler.params import Sampling
@@ -21,6 +23,7 @@ from tests.kernels.replaced import Replaced
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu, LateEvent
 from tests.workers.planner import Planner, Row
+from workers.batch import decode_graphs
 from workers.batch.decode_graphs import graph_sizes
 from workers.device import Device
 from workers.model_runner import ModelRunner
@@ -36,7 +39,11 @@ def make(small_checkpoint: Path) -> Any:
     """A runner on a device; the weights are the same every time."""
 
     def runner(
-        device: Device, max_num_seqs: int, kernels: Kernels = REFERENCE, **options: Any
+        device: Device,
+        max_num_seqs: int,
+        kernels: Kernels = REFERENCE,
+        num_blocks: int | None = None,
+        **options: Any,
     ) -> ModelRunner:
         options = {
             "max_num_seqs": max_num_seqs,
@@ -47,7 +54,8 @@ def make(small_checkpoint: Path) -> Any:
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
         model = Qwen3(config.model, group, kernels, torch.float32, config.max_model_len)
         load_weights(model.slices(), Path(config.model_dir), config.model)
-        return ModelRunner(config, model, group, kernels, device, num_blocks=max_num_seqs * 4)
+        num_blocks = num_blocks or max_num_seqs * 4
+        return ModelRunner(config, model, group, kernels, device, num_blocks)
 
     return runner
 
@@ -120,7 +128,7 @@ def test_graphs_are_captured_from_the_largest_down(make: Any) -> None:
     capture = gpu.capture
 
     def noting(run: Any, beside: Any = None) -> Any:
-        seen.append(run.args[0])
+        seen.append(len(run.args[0][0]))
         return capture(run, beside)
 
     gpu.capture = noting  # type: ignore[method-assign]
@@ -177,7 +185,7 @@ def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: i
         tokens, _ = runner.run(plan).finish(1.0, "a step")
         assert len(tokens) == number
         planner.take(plan.step_id, ints(tokens))
-        assert runner.device.uploads[-1] == (pair_sizes[number], 4)
+        assert runner.device.uploads[-1] == 4 * 4 * -(-pair_sizes[number] // 4) * 4
 
 
 # What does not fit a graph
@@ -238,6 +246,96 @@ def test_padding_rows_write_nothing(make: Any) -> None:
     per_layer = pair.with_graphs.cache.layers[0][0].shape
     changed = (pair.with_graphs.cache.tensor != before).view(2, -1, *per_layer).flatten(4).any(-1)
     assert changed.any(0).any(0).sum() == 5, "one slot a row"
+
+
+# What a step sends to the device
+
+
+FILTERS = Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, top_p=0.9, logprobs=2)
+
+
+def test_a_step_sends_its_numbers_in_one_copy_and_changes_of_tables_in_another(make: Any) -> None:
+    gpu = FakeGpu()
+    runner, planner = make(gpu, 8, num_blocks=60), Planner(BLOCK_SIZE)
+    rows = [Row([slot] * 3, 3, FILTERS) for slot in range(5)]
+    for slot, row in enumerate(rows):
+        planner.admit(row, slot)
+    chunks = [(row, 10) for row in rows]
+    num_appended: list[int] = []
+    for step in range(9):
+        plan = planner.step(chunks if step == 0 else [(row, 1) for row in rows])
+        changes_tables = plan.admitted is not None or len(plan.appended_slots) > 0
+        num_appended.append(len(plan.appended_slots))
+        before = len(gpu.uploads)
+        tokens, _ = runner.run(plan).finish(1.0, "a step")
+        assert len(gpu.uploads) - before == 1 + changes_tables
+        planner.take(plan.step_id, tokens)
+    assert any(num_appended[1:]) and not all(num_appended[1:])
+
+
+def test_a_replayed_step_uses_the_room_it_has(make: Any) -> None:
+    """The graph reads, and sampling reads, what never moves and is never allocated again."""
+    gpu = FakeGpu()
+    runner, planner = make(gpu, 8), Planner(BLOCK_SIZE)
+    rows = [Row([slot + 1], 1, FILTERS) for slot in range(5)]
+    for slot, row in enumerate(rows):
+        planner.admit(row, slot)
+    room = runner.uploads.room
+    begin, end = room.data_ptr(), room.data_ptr() + len(room)
+    places: list[int] = []
+    put = runner.uploads.put
+
+    def noting(array: Any) -> torch.Tensor:
+        tensor: torch.Tensor = put(array)
+        places.append(tensor.data_ptr())
+        return tensor
+
+    runner.uploads.put = noting
+    for _ in range(3):
+        plan = planner.step([(row, 1) for row in rows])
+        planner.take(plan.step_id, runner.run(plan).finish(1.0, "a step")[0])
+    assert places[0] == begin and all(begin <= place < end for place in places)
+    assert sum(graph.num_replays for graph in gpu.graphs) == 3
+
+
+def test_more_than_there_is_room_for_is_sent_on_its_own(make: Any) -> None:
+    pair = Pair(make, 8)
+    bias = tuple((token, 0.5 * token) for token in range(90))
+    rows = admitted(pair, 5, Sampling(seed=3, max_tokens=9, temperature=0.0, logit_bias=bias))
+    pair.step([(row, 10) for row in rows])
+    before = len(pair.gpu.uploads)
+    for _ in range(3):
+        assert pair.step([(row, 1) for row in rows]) == 8
+    assert len(pair.gpu.uploads) > before + 4
+
+
+# The kernels of a GPU
+
+
+def test_triton_behind_graphs_for_short_and_for_long_rows(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "_SHORT", 32)
+    monkeypatch.setattr(decode_parts, "PART_TOKENS", 16)
+    gpu, triton = FakeGpu(), select_backend("cpu", "triton")
+    with_graphs = make(gpu, 3, triton, 40)
+    eager = make(Device(torch.device("cpu")), 3, num_blocks=40)
+    # Two for one row, two for two, two for three.
+    assert [graph.num_replays for graph in gpu.graphs] == [0] * 6
+    planner = Planner(BLOCK_SIZE)
+    rows = [Row([number % 90 for number in range(n)], n) for n in (29, 3, 40)]
+    for slot, row in enumerate(rows):
+        planner.admit(row, slot)
+    steps = [[(row, 50) for row in rows], *[[(row, 1) for row in rows]] * 2]
+    steps += [[(rows[0], 1)], [(rows[0], 1)], [(rows[0], 1)], [(rows[1], 1)], [(rows[0], 1)]]
+    for step in steps:
+        plan = planner.step(step)
+        (tokens, _), (expected, _) = (
+            runner.run(plan).finish(1.0, "a step") for runner in (with_graphs, eager)
+        )
+        assert tokens == expected
+        planner.take(plan.step_id, tokens)
+    assert sorted(graph.num_replays for graph in gpu.graphs) == [0, 0, 0, 2, 2, 3]
 
 
 # Waiting for the device

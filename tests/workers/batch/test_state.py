@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from configs.engine import ResolvedConfig
+from kernels.reference.backend import REFERENCE_KERNELS
 from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan, ints
 from tests.workers.conftest import config_of
@@ -32,6 +33,10 @@ def config(small_checkpoint: Path) -> ResolvedConfig:
     return config_of(
         small_checkpoint, max_num_seqs=SLOTS, max_model_len=30, max_num_batched_tokens=40
     )
+
+
+def make_state(config: ResolvedConfig, num_blocks: int) -> BatchState:
+    return BatchState(config, num_blocks, CPU, REFERENCE_KERNELS, 2)
 
 
 @dataclass
@@ -134,7 +139,7 @@ def test_preparation_equals_a_loop_over_tokens(
 ) -> None:
     config = dataclasses.replace(config, block_size=block_size)
     rng = random.Random(seed)
-    state, naive = BatchState(config, 10 * NUM_BLOCKS, CPU), NaiveState(block_size)
+    state, naive = make_state(config, 10 * NUM_BLOCKS), NaiveState(block_size)
     for plan, planner in random_plans(rng, block_size, 40):
         state.apply(plan)
         naive.apply(plan)
@@ -145,7 +150,7 @@ def test_preparation_equals_a_loop_over_tokens(
             blocks = naive.rows[row].blocks[: len(table)]
             assert table[: len(blocks)] == blocks
         sampled = [rng.randrange(1000) for _ in expected["last"]]
-        state.write_sampled(inputs.sampled_places_R, torch.tensor(sampled, dtype=torch.int64))
+        write_sampled(state, inputs, sampled)
         naive.take(plan, sampled)
         planner.take(plan.step_id, ints(sampled))
         state.check()
@@ -153,6 +158,11 @@ def test_preparation_equals_a_loop_over_tokens(
 
 def prepare(state: BatchState, plan: StepPlan) -> StepInputs:
     return state.upload(state.take(plan))
+
+
+def write_sampled(state: BatchState, inputs: StepInputs, token_ids: list[int]) -> None:
+    tokens_R = torch.tensor(token_ids, dtype=torch.int64)
+    state.write_sampled(inputs.sampled_slots_R, inputs.sampled_positions_R, tokens_R)
 
 
 def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[int]]) -> None:
@@ -180,20 +190,20 @@ def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[in
 
 def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig) -> None:
     """Prepared before the host has seen the token, which only the table on the device holds."""
-    state, planner = BatchState(config, NUM_BLOCKS, CPU), Planner(4)
+    state, planner = make_state(config, NUM_BLOCKS), Planner(4)
     row = Row([5, 6], 2)
     planner.admit(row, slot=3)
     first = planner.step([(row, 2)])
     second = planner.step([(row, 1)])
     state.apply(first)
-    state.write_sampled(prepare(state, first).sampled_places_R, torch.tensor([77]))
+    write_sampled(state, prepare(state, first), [77])
     state.apply(second)
     inputs = prepare(state, second)
     assert inputs.token_ids_T.tolist() == [77] and inputs.positions_T.tolist() == [2]
 
 
 def test_full_hit_runs_its_last_token_and_writes_nothing(config: ResolvedConfig) -> None:
-    state, planner = BatchState(config, NUM_BLOCKS, CPU), Planner(4)
+    state, planner = make_state(config, NUM_BLOCKS), Planner(4)
     row = Row(list(range(8)), 8)
     planner.admit(row, slot=0, shared=[20, 21], num_cached=8)
     plan = planner.step([(row, 8)])
@@ -205,7 +215,7 @@ def test_full_hit_runs_its_last_token_and_writes_nothing(config: ResolvedConfig)
 
 def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
     config = dataclasses.replace(config, block_size=4096)
-    state, planner = BatchState(config, 2**31 - 1, CPU), Planner(4096)
+    state, planner = make_state(config, 2**31 - 1), Planner(4096)
     row = Row([1], 1)
     planner.admit(row, slot=0, shared=[2**31 - 2], num_cached=0)
     plan = planner.step([(row, 1)])
@@ -214,7 +224,7 @@ def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
 
 
 def test_clear_frees_every_slot(config: ResolvedConfig) -> None:
-    state, planner = BatchState(config, NUM_BLOCKS, CPU), Planner(4)
+    state, planner = make_state(config, NUM_BLOCKS), Planner(4)
     planner.admit(Row([1, 2], 2), slot=0)
     state.apply(planner.step([]))
     state.clear()
@@ -284,7 +294,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("law", BROKEN)
 def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, law: str) -> None:
-    state = BatchState(config, NUM_BLOCKS, CPU)
+    state = make_state(config, NUM_BLOCKS)
     row = admitted(
         slots=[1],
         num_tokens=[3],
@@ -300,14 +310,14 @@ def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, l
 
 
 def test_row_may_not_outgrow_its_block_table(config: ResolvedConfig) -> None:
-    state = BatchState(config, NUM_BLOCKS, CPU)
+    state = make_state(config, NUM_BLOCKS)
     state.apply(plan_of(admitted=admitted(num_blocks=[1], block_ids=[7])))
     with pytest.raises(WorkerError, match="computed tokens lie within the block table"):
         prepare(state, plan_of(slots=[2], num_new_tokens=[5], samples=b"\1"))
 
 
 def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedConfig) -> None:
-    state = BatchState(config, NUM_BLOCKS, CPU)
+    state = make_state(config, NUM_BLOCKS)
     tokens = list(range(config.max_model_len - 1))
     row = admitted(
         num_tokens=[29],
@@ -318,14 +328,14 @@ def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedC
     )
     state.apply(plan_of(admitted=row))
     plan = plan_of(slots=[2], num_new_tokens=[29], samples=b"\1")
-    state.write_sampled(prepare(state, plan).sampled_places_R, torch.tensor([1]))
+    write_sampled(state, prepare(state, plan), [1])
     state.check()
     with pytest.raises(WorkerError, match="a row has room for its token"):
         prepare(state, plan_of(slots=[2], num_new_tokens=[1], samples=b"\1"))
 
 
 def test_check_names_the_law_a_corrupt_table_breaks(config: ResolvedConfig) -> None:
-    state = BatchState(config, NUM_BLOCKS, CPU)
+    state = make_state(config, NUM_BLOCKS)
     state.check()
     state.block_table_SW[0, 0] = NUM_BLOCKS
     with pytest.raises(WorkerError, match="block tables name blocks of the cache"):

@@ -1,0 +1,104 @@
+"""The tables of a batch on a GPU, in Triton: one launch each. Legend as in the references."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS = 128  # of one program
+
+
+def look_up(
+    tokens_SL: torch.Tensor,
+    block_table_SW: torch.Tensor,
+    slots_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    num_cached_T: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `look_up_reference`; all tensors are contiguous."""
+    token_ids_T = torch.empty_like(slots_T)
+    slot_mapping_T = torch.empty_like(slots_T, dtype=torch.int64)
+    _look_up[(triton.cdiv(len(slots_T), _TOKENS),)](
+        tokens_SL,
+        block_table_SW,
+        slots_T,
+        positions_T,
+        num_cached_T,
+        token_ids_T,
+        slot_mapping_T,
+        len(slots_T),
+        tokens_SL.stride(0),
+        block_table_SW.stride(0),
+        block_size,
+        TOKENS=_TOKENS,
+    )
+    return token_ids_T, slot_mapping_T
+
+
+def write_tokens(
+    tokens_SL: torch.Tensor,
+    slots_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    token_ids_R: torch.Tensor,
+) -> None:
+    """As `write_tokens_reference`; all tensors are contiguous."""
+    _write_tokens[(triton.cdiv(len(slots_R), _TOKENS),)](
+        tokens_SL,
+        slots_R,
+        positions_R,
+        token_ids_R,
+        len(slots_R),
+        tokens_SL.stride(0),
+        TOKENS=_TOKENS,
+    )
+
+
+_INTS = ["num_tokens", "token_stride", "table_stride", "block_size"]
+
+
+@triton.jit(do_not_specialize=_INTS)
+def _look_up(
+    tokens_SL: tl.tensor,
+    block_table_SW: tl.tensor,
+    slots_T: tl.tensor,
+    positions_T: tl.tensor,
+    num_cached_T: tl.tensor,
+    token_ids_T: tl.tensor,
+    slot_mapping_T: tl.tensor,
+    num_tokens: tl.tensor,
+    token_stride: tl.tensor,
+    table_stride: tl.tensor,
+    block_size: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> None:
+    t_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live_T = t_T < num_tokens
+    slot_T = tl.load(slots_T + t_T, mask=live_T, other=0).to(tl.int64)
+    position_T = tl.load(positions_T + t_T, mask=live_T, other=0)
+    cached_T = tl.load(num_cached_T + t_T, mask=live_T, other=0)
+    token_T = tl.load(tokens_SL + slot_T * token_stride + position_T, mask=live_T, other=0)
+    entry_T = slot_T * table_stride + position_T // block_size
+    block_T = tl.load(block_table_SW + entry_T, mask=live_T, other=0).to(tl.int64)
+    place_T = block_T * block_size + position_T % block_size
+    tl.store(token_ids_T + t_T, token_T, mask=live_T)
+    tl.store(slot_mapping_T + t_T, tl.where(position_T < cached_T, -1, place_T), mask=live_T)
+
+
+@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+def _write_tokens(
+    tokens_SL: tl.tensor,
+    slots_R: tl.tensor,
+    positions_R: tl.tensor,
+    token_ids_R: tl.tensor,
+    num_rows: tl.tensor,
+    token_stride: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> None:
+    r_R = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live_R = r_R < num_rows
+    slot_R = tl.load(slots_R + r_R, mask=live_R, other=0).to(tl.int64)
+    position_R = tl.load(positions_R + r_R, mask=live_R, other=0)
+    token_R = tl.load(token_ids_R + r_R, mask=live_R, other=0)
+    tl.store(tokens_SL + slot_R * token_stride + position_R, token_R.to(tl.int32), mask=live_R)

@@ -1,0 +1,36 @@
+"""What a step reads from, and writes to, the tables of a batch on the device.
+
+Legend: S slots, L token columns, W blocks in a row's table, T tokens of the step, R sampling rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def look_up_reference(
+    tokens_SL: torch.Tensor,
+    block_table_SW: torch.Tensor,
+    slots_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    num_cached_T: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, int32 [T]; where each token's KV goes, int64 [T]: -1 for positions below
+    `num_cached_T`, which lie in shared blocks that are never written).
+
+    The other tensors are int32, on any device.
+    """
+    blocks_T = block_table_SW[slots_T, positions_T // block_size].to(torch.int64)
+    places_T = blocks_T * block_size + positions_T % block_size
+    return tokens_SL[slots_T, positions_T], torch.where(positions_T < num_cached_T, -1, places_T)
+
+
+def write_tokens_reference(
+    tokens_SL: torch.Tensor,
+    slots_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    token_ids_R: torch.Tensor,
+) -> None:
+    """Put each token at its slot and position; `token_ids_R` is int64, the others int32."""
+    tokens_SL[slots_R, positions_R] = token_ids_R.to(torch.int32)
