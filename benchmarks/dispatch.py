@@ -1,8 +1,8 @@
 """What Ray and the driver add to a decode step: `python -m benchmarks.dispatch [--model DIR]
 [--batch-sizes 1 16]`.
 
-For each number of ranks and each batch size, the median time between two decode steps, measured in
-three ways in turn:
+For each number of ranks and each batch size, the median time between two decode steps (of
+`sleeping`: the mean), measured in three ways in turn:
 
     ahead1, ahead0   between results in the driver actor, with a step submitted beyond the unread
                      one, and without
@@ -12,8 +12,9 @@ three ways in turn:
 
 At tp 1, once with all cores for the rank, as engines run, and once with one core, which leaves the
 others to the driver and Ray; and `sleeping`: the real driver and rank actors with ranks that only
-wait for a simulated device with 3 ms per step; whatever a step takes beyond 3 ms is time that a GPU
-would spend waiting. The limit: `no_ray`, and 0 beyond the 3 ms.
+wait for a simulated device, with 0 to 4 steps ahead, for steps of several lengths and for launches
+that keep a core of the rank busy. What a step takes beyond the device's is time that a GPU would
+spend waiting. The limits: `no_ray`, and the step of the device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.common import alternate, median, model_or_random, write_result
-from benchmarks.dispatch_actors import DEVICE_STEP_S, OneCoreDriver, SleepingDriver, TimedDriver
-from benchmarks.dispatch_ways import Measure, with_ray, without_ray
+from benchmarks.dispatch_actors import OneCoreDriver, TimedDriver, sleeping_driver
+from benchmarks.dispatch_ways import Measure, mean_step_ms, with_ray, without_ray
 from configs.paths import DEFAULT_MODEL_DIR
 
 
@@ -41,17 +42,28 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 48])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--launch-ms", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--only", choices=("computing", "sleeping"))
     args = parser.parse_args()
     measured: dict[str, Any] = {
         "model": "60m shape" if args.model is None else args.model.rsplit("/", 1)[-1]
     }
-    with model_or_random(args.model) as model:
-        for tp in args.tp:
-            measured[f"tp{tp}"] = _computing(model, tp, args, TimedDriver)
-        measured["tp1_one_core"] = _computing(model, 1, args, OneCoreDriver)
-    for tp in args.tp:
-        measured[f"sleeping_tp{tp}"] = _sleeping(tp, args)
-    write_result("dispatch", "ms_no_ray: the same ranks without Ray; beyond_3ms: 0", measured)
+    if args.only != "sleeping":
+        with model_or_random(args.model) as model:
+            for tp in args.tp:
+                measured[f"tp{tp}"] = _computing(model, tp, args, TimedDriver)
+            measured["tp1_one_core"] = _computing(model, 1, args, OneCoreDriver)
+    for tp in args.tp if args.only != "computing" else ():
+        measured[f"sleeping_tp{tp}"] = [
+            row
+            for step_ms in args.step_ms
+            for launch_ms in args.launch_ms
+            for row in _sleeping(tp, step_ms, launch_ms, args)
+        ]
+    name = f"dispatch_{args.only}" if args.only else "dispatch"
+    limit = "ms_no_ray: the same ranks without Ray; ratios of sleeping: 1"
+    write_result(name, limit, measured)
 
 
 # The engines stand idle in turn, and would make their spares just then.
@@ -98,7 +110,13 @@ def _computing(
     return rows
 
 
-def _sleeping(tp: int, args: argparse.Namespace) -> list[dict[str, float]]:
+_AHEAD = (0, 1, 2, 3, 4)
+
+
+def _sleeping(
+    tp: int, step_ms: float, launch_ms: float, args: argparse.Namespace
+) -> list[dict[str, float]]:
+    """A row per batch size: the time of a step as a multiple of the device's."""
     options = {
         "model": str(DEFAULT_MODEL_DIR),
         "tensor_parallel_size": tp,
@@ -107,21 +125,21 @@ def _sleeping(tp: int, args: argparse.Namespace) -> list[dict[str, float]]:
         "enable_prefix_caching": False,
         **NO_SPARES,
     }
+    driver = sleeping_driver(step_ms / 1000, launch_ms / 1000)
     with ExitStack() as stack:
         ways = {
             f"ahead{ahead}": stack.enter_context(
-                with_ray(SleepingDriver, ahead, 3 * args.steps, options)
+                with_ray(driver, ahead, 3 * args.steps, options, mean_step_ms)
             )
-            for ahead in (1, 0)
+            for ahead in _AHEAD
         }
         rows = []
         for size in args.batch_sizes:
-            ms = _medians(ways, size, args.repeats)
-            beyond = {
-                f"ms_beyond_3ms_{name}": round(v - 1000 * DEVICE_STEP_S, 4)
-                for name, v in ms.items()
+            ratios = {
+                f"ratio_{name}": round(ms / step_ms, 4)
+                for name, ms in _medians(ways, size, args.repeats).items()
             }
-            rows.append({"batch_size": size, **beyond})
+            rows.append({"step_ms": step_ms, "launch_ms": launch_ms, "batch_size": size, **ratios})
     return rows
 
 

@@ -20,8 +20,6 @@ from scheduler.messages import StepPlan, StepResult, ints
 from workers.report import WorkerReport
 from workers.worker import Worker
 
-DEVICE_STEP_S = 0.003
-
 
 class TimedDriver(Driver):
     """Notes the moment at which the result of each step has been applied."""
@@ -70,12 +68,14 @@ class OneCoreDriver(TimedDriver):
 class SleepingWorker(Worker):
     """Loads as a rank does, then waits instead of computing, as a host does for a GPU.
 
-    On the simulated device, step k is done `DEVICE_STEP_S` after the later of its launch and the
-    end of step k - 1.
+    Launching a step keeps a core busy for `launch_s`. On the simulated device, step k is done
+    `step_s` after the later of its launch and the end of step k - 1.
     """
 
-    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int, step_s: float, launch_s: float) -> None:
         super().__init__(config, rank)
+        self._step_s = step_s
+        self._launch_s = launch_s
         self._launched = threading.Condition()
         self._done_s: dict[
             int, tuple[float, int]
@@ -83,8 +83,11 @@ class SleepingWorker(Worker):
         self._last_s = 0.0
 
     def launch(self, plan: StepPlan) -> None:
+        until_s = time.perf_counter() + self._launch_s
+        while time.perf_counter() < until_s:
+            pass
         with self._launched:
-            self._last_s = max(self._last_s, time.perf_counter()) + DEVICE_STEP_S
+            self._last_s = max(self._last_s, time.perf_counter()) + self._step_s
             self._done_s[plan.step_id] = self._last_s, sum(plan.samples)
             self._launched.notify_all()
 
@@ -103,15 +106,17 @@ class SleepingWorker(Worker):
         )
 
 
-class SleepingRankActor(RankActor):
-    def __init__(
-        self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
-    ) -> None:
-        super().__init__(config, rank, engine_id, is_spare)
-        self._worker = SleepingWorker(config, rank)
-
-
-class SleepingDriver(TimedDriver):
+def sleeping_driver(step_s: float, launch_s: float) -> type[TimedDriver]:
     """A timed driver whose ranks sleep."""
 
-    rank_actor = SleepingRankActor
+    class SleepingRankActor(RankActor):
+        def __init__(
+            self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
+        ) -> None:
+            super().__init__(config, rank, engine_id, is_spare)
+            self._worker = SleepingWorker(config, rank, step_s, launch_s)
+
+    class SleepingDriver(TimedDriver):
+        rank_actor = SleepingRankActor
+
+    return SleepingDriver

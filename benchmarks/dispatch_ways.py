@@ -39,6 +39,12 @@ NUM_SKIPPED = 10  # intervals at both ends: prefill, and the first steps of a ba
 Measure = Callable[[int], float]
 
 
+def mean_step_ms(moments: list[float]) -> float:
+    """Milliseconds per decode step: of many steps, of which some come in pairs."""
+    inner = moments[NUM_SKIPPED:-NUM_SKIPPED]
+    return 1000 * (inner[-1] - inner[0]) / (len(inner) - 1)
+
+
 def _step_ms(moments: list[float]) -> float:
     gaps = [b - a for a, b in itertools.pairwise(moments)][NUM_SKIPPED:-NUM_SKIPPED]
     return 1000 * statistics.median(gaps)
@@ -46,16 +52,22 @@ def _step_ms(moments: list[float]) -> float:
 
 @contextmanager
 def with_ray(
-    driver: type[Driver], ahead: int, steps: int, options: dict[str, Any]
+    driver: type[Driver],
+    ahead: int,
+    steps: int,
+    options: dict[str, Any],
+    summed_up: Callable[[list[float]], float] = _step_ms,
 ) -> Iterator[Measure]:
-    """An engine with a `TimedDriver`, `ahead` steps submitted beyond the unread one."""
+    """An engine with a `TimedDriver`, `ahead` steps submitted beyond the unread one. `summed_up`:
+    milliseconds per step, from the moments at which steps were done.
+    """
     with mock.patch("cluster.engine.start.Driver", driver):
         llm = LLM(num_steps_ahead=ahead, **options)
 
     def run(size: int) -> float:
         params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0)
         llm.generate([_prompt(row) for row in range(size)], params)
-        return _step_ms(ray.get(llm._engine.driver.take_moments.remote()))
+        return summed_up(ray.get(llm._engine.driver.take_moments.remote()))
 
     with llm:
         yield run

@@ -132,7 +132,7 @@ def open_engine(
     limits = SchedulerLimits(
         num_blocks=executor.inner.num_kv_blocks,
         block_size=config.block_size,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,

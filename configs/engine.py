@@ -23,11 +23,16 @@ from scheduler.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence
 # waits for the step. On a GPU fewer would take less time than the host needs to launch the step of
 # a small model.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
+# A GPU decodes 256 rows in little more time than 64, and takes less for a step of a small model
+# than a host needs to hear of it and send the next one (`benchmarks/dispatch`).
+DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_STEPS_AHEAD = {"cpu": 1, "cuda": 3}
 DEFAULT_MAX_MODEL_LEN = 40960
 MAX_TIMEOUT_S = 86400.0  # a day
 
@@ -67,6 +72,12 @@ class EngineConfig:
         help="int8: matrices as 8-bit numbers, half the memory; faster, less exact. CPU only.",
         choices=QUANTIZATIONS,
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        flag="--kv-cache-dtype",
+        help="fp8_e4m3: keys and values as 8-bit numbers, twice the tokens, less exact.",
+        choices=KV_CACHE_DTYPES,
+    )
     attention_backend: str = option("auto", flag="--attention-backend", choices=ATTENTION_BACKENDS)
     block_size: int | None = option(
         None,
@@ -93,10 +104,10 @@ class EngineConfig:
         at_most=1,
     )
     enable_prefix_caching: bool = option(True, flag="--prefix-caching/--no-prefix-caching")
-    max_num_seqs: int = option(
-        64,
+    max_num_seqs: int | None = option(
+        None,
         flag="--max-num-seqs",
-        help="Sequences running at once.",
+        help="Sequences running at once; by default the device's best.",
         at_least=1,
         at_most=65536,  # each is a row of tables
     )
@@ -118,10 +129,11 @@ class EngineConfig:
         None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2
     )
     enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
-    num_steps_ahead: int = option(
-        1,
+    num_steps_ahead: int | None = option(
+        None,
         flag="--num-steps-ahead",
-        help="Steps submitted beyond the last unread result; 0 waits for each.",
+        help="Steps submitted beyond the last unread result; 0 waits for each. By default what the "
+        "device needs.",
         at_least=0,
         at_most=8,  # each is a thread of every rank
     )
@@ -161,6 +173,7 @@ class EngineConfig:
             check_option(field, getattr(self, field.name))
         if (
             self.max_num_batched_tokens is not None
+            and self.max_num_seqs is not None
             and self.max_num_batched_tokens < self.max_num_seqs
         ):
             raise ConfigError(
@@ -193,15 +206,24 @@ class ResolvedConfig:
     device: str
     dtype: str
     quantization: Quantization | None
+    kv_cache_dtype: str
     attention_backend: str
     block_size: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    num_steps_ahead: int
 
     @property
     def blocks_per_sequence(self) -> int:
         """Width of a block table."""
         return math.ceil(self.max_model_len / self.block_size)
+
+
+def num_seqs(engine: EngineConfig, device: str) -> int:
+    """Sequences that run at once on device "cpu" or "cuda"."""
+    default = DEFAULT_NUM_SEQS[device]
+    return engine.max_num_seqs or min(default, engine.max_num_batched_tokens or default)
 
 
 def resolve(
@@ -215,11 +237,13 @@ def resolve(
     dtypes: tuple[str, ...],
     fast_dtypes: tuple[str, ...],
     quantizations: tuple[str, ...],
+    kv_cache_dtypes: tuple[str, ...],
 ) -> ResolvedConfig:
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
     `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    default, `dtypes` and `quantizations` what it computes in. A checkpoint's own dtype is used if
+    default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` what else its cache
+    can hold. A checkpoint's own dtype is used if
     it is among `fast_dtypes`; otherwise float32 takes its place.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
@@ -247,9 +271,15 @@ def resolve(
             f" {attention_backend!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
             " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
         )
-    tokens = engine.max_num_batched_tokens or max(
-        DEFAULT_NUM_BATCHED_TOKENS[device], engine.max_num_seqs
-    )
+    if engine.kv_cache_dtype not in ("auto", *kv_cache_dtypes):
+        possible = " and ".join(("auto", *kv_cache_dtypes))
+        raise ConfigError(
+            f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
+            f" {attention_backend!r}; possible are {possible}. Choose one of them, or another"
+            " attention_backend"
+        )
+    seqs, ahead = num_seqs(engine, device), engine.num_steps_ahead
+    tokens = engine.max_num_batched_tokens or max(DEFAULT_NUM_BATCHED_TOKENS[device], seqs)
     return ResolvedConfig(
         engine=engine,
         model=model,
@@ -257,8 +287,11 @@ def resolve(
         device=device,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         attention_backend=attention_backend,
         block_size=engine.block_size or block_size,
+        max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
+        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if ahead is None else ahead,
     )

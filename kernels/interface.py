@@ -33,6 +33,7 @@ class Capabilities:
     description: how the log names it.
     dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for.
     quantizations: formats of weights it computes with, besides the dtypes.
+    kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
 
@@ -42,6 +43,7 @@ class Capabilities:
     dtypes: tuple[str, ...]
     fast_dtypes: tuple[str, ...]
     quantizations: tuple[str, ...] = ()
+    kv_cache_dtypes: tuple[str, ...] = ()
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
 

@@ -36,17 +36,19 @@ def choose(
     dtype: str | None = None,
     head_dim: int = 128,
     block_size: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Capabilities:
     """The backend called `name`, or the best one for `device` ("cpu" or "cuda", with or without an
     index).
 
-    "auto" skips a backend that is not installed or cannot do the dtype, head dim or block size.
+    "auto" skips a backend that is not installed or cannot do one of the dtypes, the head dim or the
+    block size.
     `block_size` None means the backend's default. Raises `ValueError` saying what is possible when
     the name is unknown or what was named cannot run.
     """
     possible = _backends_of(device)
     if name == "auto":
-        return _best(possible, dtype, head_dim, block_size)
+        return _best(possible, dtype, head_dim, block_size, kv_cache_dtype)
     if name not in possible:
         names = ", ".join(("auto", *possible))
         raise ValueError(
@@ -83,7 +85,11 @@ def _backends_of(device: str) -> dict[str, Backend]:
 
 
 def _best(
-    possible: dict[str, Backend], dtype: str | None, head_dim: int, block_size: int | None
+    possible: dict[str, Backend],
+    dtype: str | None,
+    head_dim: int,
+    block_size: int | None,
+    kv_cache_dtype: str,
 ) -> Capabilities:
     automatic = [backend for backend in possible.values() if backend.automatic]
     for backend in automatic[:-1]:
@@ -92,7 +98,8 @@ def _best(
             found.check_shape(head_dim, block_size or found.default_block_size)
         except ValueError:
             continue  # it was not asked for by name
-        if dtype is None or dtype in found.dtypes:
+        has_cache = kv_cache_dtype in ("auto", *found.kv_cache_dtypes)
+        if has_cache and (dtype is None or dtype in found.dtypes):
             return found
     return automatic[-1].describe()
 

@@ -33,6 +33,7 @@ def resolve_config(
             dtype=dtype,
             head_dim=model.head_dim,
             block_size=engine.block_size,
+            kv_cache_dtype=engine.kv_cache_dtype,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -46,6 +47,7 @@ def resolve_config(
         dtypes=backend.dtypes,
         fast_dtypes=backend.fast_dtypes,
         quantizations=backend.quantizations,
+        kv_cache_dtypes=backend.kv_cache_dtypes,
     )
 
 

@@ -80,7 +80,7 @@ class ModelRunner:
         self.model = model
         self.device = device
         self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
-        rows = config.engine.max_num_seqs
+        rows = config.max_num_seqs
         columns = config.max_model_len + config.blocks_per_sequence
         with room_for(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
@@ -218,7 +218,7 @@ def make_sampler(
         config.model.vocab_size,
         start,
         start + shard,
-        config.engine.max_num_seqs,
+        config.max_num_seqs,
         group.device,
     )
 
@@ -229,7 +229,7 @@ def run_largest_step(
     """Run the step that needs the most memory: the largest number of tokens and sampling rows, with
     every stage of sampling in use. Every rank runs it at the same time.
     """
-    num_rows = min(config.engine.max_num_seqs, config.max_num_batched_tokens)
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     sampling = Sampling(
         seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20

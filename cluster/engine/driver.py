@@ -83,7 +83,7 @@ class Driver:
         )
         group, report = await asyncio.to_thread(self._supervisor.start)
         self._limits = limits_of(self._config, report.num_blocks)
-        ahead = self._config.engine.num_steps_ahead
+        ahead = self._config.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)
         engine = Engine(scheduler, group, num_steps_ahead=ahead, grammars=self._grammars)
         self._engine_loop = EngineLoop(

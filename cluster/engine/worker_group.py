@@ -72,7 +72,7 @@ class RankMaker:
     def create(self, place: Place, *, is_spare: bool = False) -> RankHandle:
         """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
-        groups = {"steps": self.config.engine.num_steps_ahead + 1, "masks": 1, "watch": 2}
+        groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
         on_gpu = self.config.device == "cuda"
         actor = remote(concurrency_groups=groups)(self._rank_actor).options(
             num_cpus=0 if is_spare else 1,

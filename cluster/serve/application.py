@@ -19,6 +19,7 @@ from cluster.resources.room import bundle_of, check_room, pick_device, strategy_
 from cluster.serve.engine import NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
 from cluster.serve.router import PrefixRouter
+from configs.engine import num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
@@ -62,14 +63,14 @@ def application(config: ServeConfig) -> serve.Application:
     engines = serve.deployment(
         **engine,
         num_replicas="auto" if config.max_replicas else config.replicas,
-        autoscaling_config=_autoscaling(config),
+        autoscaling_config=_autoscaling(config, device),
         request_router_config={"request_router_class": PrefixRouter},
     )(EngineReplica).bind(config)
     api = serve.deployment(**common, name=API_NAME, num_replicas=config.api_replicas)
     return api(serve.ingress()(ApiReplica)).bind(config, engines)
 
 
-def _autoscaling(config: ServeConfig) -> AutoscalingConfig | None:
+def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
     """When Serve adds and ends replicas; None for a fixed number of them."""
     if config.max_replicas is None:
         return None
@@ -79,7 +80,7 @@ def _autoscaling(config: ServeConfig) -> AutoscalingConfig | None:
         min_replicas=config.replicas,
         max_replicas=config.max_replicas,
         target_ongoing_requests=config.target_ongoing_requests
-        or max(1, config.engine.max_num_seqs // 2),
+        or max(1, num_seqs(config.engine, device) // 2),
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
         look_back_period_s=look_back_s,

@@ -19,6 +19,7 @@ from numba import types
 from numba.extending import overload
 
 from kernels.cpu.dot_tile import LANES, PAIR, add_dots, add_rows
+from kernels.cpu.fp8 import loaded
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -47,7 +48,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """As `paged_attention_reference`."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache)
+    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)
     _paged_attention(
         as_array(q_THD),
         as_array(k_laid_out),
@@ -278,7 +279,8 @@ def _attend_tile(
     num_blocks = (end + size - 1) // size
     for block in range(num_blocks):
         block_id = np.int64(table_W[block])
-        k_DPW, v_PDW = k_NKDPW[block_id, head], v_NKPDW[block_id, head]
+        k_DPW = loaded(k_NKDPW[block_id, head], like)
+        v_PDW = loaded(v_NKPDW[block_id, head], like)
         s_MP[:] = np.float32(0)
         _add_product(q_MD, k_DPW, s_MP, dim, v_PDW.ctypes.data)
         _softmax_block(s_MP, p_MP, scale, acc_MD, max_M, sum_M, ends_M, block * size)

@@ -55,4 +55,5 @@ CPU = Capabilities(
     dtypes=("float32", "bfloat16"),
     fast_dtypes=("float32", "bfloat16") if has_bfloat16() else ("float32",),
     quantizations=("int8",) if has_int8() else (),
+    kv_cache_dtypes=("fp8_e4m3",),
 )

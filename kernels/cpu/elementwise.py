@@ -17,6 +17,7 @@ import numba
 import numpy as np
 import torch
 
+from kernels.cpu.fp8 import stored_as
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -65,7 +66,7 @@ def qk_norm_rope_store(
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
-    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache)
+    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = torch.empty(num_tokens, num_rows - 2 * k_cache.shape[1], dim, dtype=qkv_TXD.dtype)
     _qk_norm_rope_store(
@@ -179,12 +180,12 @@ def _store_token(
         _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
         for pair in range(dim // width):
             for w in range(width):
-                k_NKDPW[block, k, pair, place, w] = narrow(
-                    turned_D[pair * width + w], k_NKDPW[block, k, pair, place, w]
-                )
+                key = narrow(turned_D[pair * width + w], q_HD[0, 0])
+                k_NKDPW[block, k, pair, place, w] = stored_as(key, k_NKDPW[0, 0, 0, 0, 0])
         row, side = place // width, place % width
         for d in range(dim):
-            v_NKPDW[block, k, row, d, side] = qkv_XD[num_heads + kv_heads + k, d]
+            value = qkv_XD[num_heads + kv_heads + k, d]
+            v_NKPDW[block, k, row, d, side] = stored_as(value, v_NKPDW[0, 0, 0, 0, 0])
 
 
 @fast_parallel_jit

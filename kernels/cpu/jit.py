@@ -130,8 +130,8 @@ def _widen(value):  # type: ignore[no-untyped-def]
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """float32 as an element of an array that holds `like`; bfloat16 rounds to nearest, ties to
-    even.
+    """float32 as an element of an array that holds `like`; bfloat16 and 8-bit numbers
+    (`kernels/reference/fp8.py`) round to nearest, ties to even.
     """
     raise NotImplementedError("for compiled code")
 
@@ -148,6 +148,20 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
             )
 
         return to_bfloat16
+    if like == types.uint8:
+
+        def to_fp8(value, like):  # type: ignore[no-untyped-def]
+            bits = np.int64(bits_of_float(value))
+            magnitude = bits & 0x7FFFFFFF
+            if magnitude < 0x3C800000:  # below the smallest normal number: in units of 2**-9
+                units = float_of_bits(np.uint32(magnitude)) + np.float32(16384.0)
+                code = np.int64(bits_of_float(units)) - 0x46800000
+            else:
+                code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+            saturated = 0x7F if magnitude > 0x7F800000 else min(int(code), 0x7E)
+            return np.uint8(((bits >> 24) & 0x80) | saturated)
+
+        return to_fp8
     return lambda value, like: value
 
 

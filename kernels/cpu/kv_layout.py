@@ -31,12 +31,14 @@ def head_major_shapes(
     )
 
 
-def as_laid_out(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_laid_out(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the caches as the kernels read and write them: keys [N, K, D/W, P, W], values [N, K,
-    P/W, D, W].
+    P/W, D, W]. `dtype`: what is multiplied, the caches' own unless they hold 8-bit numbers.
     """
     blocks, kv_heads, dim, size = k_cache.shape
-    side_by_side = width(k_cache.dtype, dim, size)
+    side_by_side = width(dtype, dim, size)
     return k_cache.view(blocks, kv_heads, dim // side_by_side, size, side_by_side), v_cache.view(
         blocks, kv_heads, size // side_by_side, dim, side_by_side
     )
@@ -44,6 +46,6 @@ def as_laid_out(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Ten
 
 @functools.cache
 def width(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
-    """W for caches of this dtype and shape on this processor."""
+    """W where this dtype is multiplied, for caches of this shape on this processor."""
     fits = head_dim % LANES == 0 and block_size % LANES == 0
     return PAIR if dtype is torch.bfloat16 and fits and has_dot_products() else 1

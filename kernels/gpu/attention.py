@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.decode_parts import decode_places
+from kernels.gpu.fp8 import has_instructions, loaded
 from kernels.metadata import AttentionMetadata, DecodeParts
 
 # Rows examined together when a program searches for its own.
@@ -48,8 +49,8 @@ def paged_attention(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """As `paged_attention_reference`, for float32, bfloat16 and float16; all three of the same
-    dtype, `scale` above 0. One launch for the rows of `attn.decode`, one for the others.
+    """As `paged_attention_reference`, for queries in float32, bfloat16 and float16, `scale` above
+    0. One launch for the rows of `attn.decode`, one for the others.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
     with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
@@ -82,8 +83,10 @@ def _attend_prefill(
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
+    # Without instructions, converting 8-bit numbers leaves no registers for a large tile.
+    has_room = k_cache_NPKD.dtype is not torch.uint8 or has_instructions(q_THD.device)
     launch = prefill_launch(
-        q_THD.dtype, head_dim, large=fills_sms and attn.max_query_len * group > 64
+        q_THD.dtype, head_dim, large=fills_sms and has_room and attn.max_query_len * group > 64
     )
     num_rows = len(attn.seq_lens_B) - first_row
     grid = (num_tokens * group // launch.tile_m + num_rows, kv_heads)
@@ -108,6 +111,7 @@ def _attend_prefill(
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
+        NATIVE_FP8=has_instructions(q_THD.device),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -155,6 +159,7 @@ def _attend_decode(
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
+        NATIVE_FP8=has_instructions(q_THD.device),
         TILE_X=JOINED_PARTS,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -246,6 +251,7 @@ def prefill_kernel(
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> None:
     """One program handles M query rows of one row of the batch and one KV head. Grid: (T * G // M +
     B, K).
@@ -303,6 +309,7 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
+        NATIVE_FP8,
         False,
     )
     acc_MD, max_M, sum_M = _attend(
@@ -323,6 +330,7 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
+        NATIVE_FP8,
         True,
     )
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
@@ -361,6 +369,7 @@ def decode_kernel(
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     TILE_X: tl.constexpr,
 ) -> None:
     """One program handles one part of one row's tokens and one KV head, for the G query heads that
@@ -414,6 +423,7 @@ def decode_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
+        NATIVE_FP8,
         True,
     )
     out_HD = out_THD + row.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
@@ -548,6 +558,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, which
@@ -569,6 +580,7 @@ def _attend(
         kept_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
+        k_CD, v_CD = loaded(k_CD, q_MD.dtype, NATIVE_FP8), loaded(v_CD, q_MD.dtype, NATIVE_FP8)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))

@@ -8,4 +8,5 @@ TRITON = Capabilities(
     default_block_size=16,
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
+    kv_cache_dtypes=("fp8_e4m3",),
 )

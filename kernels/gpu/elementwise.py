@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.fp8 import stored_as
+
 # Enough that a thread loads 8 adjacent elements at once, 16 bytes of a 16-bit dtype.
 _HEADS = 8  # heads of one token, with head dim 128, that a program of two warps rotates
 _BLOCK = 1024  # features that a program of four warps gates or stores
@@ -262,9 +264,10 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     q_out = q_THD + (token * H + head) * D + d
     tl.store(q_out, turned_low, mask=is_q)
     tl.store(q_out + D // 2, turned_high, mask=is_q)
+    dtype: tl.constexpr = k_cache.dtype.element_ty
     k_out = k_cache + (slot * K + head - H) * D + d
-    tl.store(k_out, turned_low, mask=is_k & (slot >= 0))
-    tl.store(k_out + D // 2, turned_high, mask=is_k & (slot >= 0))
+    tl.store(k_out, stored_as(turned_low, dtype), mask=is_k & (slot >= 0))
+    tl.store(k_out + D // 2, stored_as(turned_high, dtype), mask=is_k & (slot >= 0))
     v_out = v_cache + (slot * K + head - H - K) * D + d
-    tl.store(v_out, low, mask=is_v & (slot >= 0))
-    tl.store(v_out + D // 2, high, mask=is_v & (slot >= 0))
+    tl.store(v_out, stored_as(low, dtype), mask=is_v & (slot >= 0))
+    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (slot >= 0))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from kernels.metadata import AttentionMetadata
+from kernels.reference.fp8 import widened
 
 
 def paged_attention_reference(
@@ -24,7 +25,8 @@ def paged_attention_reference(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Computed row by row,
+    """Attention output [T, H, D] in the dtype of the queries; float32 inside. Caches have that
+    dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row,
     on any device.
     """
     out_THD = torch.zeros_like(q_THD)
@@ -34,9 +36,9 @@ def paged_attention_reference(
         if start == end:
             continue
         k_SHD, v_SHD = (
-            _gather(cache, attn.block_table_BW[row : row + 1], seq_len)[0]
-            .to(torch.float32)
-            .repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
+            widened(
+                _gather(cache, attn.block_table_BW[row : row + 1], seq_len)[0]
+            ).repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
             for cache in (k_cache_NPKD, v_cache_NPKD)
         )
         scores_HQS = torch.einsum("qhd,shd->hqs", q_THD[start:end].to(torch.float32), k_SHD) * scale

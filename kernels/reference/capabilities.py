@@ -9,4 +9,5 @@ REFERENCE = Capabilities(
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
     quantizations=("int8",),
+    kv_cache_dtypes=("fp8_e4m3",),
 )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.reference.fp8 import stored_as
+
 
 def store_kv_reference(
     k_TKD: torch.Tensor,
@@ -22,5 +24,5 @@ def store_kv_reference(
     written_T = slot_mapping_T >= 0
     slots = slot_mapping_T[written_T]
     blocks, offsets = slots // k_cache_NPKD.shape[1], slots % k_cache_NPKD.shape[1]
-    k_cache_NPKD[blocks, offsets] = k_TKD[written_T].to(k_cache_NPKD.dtype)
-    v_cache_NPKD[blocks, offsets] = v_TKD[written_T].to(v_cache_NPKD.dtype)
+    k_cache_NPKD[blocks, offsets] = stored_as(k_TKD[written_T], k_cache_NPKD.dtype)
+    v_cache_NPKD[blocks, offsets] = stored_as(v_TKD[written_T], v_cache_NPKD.dtype)

@@ -32,11 +32,15 @@ MOST = {
     "block_size": 2**20,
     "num_kv_blocks": 2**31 - 1,
 }
-OPTIONAL = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "max_model_len", "seed")
+OPTIONAL = (
+    *("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
+    *("num_steps_ahead", "seed"),
+)
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "attention_backend": ("auto", "cpu", "triton", "flash_attn", "reference"),
     "log_level": ("debug", "info", "warning", "error"),
 }
@@ -61,19 +65,22 @@ def limits(name: str) -> str:
     return f"of at least {LEAST[name]}" + (f" and at most {MOST[name]}" if name in MOST else "")
 
 
-def resolved(raw: dict[str, Any] | None = None, **options: Any) -> ResolvedConfig:
+def resolved(
+    raw: dict[str, Any] | None = None, device: str = "cpu", **options: Any
+) -> ResolvedConfig:
     model = ModelConfig.from_dict(RAW | (raw or {}))
     dtypes = ("float32", "bfloat16")
     return resolve(
         EngineConfig(**options),
         model,
         Path("/models/some"),
-        "cpu",
+        device,
         attention_backend="cpu",
         block_size=16,
         dtypes=dtypes,
         fast_dtypes=dtypes,
         quantizations=("int8",),
+        kv_cache_dtypes=("fp8_e4m3",),
     )
 
 
@@ -221,6 +228,39 @@ def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     assert resolved(max_num_seqs=300).max_num_batched_tokens == 300, (
         "every running sequence needs one token per step"
     )
+    assert resolved(max_num_batched_tokens=9).max_num_seqs == 9, "for the same reason"
+
+
+@pytest.mark.parametrize(
+    ("device", "seqs", "tokens", "ahead"), [("cpu", 64, 256, 1), ("cuda", 256, 8192, 3)]
+)
+def test_a_device_has_its_own_defaults(device: str, seqs: int, tokens: int, ahead: int) -> None:
+    config = resolved(device=device)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+    assert config.num_steps_ahead == ahead
+    assert resolved(device=device, num_steps_ahead=0).num_steps_ahead == 0
+
+
+def test_a_cache_of_8_bits_is_refused_where_the_kernels_lack_it() -> None:
+    assert resolved().kv_cache_dtype == "bfloat16"
+    assert resolved(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_cache_dtype 'fp8_e4m3' is not possible with kernel backend 'flash_attn';"
+        r" possible are auto\. Choose one of them, or another attention_backend",
+    ):
+        resolve(
+            EngineConfig(kv_cache_dtype="fp8_e4m3"),
+            ModelConfig.from_dict(RAW),
+            Path("/models/some"),
+            "cuda",
+            attention_backend="flash_attn",
+            block_size=256,
+            dtypes=("bfloat16",),
+            fast_dtypes=("bfloat16",),
+            quantizations=(),
+            kv_cache_dtypes=(),
+        )
 
 
 def test_a_dtype_the_kernels_lack_is_refused_with_the_possible_ones() -> None:
@@ -256,6 +296,7 @@ def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
             dtypes=("bfloat16",),
             fast_dtypes=("bfloat16",),
             quantizations=(),
+            kv_cache_dtypes=(),
         )
 
 
@@ -273,6 +314,7 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
             dtypes=("float32", "bfloat16"),
             fast_dtypes=("float32",),
             quantizations=(),
+            kv_cache_dtypes=(),
         )
         assert config.dtype == want
 
@@ -293,6 +335,7 @@ def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> No
             dtypes=("bfloat16", "float16"),
             fast_dtypes=("bfloat16", "float16"),
             quantizations=(),
+            kv_cache_dtypes=(),
         )
 
 

@@ -30,7 +30,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
-    assert _autoscaling(ServeConfig(replicas=2)) is None
+    assert _autoscaling(ServeConfig(replicas=2), "cpu") is None
     assert ServeConfig().is_single
     assert not ServeConfig(replicas=2).is_single
     assert not ServeConfig(max_replicas=2).is_single
@@ -40,10 +40,16 @@ def test_replicas_follow_ongoing_requests() -> None:
     config = ServeConfig(
         engine=EngineConfig(max_num_seqs=10), replicas=2, max_replicas=5, upscale_delay_s=6.0
     )
-    scaling = _autoscaling(config)
+    scaling = _autoscaling(config, "cpu")
     assert scaling is not None
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.target_ongoing_requests == 5
     assert (scaling.upscale_delay_s, scaling.look_back_period_s) == (6.0, 6.0)
     given = ServeConfig(max_replicas=5, target_ongoing_requests=3)
-    assert (found := _autoscaling(given)) and found.target_ongoing_requests == 3
+    assert (found := _autoscaling(given, "cpu")) and found.target_ongoing_requests == 3
+
+
+@pytest.mark.parametrize(("device", "target"), [("cpu", 32), ("cuda", 128)])
+def test_replicas_are_added_when_half_of_the_sequences_run(device: str, target: int) -> None:
+    scaling = _autoscaling(ServeConfig(max_replicas=5), device)
+    assert scaling is not None and scaling.target_ongoing_requests == target

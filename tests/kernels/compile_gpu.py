@@ -104,7 +104,8 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(names: list[str]) -> Iterator[Compiled]:
-    jobs = [(name, chip) for name in names for chip in CHIPS]
+    oldest = {name: case.oldest_chip for name, case in all_cases().items()}
+    jobs = [(name, chip) for name in names for chip in CHIPS if chip >= oldest[name]]
     with ProcessPoolExecutor(_PROCESSES, get_context("fork")) as pool:
         yield from pool.map(compile_case, *zip(*jobs, strict=True))
 

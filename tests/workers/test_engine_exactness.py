@@ -89,7 +89,7 @@ def limits_of(config: ResolvedConfig, num_blocks: int) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
         block_size=config.block_size,
-        max_num_seqs=config.engine.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,

@@ -60,8 +60,8 @@ class DecodeGraphs:
         """`uploads`: of each step, which begins with what `stage` puts."""
         self._model, self._cache, self._state, self._device = model, cache, state, device
         self._uploads = uploads
-        self._bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
-        self.sizes = graph_sizes(config.engine.max_num_seqs)
+        self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
+        self.sizes = graph_sizes(config.max_num_seqs)
         largest = self.sizes[-1]
         self._starts_S1 = torch.arange(largest + 1, dtype=torch.int32, device=device.torch)
         self._hidden_SE: torch.Tensor | None = None
@@ -76,7 +76,7 @@ class DecodeGraphs:
         largest: Graph | None = None
         for size in reversed(self.sizes):
             inputs = self._inputs(size)
-            for num_places in {self._num_places(size, bound) for bound in self._bounds}:
+            for num_places in {self._num_places(size, bound) for bound in self.bounds}:
                 run = partial(self._run, inputs, num_places)
                 self._graphs[size, num_places] = self._device.capture(run, largest)
                 largest = largest or self._graphs[size, num_places]
@@ -104,7 +104,7 @@ class DecodeGraphs:
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
-        bound = self._bounds[bisect.bisect_left(self._bounds, rows.max_seq_len)]
+        bound = self.bounds[bisect.bisect_left(self.bounds, rows.max_seq_len)]
         num_places = self._num_places(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
         padded = [
@@ -136,7 +136,7 @@ class DecodeGraphs:
             block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
             slot_mapping_T=slot_mapping_B,
             max_query_len=1,
-            max_seq_len=self._bounds[-1],
+            max_seq_len=self.bounds[-1],
             decode=(
                 self._state.decode_parts(size, num_places, part_start_B1) if num_places else None
             ),

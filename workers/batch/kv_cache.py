@@ -79,8 +79,10 @@ class KVCache:
             "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was"
             " given"
         )
-        with room_for(what, math.prod(size) * torch_dtype(config.dtype).itemsize, lower):
-            self.tensor = torch.zeros(size, dtype=torch_dtype(config.dtype), device=device)
+        is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
+        with room_for(what, math.prod(size) * dtype.itemsize, lower):
+            self.tensor = torch.zeros(size, dtype=dtype, device=device)
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def block_bytes(config: ResolvedConfig) -> int:
     model = config.model
     kv_heads = max(1, model.num_key_value_heads // config.engine.tensor_parallel_size)
     elements = config.block_size * kv_heads * model.head_dim
-    return 2 * model.num_hidden_layers * elements * ITEM_BYTES[config.dtype]
+    return 2 * model.num_hidden_layers * elements * ITEM_BYTES[config.kv_cache_dtype]
 
 
 def plan_kv_cache(
@@ -60,7 +60,7 @@ def plan_kv_cache(
     decides. Raises `ConfigError` with the numbers when not even one block fits.
     """
     engine, size = config.engine, block_bytes(config)
-    wanted = engine.max_num_seqs * config.blocks_per_sequence
+    wanted = config.max_num_seqs * config.blocks_per_sequence
     if engine.num_kv_blocks is not None:
         parts = [("num_kv_blocks", engine.num_kv_blocks * size)]
         wanted = engine.num_kv_blocks

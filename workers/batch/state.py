@@ -90,7 +90,7 @@ class BatchState:
         kernels: Kernels,
         kv_heads: int,
     ) -> None:
-        slots = config.engine.max_num_seqs
+        slots = config.max_num_seqs
         self._kernels = kernels
         self._kv_heads = kv_heads
         self.block_size = config.block_size

@@ -20,3 +20,4 @@ class CompileCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    oldest_chip: int = 80  # that has the instructions

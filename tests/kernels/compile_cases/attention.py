@@ -31,7 +31,12 @@ _SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "arrived_B
 
 
 def _case(
-    name: str, kernel: Any, dtype: str, launch: Launch, constexprs: dict[str, Any]
+    name: str,
+    kernel: Any,
+    dtype: str,
+    launch: Launch,
+    constexprs: dict[str, Any],
+    cache: str | None = None,
 ) -> CompileCase:
     types = {
         **_POINTERS,
@@ -40,7 +45,8 @@ def _case(
         **dict.fromkeys(constexprs, "constexpr"),
     }
     types |= {"q_stride_t": "i32:16", "q_stride_h": "i32:16"}
-    types |= dict.fromkeys(("q_THD", "k_cache_NPKD", "v_cache_NPKD", "out_THD"), f"*{dtype}")
+    types |= dict.fromkeys(("q_THD", "out_THD"), f"*{dtype}")
+    types |= dict.fromkeys(("k_cache_NPKD", "v_cache_NPKD"), f"*{cache or dtype}")
     return CompileCase(
         name=name,
         kernel=kernel,
@@ -48,6 +54,7 @@ def _case(
         constexprs=constexprs,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        oldest_chip=89 if constexprs["NATIVE_FP8"] else 80,
     )
 
 
@@ -60,6 +67,7 @@ def _shape(head_dim: int, group: int, block_size: int, launch: Launch) -> dict[s
         "TILE_M": launch.tile_m,
         "TILE_C": launch.tile_c,
         "TILE_D": padded_dim(head_dim),
+        "NATIVE_FP8": False,
     }
 
 
@@ -74,6 +82,20 @@ def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCa
     name = f"decode {dtype} D={head_dim} G={group} P={block_size}"
     constexprs = _shape(head_dim, group, block_size, launch) | {"TILE_X": JOINED_PARTS}
     return _case(name, decode_kernel, dtype, launch, constexprs)
+
+
+def _fp8(kind: str, dtype: str, head_dim: int, group: int, native: bool) -> CompileCase:
+    """Over a cache of 8-bit numbers, read by instructions or by arithmetic."""
+    if kind == "decode":
+        launch, kernel = decode_launch(_DTYPES[dtype], head_dim, group), decode_kernel
+        more = {"TILE_X": JOINED_PARTS}
+    else:
+        large = kind == "large prefill"
+        launch, kernel = prefill_launch(_DTYPES[dtype], head_dim, large), prefill_kernel
+        more = {}
+    name = f"{kind} fp8 for {dtype} D={head_dim} G={group}{' native' if native else ''}"
+    constexprs = _shape(head_dim, group, 16, launch) | more | {"NATIVE_FP8": native}
+    return _case(name, kernel, dtype, launch, constexprs, "u8")
 
 
 CASES: list[CompileCase] = [
@@ -93,4 +115,12 @@ CASES: list[CompileCase] = [
     _decode("fp16", 64, 8, 16),
     _decode("bf16", 256, 4, 16),
     _decode("fp32", 128, 2, 16),
+    *(
+        _fp8(kind, "bf16", 128, group, native)
+        for kind in ("decode", "prefill", "large prefill")
+        for group in (2, 8)
+        for native in (False, True)
+        if native or kind != "large prefill"
+    ),
+    _fp8("decode", "fp16", 64, 1, native=True),
 ]

@@ -60,7 +60,7 @@ def _heads(head_dim: int, **counts: int) -> tuple[dict[str, str], dict[str, Any]
 
 
 def _qk_norm_rope_store(
-    heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16"
+    heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16", cache: str | None = None
 ) -> CompileCase:
     constants, values = _heads(head_dim, H=heads, K=kv_heads)
     signature = {
@@ -69,15 +69,15 @@ def _qk_norm_rope_store(
         "k_weight_D": f"*{dtype}",
         "cos_sin_LD": "*fp32",
         "positions_T": "*i32",
-        "k_cache": f"*{dtype}",
-        "v_cache": f"*{dtype}",
+        "k_cache": f"*{cache or dtype}",
+        "v_cache": f"*{cache or dtype}",
         "slots_T": "*i64",
         "q_THD": f"*{dtype}",
         "row_stride": "i32:16",
         "eps": "fp32",
     }
     return CompileCase(
-        name=f"qk_norm_rope_store-{heads}-{kv_heads}-{head_dim}-{dtype}",
+        name=f"qk_norm_rope_store-{heads}-{kv_heads}-{head_dim}-{dtype}-{cache or dtype}",
         kernel=elementwise._qk_norm_rope_store,
         num_warps=2,
         signature=signature | constants,
@@ -97,4 +97,6 @@ CASES = [
     _qk_norm_rope_store(8, 1, 128, "fp32"),
     _qk_norm_rope_store(16, 8, 64),
     _qk_norm_rope_store(4, 4, 80),
+    _qk_norm_rope_store(16, 8, 128, "bf16", "u8"),
+    _qk_norm_rope_store(4, 4, 80, "fp16", "u8"),
 ]

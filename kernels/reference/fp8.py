@@ -1,0 +1,33 @@
+"""8-bit floating-point numbers of a KV cache: e4m3, four bits of exponent and three of mantissa
+(Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433), without a scale.
+
+Caches hold them as uint8, since not every library knows the format. The largest number is 448;
+larger ones become 448, which is also what NVIDIA's conversion instructions do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LARGEST = 448.0
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of 8 bits, ties to even, uint8."""
+    codes = x.to(torch.float32).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8)
+
+
+def from_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """Exactly, float32."""
+    return codes.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a cache of this dtype keeps of x."""
+    return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
+
+
+def widened(stored: torch.Tensor) -> torch.Tensor:
+    """What a cache keeps, as float32."""
+    return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)
