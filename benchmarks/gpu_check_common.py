@@ -24,6 +24,7 @@ from workers.device import CudaDevice
 from workers.roofline import Machine
 
 Row = dict[str, Any]
+Call = Callable[[], object]
 
 # Inputs that are used in turn take up this much together, several times the second-level cache, if
 # there can be that many sets.
@@ -208,3 +209,16 @@ def _median_replay_us(replay: Callable[[], None]) -> float:
     while sum(times) < _TIMED_US:
         times.append(once())
     return statistics.median(times)
+
+
+def timed(
+    check: Check, name: str, make: Callable[[], Call], num_bytes: int, flops: float = 0.0
+) -> None:
+    """Add a row with the time of a call and its floor. `make` returns a call on its own inputs."""
+
+    def measure() -> Row:
+        us = median_us(check, [make() for _ in range(num_sets(check, num_bytes))])
+        floor = check.floor_us(num_bytes, flops)
+        return {"us": rounded(us), "floor_us": rounded(floor)} | share(check, num_bytes, floor, us)
+
+    check.add(name, measure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import statistics
 import time
@@ -66,6 +67,7 @@ _TINY = QWEN3_0_6B | {
 # (bfloat16, on a CPU); 0.002 with attention that returns zeros, and 0.02 with attention that scales
 # by 0.8 of what it should.
 _EQUAL_IN_16_BITS = 0.15
+_PUBLISHED = {"nano-vLLM, RTX 4070 Laptop": 1434.13, "vLLM, RTX 4070 Laptop": 1361.84}
 _NO_GRAPHS = {"note": "graphs are not available"}
 
 Fill = Callable[[WeightSlice], object]
@@ -228,7 +230,8 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
         enable_prefix_caching=False,
         max_num_seqs=batches[-1],
         max_num_batched_tokens=16384,
-        max_model_len=64 if check.small else 4096,
+        # By default: decode graphs are captured for rows of this length.
+        max_model_len=64 if check.small else None,
         num_kv_blocks=batches[-1] * (context + 128) // 16,
     ) as (engine, executor, config):
         start_s = time.perf_counter() - began
@@ -237,10 +240,79 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
                 _decode_step, check, engine, executor, config.model, batch, context, steps
             )
             check.add(f"{name} {'eager' if eager else 'graph'}, batch {batch}", step)
+            if not eager:
+                parts = partial(_parts_of_step, check, engine, config.model, batch, context)
+                check.add(f"{name} parts of a step, batch {batch}", parts)
         for num in num_prompts if eager else ():
             step = partial(_prefill_step, check, engine, executor, config.model, num, prompt_len)
             check.add(f"{name} prefill {num * prompt_len}", step)
     return {"start_s": rounded(start_s, 3)}
+
+
+def _start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, steps: int) -> None:
+    """Rows that decode, and reach `context` tokens halfway through the steps."""
+    prompts = prompts_of(
+        {"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch
+    )
+    for number, tokens in enumerate(prompts):
+        add(engine, number, tokens, steps + 40, temperature=0.6)  # some start earlier than others
+    while any(
+        seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
+    ):
+        engine.step()
+
+
+def _end_batch(engine: Engine, batch: int) -> None:
+    for number in range(batch):
+        engine.finish(str(number), "measured")
+    run_all(engine)
+
+
+def _parts_of_step(
+    check: Check, engine: Engine, model: ModelConfig, batch: int, context: int
+) -> Row:
+    """Device time per step by kind of kernel, and time in which none ran."""
+    if not check.on_gpu:
+        return _NO_GRAPHS
+    steps = 10
+    _start_batch(engine, model, batch, context, 2 * steps)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize(check.device)
+    _end_batch(engine, batch)
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if "CUDA" in str(event.device_type)
+    ]
+    return parts_of(spans, steps)
+
+
+# What the names of kernels contain, the first that fits.
+_KINDS = {
+    "attention": ("decode_kernel", "prefill_kernel", "flash"),
+    "sampling": (
+        *("_block_", "_row_best", "_pack", "_unpack", "_near_gaps", "_make_list", "_listed_limits"),
+        *("_draw_index", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
+    ),
+    "elementwise": ("_rms_norm", "_qk_norm_rope_store", "_silu_and_mul"),
+    "products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "splitK"),
+}
+
+
+def parts_of(spans: list[tuple[str, float, float]], steps: int) -> Row:
+    """Milliseconds per step, from (name, begin, end) of everything that ran, in microseconds."""
+    sums = dict.fromkeys((*_KINDS, "others"), 0.0)
+    busy, reached = 0.0, -math.inf
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        kinds = (kind for kind, parts in _KINDS.items() if any(part in name for part in parts))
+        sums[next(kinds, "others")] += end - begin
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    total = reached - min((begin for _, begin, _ in spans), default=reached)
+    sums["gaps"] = total - busy
+    return {f"{kind}_ms": rounded(us / steps / 1000, 3) for kind, us in sums.items()}
 
 
 def _decode_step(
@@ -252,23 +324,14 @@ def _decode_step(
     context: int,
     steps: int,
 ) -> Row:
-    for number, tokens in enumerate(
-        prompts_of({"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch)
-    ):
-        add(engine, number, tokens, steps + 40, temperature=0.6)  # some start earlier than others
-    while any(
-        seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
-    ):
-        engine.step()
+    _start_batch(engine, model, batch, context, steps)
     executor.launch_s.clear()
     moments = [time.perf_counter()]
     for _ in range(steps):
         engine.step()
         moments.append(time.perf_counter())
     launch_ms = 1000 * statistics.median(executor.launch_s)
-    for number in range(batch):
-        engine.finish(str(number), "measured")
-    run_all(engine)
+    _end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
     weights = layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
@@ -318,8 +381,11 @@ def _prefill_step(
 
 def throughput(check: Check) -> None:
     """Output tokens per second: inputs and outputs uniform in 100 to 1024 tokens, all submitted at
-    the start.
+    the start. The same draw as nano-vLLM's benchmark, 133,966 output tokens; the published figures
+    are those of its README.
     """
+    for name, tokens_per_s in _PUBLISHED.items():
+        check.add(f"published: {name}", partial(dict, tokens_per_s=tokens_per_s))
     for backend in check.backends:
         check.add(
             f"{'tiny' if check.small else '0.6B'} {backend}", partial(_throughput, check, backend)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from benchmarks.gpu_check_common import (
+    Call,
     Check,
     Row,
     attention_of,
@@ -28,12 +28,13 @@ from benchmarks.gpu_check_common import (
     num_sets,
     rounded,
     share,
+    timed,
     with_parts,
 )
+from benchmarks.gpu_check_sampling import products, whole_sampler
 from kernels.interface import GapRows, Kernels
 
 EPS = 1e-6
-Call = Callable[[], object]
 # Query heads, KV heads, head dim: of Qwen3-0.6B and of Qwen3-8B.
 _HEADS = ((16, 8, 128), (32, 8, 128))
 _SMALL_HEADS = ((2, 1, 64),)
@@ -53,6 +54,8 @@ def speed(check: Check) -> None:
     _elementwise(check)
     _store(check)
     _sampling(check)
+    whole_sampler(check)
+    products(check)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,9 @@ def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
         for batch in (1, 64):
             name = f"decode {batch} x 512, bound {_GRAPH_BOUND}"
             _attention(check, pool, name, heads, [512] * batch, [1] * batch, _GRAPH_BOUND)
-        _attention(check, pool, "decode 79 x 512, 1 x 32768", heads, [512] * 79 + [32768], [1] * 80)
+        for others in (64, 79):
+            name = f"decode {others} x 512, 1 x 32768"
+            _attention(check, pool, name, heads, [512] * others + [32768], [1] * (others + 1))
 
 
 def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
@@ -139,7 +144,7 @@ def _attention(
     num_bytes, flops = check.dtype.itemsize * dim * elements, 4 * num_heads * dim * seen
     runs = [
         (f"block_{size}", check.backends["triton"], size)
-        for size in ((16,) if check.small else (16, 256))
+        for size in ((16,) if check.small else (16, 64, 256))
     ]
     runs += [
         (name, other, other.capabilities.default_block_size)
@@ -204,20 +209,20 @@ def _elementwise(check: Check) -> None:
         for width in (64,) if check.small else (1024, 4096):
             row_bytes, features = check.dtype.itemsize * num_tokens * width, 3 * width
             shape = f"{num_tokens} x {width}"
-            _timed(
+            timed(
                 check,
                 f"rms_norm {shape}",
                 partial(_rms_norm, check, num_tokens, width),
                 2 * row_bytes,
             )
-            _timed(
+            timed(
                 check,
                 f"add_rms_norm {shape}",
                 partial(_add_rms_norm, check, num_tokens, width),
                 4 * row_bytes,
             )
             make = partial(_silu_and_mul, check, num_tokens, features)
-            _timed(check, f"silu_and_mul {num_tokens} x {features}", make, 9 * row_bytes)
+            timed(check, f"silu_and_mul {num_tokens} x {features}", make, 9 * row_bytes)
 
 
 def _rms_norm(check: Check, num_tokens: int, width: int) -> Call:
@@ -246,7 +251,7 @@ def _store(check: Check) -> None:
                 num_tokens * dim * (2 * (num_heads + 2 * kv_heads) * check.dtype.itemsize + 4)
             )
             name = f"qk_norm_rope_store {num_tokens}, {num_heads}/{kv_heads} x {dim}"
-            _timed(check, name, partial(_store_call, check, num_tokens, heads), num_bytes)
+            timed(check, name, partial(_store_call, check, num_tokens, heads), num_bytes)
 
 
 def _store_call(check: Check, num_tokens: int, heads: tuple[int, int, int]) -> Call:
@@ -271,10 +276,10 @@ def _sampling(check: Check) -> None:
     for num_rows in (2,) if check.small else (1, 64, 256):
         num_bytes = torch.bfloat16.itemsize * num_rows * num_columns
         shape = f"{num_rows} x {num_columns}"
-        _timed(
+        timed(
             check, f"row_best {shape}", partial(_row_best, check, num_rows, num_columns), num_bytes
         )
-        _timed(
+        timed(
             check,
             f"block_weights {shape}",
             partial(_block_weights, check, num_rows, num_columns),
@@ -300,14 +305,3 @@ def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
         temperature_R=torch.ones_like(max_R),
     )
     return partial(kernels.block_weights, gaps, torch.full_like(max_R, torch.inf))
-
-
-def _timed(check: Check, name: str, make: Callable[[], Call], num_bytes: int) -> None:
-    """`make` returns a call on its own inputs."""
-
-    def measure() -> Row:
-        us = median_us(check, [make() for _ in range(num_sets(check, num_bytes))])
-        floor = check.floor_us(num_bytes)
-        return {"us": rounded(us), "floor_us": rounded(floor)} | share(check, num_bytes, floor, us)
-
-    check.add(name, measure)

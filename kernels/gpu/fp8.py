@@ -1,5 +1,9 @@
-"""The numbers of `kernels/reference/fp8.py` in Triton, on any chip: by instructions where there are
-some (compute capability 8.9), else by arithmetic on their bits.
+"""What a KV cache on a GPU keeps, and how it is read. 8-bit numbers are those of
+`kernels/reference/fp8.py`, on any chip: by instructions where there are some (compute capability
+8.9), else by arithmetic on their bits.
+
+Only finite numbers are kept: flash-attn multiplies what an earlier owner has left behind the end of
+a row by 0, which does not help against NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ def has_instructions(device: torch.device) -> bool:
 
 @triton.jit
 def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `stored_as` of the reference."""
+    """As `stored_as` of the reference; NaN becomes 0, and so do infinities of more than 8 bits."""
     if dtype == tl.uint8:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -30,10 +34,10 @@ def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         code = tl.where(
             magnitude < 0x3C800000, units.to(tl.int32, bitcast=True) - 0x46800000, normal
         )
-        code = tl.where(magnitude > 0x7F800000, 0x7F, tl.minimum(code, 0x7E))
+        code = tl.where(magnitude > 0x7F800000, 0, tl.minimum(code, 0x7E))
         stored = (((bits >> 24) & 0x80) | code).to(tl.uint8)
     else:
-        stored = x.to(dtype)
+        stored = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(dtype)
     return stored
 
 
@@ -46,8 +50,7 @@ def loaded(stored, dtype: tl.constexpr, NATIVE: tl.constexpr):  # type: ignore[n
         else:
             # float16 has one bit of exponent more, so its bias is larger by 8.
             bits = stored.to(tl.uint16)
-            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-            half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.uint16)
+            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16)
             values = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
     else:
         values = stored

@@ -21,6 +21,7 @@ from benchmarks import (
     gpu_check,
     gpu_check_common,
     gpu_check_engine,
+    gpu_check_model,
     gpu_check_numerics,
     gpu_check_speed,
 )
@@ -233,6 +234,57 @@ def test_tokens_through_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert all(row["passed"] for row in rows) and len(outputs) == 2
     assert sum(graph.num_replays for graph in gpu.graphs) > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_the_default_model_must_answer(
+    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Check(device=torch.device("cpu"), small=True, backends={})
+    row = gpu_check_model._answers(check, "cpu", kv_cache_dtype)
+    assert row["passed"] and "85" in row["answers"]
+    monkeypatch.setattr(gpu_check_model, "_ANSWERS", {"What is 47 + 38?": "86"})
+    assert not gpu_check_model._answers(check, "cpu", kv_cache_dtype)["passed"]
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (99, False)])
+def test_what_a_checker_reports_counts(tmp_path: Path, code: int, passed: bool) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho '=== ERROR SUMMARY: {code} errors'\nexit {code}\n")
+    tool.chmod(0o755)
+    row = gpu_check_model._run_tool(str(tool), "memcheck")
+    assert row == {"said": f"=== ERROR SUMMARY: {code} errors", "passed": passed}
+
+
+def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:
+    spans = [
+        ("decode_kernel", 0.0, 10.0),
+        ("nvjet_tst_64x8", 10.0, 30.0),
+        ("ampere_bf16_s16816gemm_bf16_128x64", 40.0, 44.0),
+        ("_add_rms_norm", 44.0, 46.0),
+        ("_row_best", 43.0, 50.0),  # beside the others
+        ("Memcpy HtoD (Pinned -> Device)", 60.0, 61.0),
+    ]
+    row = gpu_check_engine.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
+    assert row == {
+        "attention_ms": 5.0,
+        "sampling_ms": 3.5,
+        "elementwise_ms": 1.0,
+        "products_ms": 12.0,
+        "others_ms": 0.5,
+        "gaps_ms": 10.0,
+    }
+
+
+def test_every_kernel_of_ours_has_its_kind() -> None:
+    from tests.kernels.test_gpu_compile import launched_kernels
+
+    for module, name in launched_kernels():
+        row = gpu_check_engine.parts_of([(name, 0.0, 1000.0)], steps=1)
+        kind = next(key for key, ms in row.items() if ms)
+        wanted = {"attention": "attention_ms", "sampling": "sampling_ms"}
+        wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms"}
+        assert kind == wanted[module.rpartition(".")[2]], name
 
 
 def test_time_of_flash_attn_is_told_as_a_multiple_of_ours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields, replace
 
 import pytest
@@ -11,7 +12,7 @@ from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from kernels.reference.fp8 import LARGEST, from_fp8, to_fp8
+from kernels.reference.fp8 import LARGEST, from_fp8, to_fp8, widened
 from kernels.select import select_backend
 from tests.kernels.cpu_caches import from_cpu, to_cpu
 from tests.kernels.gpu_device import DEVICE
@@ -84,6 +85,27 @@ def test_every_number_is_stored_as_the_reference_stores_it(
     got_keys, want_keys = from_fp8(keys.cpu()), from_fp8(want[0])
     torch.testing.assert_close(got_keys, want_keys, atol=0.01, rtol=2**-3)
     assert (got_keys != want_keys).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_a_gpu_keeps_only_finite_numbers(dtype: torch.dtype) -> None:
+    """Whoever has the block next must not meet them, nor multiply them by 0."""
+    x = torch.tensor([1.0, torch.nan, -torch.inf, torch.inf, 2.0, -torch.nan, 3.0, -4.0] * 2)
+    activation = torch.float32 if dtype is torch.uint8 else dtype
+    qkv = torch.ones(1, 3, 16, dtype=activation, device=DEVICE)
+    qkv[0, 2] = x
+    weight = torch.ones(16, dtype=activation, device=DEVICE)
+    caches = [torch.zeros(1, 4, 1, 16, dtype=dtype, device=DEVICE) for _ in range(2)]
+    table = torch.ones(1, 16, device=DEVICE)
+    zeros = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the interpreter, about NaN
+        TRITON.qk_norm_rope_store(
+            qkv, weight, weight, 1e-6, table, zeros, caches[0], caches[1], zeros.long()
+        )
+    most = 448.0 if dtype is torch.uint8 else 0.0
+    want = torch.tensor([1.0, 0.0, -most, most, 2.0, 0.0, 3.0, -4.0] * 2)
+    assert torch.equal(widened(caches[1][0, 0, 0]).cpu(), want)
 
 
 def attend(kernels: Kernels, case: Case, scale: float) -> torch.Tensor:
