@@ -16,8 +16,9 @@ Ints = npt.NDArray[np.int32]
 
 # Parts are multiples of it. Shorter ones would cost more to join than they save.
 PART_TOKENS = 64
-# A row is joined by one program, which reads what each part found.
-MAX_PARTS = 64
+# A row is joined by one program, which reads what all parts found at once. With so many programs
+# per KV head, a single row keeps enough bytes in flight for the memory of any chip.
+MAX_PARTS = 32
 # Programs to start per multiprocessor: three run at once, and more of them balance unequal parts.
 _PROGRAMS_PER_SM = 4
 # Places beyond one for each row, for rows much longer than the others: a tenth of the rows.

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_parts import decode_places
+from kernels.decode_parts import MAX_PARTS, decode_places
 from kernels.gpu.fp8 import has_instructions, loaded
 from kernels.metadata import AttentionMetadata, DecodeParts
 
@@ -160,15 +160,13 @@ def _attend_decode(
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
         NATIVE_FP8=has_instructions(q_THD.device),
-        TILE_X=JOINED_PARTS,
+        TILE_X=MAX_PARTS,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
 
 
 # How kernels are tiled
-
-JOINED_PARTS = 16  # parts of a row that are read together when they are joined
 
 
 def padded_dim(head_dim: int) -> int:
@@ -512,31 +510,24 @@ def _join(
     TILE_D: tl.constexpr,
     TILE_X: tl.constexpr,
 ) -> tl.tensor:
-    """The output of one row and query head, from its parts: those at `first`, `first + H` and so
-    on. Not through the first-level cache, which does not see what others have written.
+    """The output of one row and query head, from its parts, of which each has a token: those at
+    `first`, `first + H` and so on. Not through the first-level cache, which does not see what
+    others have written.
     """
     d_D = tl.arange(0, TILE_D)
-    acc_D = tl.zeros([TILE_D], tl.float32)
-    largest = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for begin in range(0, num_parts, TILE_X):
-        x_X = begin + tl.arange(0, TILE_X)
-        place_X = first + x_X * NUM_HEADS
-        live_X = x_X < num_parts
-        max_X = tl.load(max_XH + place_X, mask=live_X, other=float("-inf"), cache_modifier=".cg")
-        sum_X = tl.load(sum_XH + place_X, mask=live_X, other=0.0, cache_modifier=".cg")
-        acc_XD = tl.load(
-            acc_XHD + (place_X * HEAD_DIM)[:, None] + d_D[None, :],
-            mask=live_X[:, None] & (d_D < HEAD_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_largest = tl.maximum(largest, tl.max(max_X, 0))
-        factor, factor_X = tl.exp2(largest - new_largest), tl.exp2(max_X - new_largest)
-        total = total * factor + tl.sum(sum_X * factor_X, 0)
-        acc_D = acc_D * factor + tl.sum(acc_XD * factor_X[:, None], 0)
-        largest = new_largest
-    return acc_D / tl.where(total > 0, total, 1.0)
+    x_X = tl.arange(0, TILE_X)
+    place_X = first + x_X * NUM_HEADS
+    live_X = x_X < num_parts
+    max_X = tl.load(max_XH + place_X, mask=live_X, other=float("-inf"), cache_modifier=".cg")
+    sum_X = tl.load(sum_XH + place_X, mask=live_X, other=0.0, cache_modifier=".cg")
+    acc_XD = tl.load(
+        acc_XHD + (place_X * HEAD_DIM)[:, None] + d_D[None, :],
+        mask=live_X[:, None] & (d_D < HEAD_DIM)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    factor_X = tl.exp2(max_X - tl.max(max_X, 0))
+    return tl.sum(acc_XD * factor_X[:, None], 0) / tl.sum(sum_X * factor_X, 0)
 
 
 @triton.jit

@@ -52,8 +52,8 @@ def test_a_long_row_beside_short_ones_is_divided() -> None:
 
 def test_few_rows_fill_the_device() -> None:
     assert decode_places(1, 8, 40960, H200) == MAX_PARTS
-    assert decode_places(2, 8, 40960, H200) == 66
-    assert parts_of([4096, 4096], 66) == [32, 32]
+    assert decode_places(3, 8, 40960, H200) == 66
+    assert parts_of([4096, 4096, 100], 66) == [32, 32, 1]
 
 
 def test_short_rows_do_not_ask_for_places_they_cannot_fill() -> None:

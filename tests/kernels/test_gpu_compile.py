@@ -16,6 +16,7 @@ import pytest
 from tests.kernels.compile_gpu import CHIPS, Compiled, all_cases
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("compile")  # in one process, which compiles once
 
 # Bytes that a block may ask for: CUDA C++ programming guide, technical specifications per compute
 # capability.

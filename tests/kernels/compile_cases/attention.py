@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from kernels.decode_parts import MAX_PARTS
 from kernels.gpu.attention import (
-    JOINED_PARTS,
     Launch,
     decode_kernel,
     decode_launch,
@@ -80,7 +80,7 @@ def _prefill(dtype: str, head_dim: int, group: int, block_size: int, large: bool
 def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCase:
     launch = decode_launch(_DTYPES[dtype], head_dim, group)
     name = f"decode {dtype} D={head_dim} G={group} P={block_size}"
-    constexprs = _shape(head_dim, group, block_size, launch) | {"TILE_X": JOINED_PARTS}
+    constexprs = _shape(head_dim, group, block_size, launch) | {"TILE_X": MAX_PARTS}
     return _case(name, decode_kernel, dtype, launch, constexprs)
 
 
@@ -88,7 +88,7 @@ def _fp8(kind: str, dtype: str, head_dim: int, group: int, native: bool) -> Comp
     """Over a cache of 8-bit numbers, read by instructions or by arithmetic."""
     if kind == "decode":
         launch, kernel = decode_launch(_DTYPES[dtype], head_dim, group), decode_kernel
-        more = {"TILE_X": JOINED_PARTS}
+        more = {"TILE_X": MAX_PARTS}
     else:
         large = kind == "large prefill"
         launch, kernel = prefill_launch(_DTYPES[dtype], head_dim, large), prefill_kernel
