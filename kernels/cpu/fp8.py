@@ -7,16 +7,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import types
 from numba.extending import overload
 
 from kernels.cpu.jit import Array, narrow, widen
-from kernels.reference.fp8 import from_fp8
 
-# Every number, by its code.
-_FLOAT32 = from_fp8(torch.arange(256, dtype=torch.uint8)).numpy()
-_BFLOAT16 = torch.from_numpy(_FLOAT32).to(torch.bfloat16).view(torch.uint16).numpy()
+# Every number, by its code: float16 has one bit of exponent more, so its bias is larger by 8. In
+# numpy: an operation of torch here would start its threads before a rank has said how many.
+_CODES = np.arange(256, dtype=np.uint16)
+_HALVES = ((_CODES & 0x80) << 8 | (_CODES & 0x7F) << 7).view(np.float16)
+_FLOAT32 = np.where(_CODES & 0x7F == 0x7F, np.float32(np.nan), _HALVES * np.float32(256))
+_BFLOAT16 = (_FLOAT32.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def stored_as(value: Any, like: Any) -> Any:
@@ -38,7 +39,7 @@ def loaded(block: Array, like: Array) -> Array:
     raise NotImplementedError("for compiled code")
 
 
-@overload(loaded)
+@overload(loaded, inline="always")
 def _loaded(block, like):  # type: ignore[no-untyped-def]
     if block.dtype != types.uint8:
         return lambda block, like: block
