@@ -73,6 +73,14 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     tools = _callable_tools(request)
     prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
+    if request.add_generation_prompt is bool(request.continue_final_message):
+        raise RequestError(
+            "add_generation_prompt is false where continue_final_message is true, and true"
+            " otherwise; leave it out",
+            "add_generation_prompt",
+        )
+    if request.continue_final_message:
+        prompt["continue_final_message"] = True
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
     return prompt

@@ -254,6 +254,8 @@ class ChatRequest(Generate):
     response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def structure(self) -> StructuredOutputs | None:
         """As `Generate.structure`, or from the response format."""

@@ -80,13 +80,15 @@ class FastTokenizer:
         return text
 
     def render_chat(self, conversation: Conversation) -> str:
-        """The text of a conversation, up to where the assistant answers."""
+        """The text of a conversation, up to where the assistant answers; all of it if the answer is
+        its last message.
+        """
         assert self._template is not None
         return self._template.render(
             messages=[_with_reasoning(message) for message in conversation.messages],
             tools=conversation.tools,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=not conversation.continues_last,
             **self._special_tokens | conversation.template_variables,
         )
 

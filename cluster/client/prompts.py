@@ -21,19 +21,23 @@ Message = dict[str, Any]
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 
-# What a mapping may have beside its prompt; the last two go with messages.
-EXTRAS = ("cache_salt", "session_id", "tools", "chat_template_kwargs")
+# What a mapping may have beside its prompt; the last three go with messages.
+_OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
+EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """Messages and what else the chat template gets: tools (JSON schemas of functions, as OpenAI
     writes them) and variables of its own, such as `enable_thinking`.
+
+    continues_last: the last message is the beginning of the answer, which goes on there.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
+    continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     both: dict[str, Any] = {"cache_salt": salt, "session_id": session}
     if form == "messages":
         return ParsedPrompt(conversation=_conversation(prompt), **both)
-    for name in ("tools", "chat_template_kwargs"):
+    for name in _OF_MESSAGES:
         if name in prompt:
             raise RequestError(f"{name} needs messages, and this prompt gives {form}", name)
     if isinstance(value, str):
@@ -155,10 +159,25 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
             f"chat_template_kwargs must be an object without {', '.join(taken)}; got {variables!r}",
             "chat_template_kwargs",
         )
+    messages, continues = check_messages(prompt["messages"]), prompt.get("continue_final_message")
+    if not isinstance(continues, bool | None):
+        raise RequestError(
+            f"continue_final_message must be true or false, got {continues!r}",
+            "continue_final_message",
+        )
+    content = messages[-1]["content"]
+    is_begun = messages[-1]["role"] == "assistant" and isinstance(content, str) and content.strip()
+    if continues and not is_begun:
+        raise RequestError(
+            "continue_final_message needs a last message of role assistant with text, got"
+            f" {messages[-1]!r}",
+            "continue_final_message",
+        )
     return Conversation(
-        messages=check_messages(prompt["messages"]),
+        messages=messages,
         tools=list(tools) if tools else None,
         template_variables=dict(variables),
+        continues_last=bool(continues),
     )
 
 

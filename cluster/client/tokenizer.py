@@ -50,7 +50,9 @@ class Tokenizer:
             raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
 
     def render_chat(self, conversation: Conversation) -> str:
-        """The text of a conversation, up to where the assistant answers. Raises `RequestError`."""
+        """The text of a conversation, up to where the assistant answers, or goes on with its last
+        message. Raises `RequestError`.
+        """
         if not self.has_chat_template:
             raise RequestError(
                 "this checkpoint has no chat template; send a prompt instead of messages",
@@ -65,21 +67,22 @@ class Tokenizer:
             )
         try:
             if self._fast and all(_is_plain(message) for message in conversation.messages):
-                return self._fast.render_chat(conversation)
-            text: str = self._slow.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
-                add_generation_prompt=True,
-                tokenize=False,
-                **conversation.template_variables,
-            )
+                text = self._fast.render_chat(conversation)
+            else:
+                text = self._slow.apply_chat_template(
+                    conversation.messages,
+                    tools=conversation.tools,
+                    add_generation_prompt=not conversation.continues_last,
+                    tokenize=False,
+                    **conversation.template_variables,
+                )
         except ConfigError:
             raise
         except Exception as error:  # the template is a program of the checkpoint
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        return text
+        return _up_to_last(text, conversation) if conversation.continues_last else text
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, which has its special tokens already. Raises
@@ -136,6 +139,19 @@ class Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer in a directory, None when it has no tokenizer files."""
     return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
+
+
+def _up_to_last(text: str, conversation: Conversation) -> str:
+    """The text without what the template puts behind the content of the last message."""
+    content = conversation.messages[-1]["content"].lstrip()
+    for kept in (content, content.rstrip()):  # templates may strip what they are given
+        place = text.rfind(kept)
+        if place >= 0:
+            return text[: place + len(kept)]
+    raise RequestError(
+        "the chat template of this checkpoint changes the last message, so it cannot be continued",
+        "continue_final_message",
+    )
 
 
 def _is_plain(message: Message) -> bool:

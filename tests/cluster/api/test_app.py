@@ -198,6 +198,20 @@ def test_tokens_go_there_and_back(server: Server) -> None:
             "mood",
             "does not use 'mood'",
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "continue_final_message": True},
+            400,
+            "continue_final_message",
+            "needs a last message of role assistant",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "add_generation_prompt": False},
+            400,
+            "add_generation_prompt",
+            "leave it out",
+        ),
         ("/v1/chat/completions", {"messages": [USER] * 3000}, 400, "messages", "at most 2048"),
         ("/v1/completions", {"prompt": ""}, 400, "prompt", "at least one token"),
         ("/v1/completions", {"prompt": []}, 400, "prompt", "at least one token"),
@@ -479,6 +493,19 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
         asked = {"prompt": "a", "stream": True, "max_tokens": 20, "logprobs": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked)
         assert ": waiting" not in answer.text
+
+
+def test_an_answer_goes_on_where_the_last_message_ends(server: Server) -> None:
+    path, wanted = server.url + "/v1/chat/completions", {"return_token_ids": True}
+    begun = [USER, {"role": "assistant", "content": "That makes"}]
+    asked = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    prompts = [
+        httpx.post(path, json=body | wanted).json()["prompt_token_ids"]
+        for body in ({"messages": [USER]}, asked)
+    ]
+    last = httpx.post(server.url + "/v1/completions", json={"prompt": "That makes"} | wanted)
+    ids = last.json()["choices"][0].get("prompt_token_ids") or last.json()["prompt_token_ids"]
+    assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[1][-len(ids) :] == ids
 
 
 @pytest.mark.parametrize("n", [1, 2])

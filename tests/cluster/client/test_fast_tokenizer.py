@@ -13,7 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from cluster.client import fast_tokenizer
 from cluster.client.prompts import Conversation
+from cluster.client.tokenizer import Tokenizer as ChatTokenizer
 from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import RequestError
 from tests.cluster.client.byte_tokenizer import write_tokenizer
 
 TEXTS = [
@@ -191,6 +193,25 @@ def test_chats_with_tools_are_those_of_transformers(
     )
     conversation = Conversation(messages=messages, tools=[ADD], template_variables=variables)
     assert fast.render_chat(conversation) == want
+
+
+@pytest.mark.parametrize("begun", ["The answer is", "  85 and\n ", "<think>\nso"])
+def test_a_last_message_is_continued(tmp_path: Path, begun: str) -> None:
+    tokenizer = ChatTokenizer(default_model(tmp_path / "tokenizer"))
+    question = {"role": "user", "content": f"What is 47 + 38? {begun}"}
+    messages = [question, {"role": "assistant", "content": begun}]
+    text = tokenizer.render_chat(Conversation(messages=messages, continues_last=True))
+    assert text.startswith(tokenizer.render_chat(Conversation(messages=[question])))
+    assert text.endswith((begun.strip(), begun.lstrip()))
+
+
+def test_a_message_that_the_template_changes_is_not_continued(tmp_path: Path) -> None:
+    folder = default_model(tmp_path / "tokenizer")
+    template = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [{"role": "assistant", "content": "lower"}]
+    with pytest.raises(RequestError, match="changes the last message"):
+        ChatTokenizer(folder).render_chat(Conversation(messages=messages, continues_last=True))
 
 
 def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_what_a_chat_template_gets_goes_with_messages_only() -> None:
     assert parsed.conversation == Conversation(
         messages=[MESSAGE], tools=[tool], template_variables=variables
     )
-    for extra in ({"tools": [tool]}, {"chat_template_kwargs": variables}):
+    others = {"continue_final_message": True}
+    for extra in ({"tools": [tool]}, {"chat_template_kwargs": variables}, others):
         with pytest.raises(RequestError, match="needs messages, and this prompt gives prompt"):
             parse_prompt({"prompt": "Hi"} | extra)
 
@@ -165,6 +166,8 @@ def test_what_a_chat_template_gets_goes_with_messages_only() -> None:
         ({"tools": [1]}, "tools must be a list of JSON objects"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs must be an object"),
         ({"chat_template_kwargs": {"messages": []}}, "an object without messages, tools"),
+        ({"continue_final_message": "yes"}, "continue_final_message must be true or false"),
+        ({"continue_final_message": True}, "needs a last message of role assistant with text"),
     ],
 )
 def test_wrong_tools_and_template_variables_are_refused(
