@@ -14,7 +14,7 @@ run: $(VENV)/.ready
 
 # Tests that start engines run one after another, the others in two processes.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not engine"
+	$(BIN)/python -m pytest -n 2 -m "not engine"
 	$(BIN)/python -m pytest -m "engine and not nodes" tests/cluster
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.

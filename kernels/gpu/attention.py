@@ -134,7 +134,10 @@ def _attend_decode(
     if decode.num_places > decode.num_rows:
         shape = (decode.num_places, num_heads)
         acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
-        max_XH, sum_XH = torch.empty((2, *shape), dtype=torch.float32, device=q_THD.device)
+        # Each in memory of its own, which is aligned whatever the number of places is.
+        max_XH, sum_XH = (
+            torch.empty(shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
+        )
     decode_kernel[(decode.num_places, kv_heads)](
         q_THD,
         k_cache_NPKD,

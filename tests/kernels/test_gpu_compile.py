@@ -5,6 +5,7 @@ of a block.
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ import pytest
 from tests.kernels.compile_gpu import CHIPS, Compiled, all_cases
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("compile")  # in one process, which compiles once
 
 # Bytes that a block may ask for: CUDA C++ programming guide, technical specifications per compute
 # capability.
@@ -25,8 +25,23 @@ MAX_REGISTERS = 255
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, int], Compiled]:
-    """Results by case and chip."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Compiled]:
+    """Results by case and chip. Of several processes with tests, the first compiles, with all
+    cores, and the others wait for it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    lines = shared / "compiled.jsonl"
+    with (shared / "compiling").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lines.exists():
+            lines.write_text(_compile_all())
+    results = [Compiled(**json.loads(line)) for line in lines.read_text().splitlines()]
+    return {(result.name, result.chip): result for result in results}
+
+
+def _compile_all() -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_gpu"],
@@ -36,8 +51,7 @@ def compiled() -> dict[tuple[str, int], Compiled]:
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    results = [Compiled(**json.loads(line)) for line in run.stdout.splitlines()]
-    return {(result.name, result.chip): result for result in results}
+    return run.stdout
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def draw_scenario(rng: Random) -> Scenario:
     requests = _Requests(rng, limits, small_alphabet=small_alphabet, growing=rng.random() < 0.4)
     scenario = Scenario(
         limits=limits,
-        num_steps_ahead=rng.choice((0, 1, 1, 2)),
+        num_steps_ahead=rng.choice((0, 1, 2, 3)),
         hash_function=rng.choice(WEAK_HASHES) if weak else xxhash.xxh3_128_intdigest,
         requests=requests.draw(rng.randint(3, 40)),
         loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
