@@ -46,10 +46,9 @@ def main() -> None:
     parser.add_argument("--launch-ms", type=float, nargs="+", default=[0.0, 0.6])
     parser.add_argument("--only", choices=("computing", "sleeping"))
     args = parser.parse_args()
-    measured: dict[str, Any] = {
-        "model": "60m shape" if args.model is None else args.model.rsplit("/", 1)[-1]
-    }
+    measured: dict[str, Any] = {}
     if args.only != "sleeping":
+        measured["model"] = "60m shape" if args.model is None else args.model.rsplit("/", 1)[-1]
         with model_or_random(args.model) as model:
             for tp in args.tp:
                 measured[f"tp{tp}"] = _computing(model, tp, args, TimedDriver)
@@ -63,7 +62,7 @@ def main() -> None:
         ]
     name = f"dispatch_{args.only}" if args.only else "dispatch"
     limit = "ms_no_ray: the same ranks without Ray; ratios of sleeping: 1"
-    write_result(name, limit, measured)
+    write_result(name, limit, measured, module="dispatch")
 
 
 # The engines stand idle in turn, and would make their spares just then.

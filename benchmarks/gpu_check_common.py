@@ -7,6 +7,7 @@ Legend: T tokens of the step, B rows, W blocks of a row.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import statistics
 import time
@@ -222,3 +223,10 @@ def timed(
         return {"us": rounded(us), "floor_us": rounded(floor)} | share(check, num_bytes, floor, us)
 
     check.add(name, measure)
+
+
+def free_memory(check: Check) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if check.on_gpu:
+        torch.cuda.empty_cache()

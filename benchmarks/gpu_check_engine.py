@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common import QWEN3_0_6B
-from benchmarks.gpu_check_common import Check, Row, rounded
+from benchmarks.gpu_check_common import Check, Row, free_memory, rounded
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from kernels.reference.sampling import MAX_LISTED
@@ -113,7 +113,7 @@ def open_engine(
     """An engine that runs a step ahead, over a model of this shape. `options` are those of
     `EngineConfig`.
     """
-    _free_memory(check)  # of an engine whose error was still referenced when it closed
+    free_memory(check)  # of an engine whose error was still referenced when it closed
     torch.manual_seed(0)
     engine = EngineConfig(
         model="random weights", device=check.device.type, attention_backend=backend, **options
@@ -144,13 +144,7 @@ def open_engine(
         yield Engine(Scheduler(limits), executor, num_steps_ahead=1), executor, config
     finally:
         executor.inner.close()
-        _free_memory(check)
-
-
-def _free_memory(check: Check) -> None:
-    gc.collect()
-    if check.on_gpu:
-        torch.cuda.empty_cache()
+        free_memory(check)
 
 
 def near_zero(piece: WeightSlice) -> None:

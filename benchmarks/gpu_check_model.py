@@ -4,7 +4,9 @@ checkers go over the kernels.
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, rounded
+from benchmarks.gpu_check_common import Check, Row, free_memory, rounded
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.engine import Engine
-from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
@@ -27,7 +28,8 @@ from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
 
 _TOOLS = ("memcheck", "racecheck", "initcheck")
-_TOOL_S = 40.0
+_FEWEST_S = 15.0  # importing torch under a checker takes about that
+_TOOL_ENDS_S = 3.0
 _ANSWERS = {"What is 47 + 38?": "85", "What is 82 - 35?": "47"}
 
 
@@ -46,7 +48,9 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
     # These need packages that the other sections do not.
     from cluster.client.prompts import Conversation
     from cluster.client.tokenizer import Tokenizer
+    from cluster.limits import limits_of
 
+    free_memory(check)
     free_before = torch.cuda.mem_get_info(check.device)[0] if check.on_gpu else 0
     engine_config = EngineConfig(
         device=check.device.type,
@@ -60,14 +64,7 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
     tokenizer = Tokenizer(DEFAULT_MODEL_DIR)
     executor = InProcessExecutor(config)
     try:
-        limits = SchedulerLimits(
-            num_blocks=executor.num_kv_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            vocab_size=model.vocab_size,
-        )
+        limits = limits_of(config, executor.num_kv_blocks)
         engine = Engine(Scheduler(limits), executor, num_steps_ahead=config.num_steps_ahead)
         for question in _ANSWERS:
             text = tokenizer.render_chat(
@@ -103,27 +100,37 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
         return row | {"passed": all(end in said[q] for q, end in _ANSWERS.items())}
     finally:
         executor.close()
+        free_memory(check)
 
 
 def sanitizer(check: Check) -> None:
-    """compute-sanitizer over the small shapes of `numerics`, where it is installed."""
+    """compute-sanitizer over the small shapes of `numerics`, where it is installed. The tools share
+    the time that is left; a tool may end before the shapes do.
+    """
     path = shutil.which("compute-sanitizer")
-    for tool in _TOOLS:
+    for place, tool in enumerate(_TOOLS):
         if path is None or not check.on_gpu:
             check.add(tool, lambda: {"note": "needs a GPU and compute-sanitizer"})
+            continue
+        left_s, _ = signal.getitimer(signal.ITIMER_REAL)  # until the section must end
+        limit_s = left_s / (len(_TOOLS) - place) - _TOOL_ENDS_S
+        if limit_s < _FEWEST_S:
+            check.add(tool, lambda: {"note": "no time was left"})
         else:
-            check.add(tool, partial(_run_tool, path, tool))
+            check.add(tool, partial(_run_tool, path, tool, limit_s))
 
 
-def _run_tool(path: str, tool: str) -> Row:
+def _run_tool(path: str, tool: str, limit_s: float) -> Row:
     """Any error that the tool reports is exit code 99."""
     with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
         command = [path, "--tool", tool, "--error-exitcode", "99", sys.executable]
         command += ["-m", "benchmarks.gpu_check", "--small", "--sections", "numerics"]
-        command += ["--part", str(Path(folder) / "part.json")]
-        command += ["--until", str(time.monotonic() + _TOOL_S)]
+        command += ["--part", str(part), "--until", str(time.monotonic() + limit_s)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TOOL_S + 10, check=False
+            command, capture_output=True, text=True, timeout=limit_s + _TOOL_ENDS_S, check=False
         )
+        checked = len(json.loads(part.read_text())["rows"]) if part.exists() else 0
     summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
-    return {"said": (summary or ["nothing"])[-1][-60:], "passed": done.returncode == 0}
+    said = (summary or ["nothing"])[-1][-60:]
+    return {"said": said, "rows": checked, "passed": done.returncode == 0}

@@ -15,6 +15,7 @@ measurement: each launch takes its bytes at `_SUSTAINED` of the memory's speed, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,34 +204,33 @@ def count(
         model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
         blocks_per_row = -(-(tokens + 1) // config.block_size)
         runner = ModelRunner(config, model, group, kernels, device, blocks_per_row)
-        with mock.patch.object(runner.state, "check"):
-            slots = ints(range(rows))
-            admitted = AdmittedRows(
+        slots = ints(range(rows))
+        admitted = AdmittedRows(
+            slots=slots,
+            token_ids=ints([1] * rows * tokens),
+            num_tokens=ints([tokens] * rows),
+            num_prompt_tokens=ints([1] * rows),
+            block_ids=ints(list(range(blocks_per_row)) * rows),
+            num_blocks=ints([blocks_per_row] * rows),
+            num_cached_tokens=ints([tokens] * rows),
+            sampling=(sampling,) * rows,
+        )
+        for step, new in enumerate((admitted, None)):
+            plan = StepPlan(
+                step_id=step,
+                epoch=0,
+                released=ints(),
+                admitted=new,
+                appended_slots=ints(),
+                appended_block_ids=ints(),
                 slots=slots,
-                token_ids=ints([1] * rows * tokens),
-                num_tokens=ints([tokens] * rows),
-                num_prompt_tokens=ints([1] * rows),
-                block_ids=ints(list(range(blocks_per_row)) * rows),
-                num_blocks=ints([blocks_per_row] * rows),
-                num_cached_tokens=ints([tokens] * rows),
-                sampling=(sampling,) * rows,
+                num_new_tokens=ints([1] * rows),
+                samples=bytes([1] * rows),
+                masked=b"",
             )
-            for step, new in enumerate((admitted, None)):
-                plan = StepPlan(
-                    step_id=step,
-                    epoch=0,
-                    released=ints(),
-                    admitted=new,
-                    appended_slots=ints(),
-                    appended_block_ids=ints(),
-                    slots=slots,
-                    num_new_tokens=ints([1] * rows),
-                    samples=bytes([1] * rows),
-                    masked=b"",
-                )
-                device.num_uploads, device.outside = 0, Counts()
-                with device.counting(device.outside):
-                    runner.run(plan)
+            device.num_uploads, device.outside = 0, Counts()
+            with device.counting(device.outside):
+                runner.run(plan)
     return device, runner
 
 
@@ -266,6 +266,10 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=40960, help="max_model_len")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per row")
     args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: unset it, an interpreted kernel is not launched")
+    if not 1 <= args.tokens < args.bound <= 40960:
+        parser.error(f"--tokens must be from 1 to below --bound, at most 40960; got {args.tokens}")
     print("rows  inside  outside (drawn)  uploads  programs  idle  GB  floor ms  estimate ms")
     for rows in BATCHES:
         drawn, _ = count(rows, args.tokens, args.bound, SETTINGS["drawn"])

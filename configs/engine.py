@@ -29,7 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # waits for the step. On a GPU fewer would take less time than the host needs to launch the step of
 # a small model.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
-# A GPU decodes 256 rows in little more time than 64, and takes less for a step of a small model
+# A GPU reads the weights once for all rows of a step, and takes less for a step of a small model
 # than a host needs to hear of it and send the next one (`benchmarks/dispatch`).
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEPS_AHEAD = {"cpu": 1, "cuda": 3}

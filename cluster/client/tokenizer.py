@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Tokenizer:
                 " effect; leave it out",
                 name,
             )
+        if conversation.continues_last:
+            conversation = _with_end(conversation)
         try:
             if self._fast and all(_is_plain(message) for message in conversation.messages):
                 text = self._fast.render_chat(conversation)
@@ -141,17 +144,30 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
 
 
+# Marks the end of a message that is continued: characters for private use, which no template means.
+_END = "\ue0c0\ue0c1\ue0c0"
+
+
+def _with_end(conversation: Conversation) -> Conversation:
+    """With the mark behind the content of the last message."""
+    *others, last = conversation.messages
+    marked = last | {"content": last["content"] + _END}
+    return replace(conversation, messages=[*others, marked])
+
+
 def _up_to_last(text: str, conversation: Conversation) -> str:
-    """The text without what the template puts behind the content of the last message."""
-    content = conversation.messages[-1]["content"].lstrip()
-    for kept in (content, content.rstrip()):  # templates may strip what they are given
-        place = text.rfind(kept)
-        if place >= 0:
-            return text[: place + len(kept)]
-    raise RequestError(
-        "the chat template of this checkpoint changes the last message, so it cannot be continued",
-        "continue_final_message",
-    )
+    """The text without what the template puts behind the content of the last message, whose end is
+    marked.
+    """
+    content = conversation.messages[-1]["content"].removesuffix(_END)
+    begun = text[: max(0, text.rfind(_END))]
+    if not begun.endswith(content.lstrip()):
+        raise RequestError(
+            "the chat template of this checkpoint changes the last message, so it cannot be"
+            " continued",
+            "continue_final_message",
+        )
+    return begun
 
 
 def _is_plain(message: Message) -> bool:

@@ -252,8 +252,8 @@ def test_what_a_checker_reports_counts(tmp_path: Path, code: int, passed: bool) 
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"#!/bin/sh\necho '=== ERROR SUMMARY: {code} errors'\nexit {code}\n")
     tool.chmod(0o755)
-    row = gpu_check_model._run_tool(str(tool), "memcheck")
-    assert row == {"said": f"=== ERROR SUMMARY: {code} errors", "passed": passed}
+    row = gpu_check_model._run_tool(str(tool), "memcheck", 5.0)
+    assert row == {"said": f"=== ERROR SUMMARY: {code} errors", "rows": 0, "passed": passed}
 
 
 def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:

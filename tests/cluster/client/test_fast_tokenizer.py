@@ -195,7 +195,7 @@ def test_chats_with_tools_are_those_of_transformers(
     assert fast.render_chat(conversation) == want
 
 
-@pytest.mark.parametrize("begun", ["The answer is", "  85 and\n ", "<think>\nso"])
+@pytest.mark.parametrize("begun", ["The answer is", "  85 and\n ", "<think>\nso", "end", "m"])
 def test_a_last_message_is_continued(tmp_path: Path, begun: str) -> None:
     tokenizer = ChatTokenizer(default_model(tmp_path / "tokenizer"))
     question = {"role": "user", "content": f"What is 47 + 38? {begun}"}
@@ -203,6 +203,7 @@ def test_a_last_message_is_continued(tmp_path: Path, begun: str) -> None:
     text = tokenizer.render_chat(Conversation(messages=messages, continues_last=True))
     assert text.startswith(tokenizer.render_chat(Conversation(messages=[question])))
     assert text.endswith((begun.strip(), begun.lstrip()))
+    assert "<|im_end|>" not in text.rpartition("<|im_start|>")[2]
 
 
 def test_a_message_that_the_template_changes_is_not_continued(tmp_path: Path) -> None:
