@@ -18,7 +18,7 @@ from cluster.resources.placement import actor_environment
 from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
 from cluster.serve.engine import NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
-from cluster.serve.router import PrefixRouter
+from cluster.serve.router import LeaseRouter
 from configs.engine import num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
@@ -64,7 +64,7 @@ def application(config: ServeConfig) -> serve.Application:
         **engine,
         num_replicas="auto" if config.max_replicas else config.replicas,
         autoscaling_config=_autoscaling(config, device),
-        request_router_config={"request_router_class": PrefixRouter},
+        request_router_config={"request_router_class": LeaseRouter},
     )(EngineReplica).bind(config)
     api = serve.deployment(**common, name=API_NAME, num_replicas=config.api_replicas)
     return api(serve.ingress()(ApiReplica)).bind(config, engines)

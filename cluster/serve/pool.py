@@ -12,7 +12,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,8 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Generation
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import EngineReport, Lease
-from cluster.serve.prefixes import prefix_hashes, session_hash
+from cluster.serve.leases import LeaseCall
+from cluster.serve.prefixes import PrefixTable, prefix_hashes, session_hash
 from cluster.serve.router import Wanted
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
@@ -39,12 +41,12 @@ MAX_MOVES = 5  # a request that ends one engine after another is not given to al
 logger = logging.getLogger("eagleray")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
     """A request, and where it is. frontend: None while it moves."""
 
     generation: Generation
-    stream: Any = None
+    lease: LeaseCall | None = None
     replica: str = ""
     frontend: Frontend | None = None
     failed_at: list[str] = field(default_factory=list)
@@ -66,6 +68,7 @@ class EnginePool:
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}  # by the id of the generation
         self._frontends: dict[Any, Frontend] = {}  # by the id of the driver
+        self._table = PrefixTable()
         self._callbacks: list[Callable[[], None]] = []
 
     def submit(self, generations: list[Generation]) -> None:
@@ -162,32 +165,48 @@ class EnginePool:
         request = held.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
         session, avoid = held.generation.session_id, list(held.failed_at)
-        wanted = Wanted(
-            hashes=prefix_hashes(prompt, self._block_size, request.cache_salt),
-            session=session_hash(session) if session is not None else None,
-        )
+        hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
+        of_session = session_hash(session) if session is not None else None
         while not held.generation.done.done():
-            stream: Any = self._leases.remote(replace(wanted, avoid=tuple(avoid)))
-            held.stream = stream
+            with self._lock:
+                self._table.ended(held)  # at the engine of an earlier lease
+            choose = functools.partial(self._choose, held, hashes, of_session, tuple(avoid))
+            call = held.lease = LeaseCall(self._leases.remote(Wanted(tuple(avoid), choose)))
+            if held.generation.done.done():  # `_release` may have been here before
+                call.end()
             try:
-                lease: Lease = await anext(stream)
+                lease = await call.granted
             except (RayError, RayServeException, EaglerayError) as error:
                 # Lost, or its engine is; another one is asked.
                 logger.warning("a lease failed: %s", str(error).split("\n")[0])
-                stream.cancel()
+                call.end()
                 await asyncio.sleep(PAUSE_S)
-            except BaseException:
-                stream.cancel()
-                raise
+            except asyncio.CancelledError:
+                call.end()
+                if not held.generation.done.done():
+                    raise
             else:
                 if lease.driver is not None:
-                    if held.generation.done.done():
-                        stream.cancel()
                     return lease
-                stream.cancel()
+                call.end()
                 await asyncio.sleep(PAUSE_S if lease.replica in avoid else PAUSE_S / 10)
                 avoid.append(lease.replica)
         return None
+
+    def _choose(
+        self,
+        held: _Held,
+        hashes: Seq[int],
+        session: int | None,
+        avoid: Seq[str],
+        engines: Collection[str],
+    ) -> str:
+        """The engine for a request, by name. On the router's thread."""
+        with self._lock:
+            chosen = self._table.choose(held, engines, hashes, session, avoid)
+            if held.generation.done.done():  # `_release` may have been here before
+                self._table.ended(held)
+        return chosen
 
     def _frontend(self, driver: Any) -> Frontend:
         """The frontend of a driver. Under the lock."""
@@ -244,15 +263,16 @@ class EnginePool:
         """A request has ended, or whoever waited for it was canceled."""
         with self._lock:
             self._held.pop(id(held.generation), None)
+            self._table.ended(held)
             frontend = held.frontend
         if done.cancelled() and frontend is not None:
             frontend.abort([held.generation])
         self._cancel(held)
 
     def _cancel(self, held: _Held) -> None:
-        if held.stream is not None:
+        if held.lease is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
-                self._loop.call_soon_threadsafe(held.stream.cancel)
+                self._loop.call_soon_threadsafe(held.lease.end)
 
     def _news(self) -> None:
         for callback in self._callbacks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from collections.abc import Sequence as Seq
 
 import xxhash
@@ -49,21 +49,30 @@ class PrefixTable:
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._max_hashes = max_hashes
         self._seen: OrderedDict[int, set[str]] = OrderedDict()  # least recently used first
-        self._of_request: dict[str, str] = {}  # the engine of each open request
+        self._engines: frozenset[str] = frozenset()  # those there are, as of the last choice
+        self._of_request: dict[Hashable, str] = {}  # the engine of each open request
         self._num_open: Counter[str] = Counter()
         self._last: Counter[str] = Counter()  # when each was chosen, as a count of choices
         self._num_choices = 0
 
     def choose(
-        self, request_id: str, engines: Collection[str], hashes: Seq[int], session: int | None
+        self,
+        request: Hashable,
+        all_engines: Collection[str],
+        hashes: Seq[int],
+        session: int | None,
+        avoid: Collection[str] = (),
     ) -> str:
         """The engine for a request, which counts as open from now on until it has `ended`; asked
         again, the same. The engine of its session goes first, then the one that has seen most of
-        its prompt.
+        its prompt; those to avoid come last. Engines that are not among all are forgotten.
         """
-        if (chosen := self._of_request.get(request_id, "")) in engines:
+        if self._engines != (now := frozenset(all_engines)):
+            self._keep(now)
+        engines = now - set(avoid) or now
+        if (chosen := self._of_request.get(request, "")) in engines:
             return chosen
-        self.ended(request_id)
+        self.ended(request)
         loads = [self._num_open[engine] for engine in engines]
         most = min(loads) + max(MIN_LEAD, LEAD * sum(loads) / len(loads))
         depth = self._depths(hashes, engines)
@@ -75,7 +84,7 @@ class PrefixTable:
             return is_full, is_other, -depth[engine], num_open, self._last[engine]
 
         chosen = min(sorted(engines), key=order)
-        self._of_request[request_id] = chosen
+        self._of_request[request] = chosen
         self._num_open[chosen] += 1
         self._num_choices += 1
         self._last[chosen] = self._num_choices
@@ -89,20 +98,21 @@ class PrefixTable:
             self._seen.popitem(last=False)
         return chosen
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request: Hashable) -> None:
         """A request has ended, or was not sent."""
-        engine = self._of_request.pop(request_id, None)
+        engine = self._of_request.pop(request, None)
         if engine is not None:
             self._num_open[engine] -= 1
 
-    def keep(self, engines: Collection[str]) -> None:
+    def _keep(self, engines: frozenset[str]) -> None:
         """Forget the engines that are not among these."""
+        self._engines = engines
         for counts in (self._num_open, self._last):
-            for gone in counts.keys() - set(engines):
+            for gone in counts.keys() - engines:
                 del counts[gone]
         self._of_request = {r: e for r, e in self._of_request.items() if e in engines}
         for known in self._seen.values():
-            known &= set(engines)
+            known &= engines
 
     def _depths(self, hashes: Seq[int], engines: Collection[str]) -> Counter[str]:
         """How many of the hashes each engine has seen, up to the deepest."""

@@ -1,34 +1,34 @@
-"""Ray Serve's interface for routers over `PrefixTable`: leases go to the engine that has seen the
-beginning of the prompt, unless it has more than its share of what is open.
+"""Ray Serve's interface for routers, for leases: whoever wants one says which engine to ask first.
+
+The choice and the count of what is open stay with the owner of the requests (`EnginePool`), who
+knows of each when it ends. Serve does not tell a router of every end: not of a request that is
+canceled between the choice of a replica and the sending.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ray.serve._private.common import ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.serve.prefixes import PrefixTable
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a lease is for. avoid: replicas that have just failed; they come last."""
+    """What a lease is for. avoid: replicas that have just failed; choose: from the names of all
+    replicas to one of them, called by the router's thread. It stays in the process that asks.
+    """
 
-    hashes: array[int]
-    session: int | None = None
     avoid: tuple[str, ...] = ()
+    choose: Callable[[Collection[str]], str] | None = None
+
+    def __reduce__(self) -> tuple[type[Wanted], tuple[Any, ...]]:
+        return Wanted, (self.avoid,)
 
 
-class PrefixRouter(RequestRouter):
-    """Run by every handle of the engines, each with a table of its own."""
-
-    def initialize_state(self, **kwargs: Any) -> None:
-        """Called by Ray Serve once."""
-        self._table = PrefixTable(**kwargs)
+class LeaseRouter(RequestRouter):
+    """Run by every handle of the engines."""
 
     async def choose_replicas(
         self,
@@ -36,25 +36,11 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica, then the others for when it does not take the request."""
-        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
         # Not asked for its class: Ray may have pickled ours by value, with another `Wanted`.
         wanted: Wanted = pending_request.args[0]
-        names = by_name.keys() - set(wanted.avoid) or by_name.keys()
-        request_id = pending_request.metadata.internal_request_id
-        chosen = self._table.choose(request_id, names, wanted.hashes, wanted.session)
-        pending_request.future.add_done_callback(
-            lambda future: self._table.ended(request_id) if future.cancelled() else None
-        )
-        others = [replica for name, replica in by_name.items() if name != chosen]
-        return [[by_name[chosen]], others]
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Ray Serve when a lease ends, however it ends."""
-        self._table.ended(internal_request_id)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve when replicas come and go."""
-        super().update_replicas(replicas)
-        self._table.keep([replica.replica_id.unique_id for replica in replicas])
+        assert wanted.choose is not None
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        chosen = by_name.pop(wanted.choose(by_name.keys()))
+        return [[chosen], [*by_name.values()]]

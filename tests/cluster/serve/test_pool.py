@@ -6,8 +6,8 @@ The real ones are in `test_serve.py`; here is what takes too many deaths to show
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,26 +76,33 @@ class FakeFrontend:
 
 
 class FakeLeases:
-    """In place of Ray Serve's handle: the first engine that is not to be avoided."""
+    """In place of Ray Serve's handle and router. may_choose: while it is not set, calls do not get
+    to the choice of an engine.
+    """
 
     def __init__(self, *names: str) -> None:
         self.drivers = {name: FakeDriver(name) for name in names}
         self.recovering: set[str] = set()
         self.asked: list[Wanted] = []
         self.num_open = 0
+        self.may_choose = asyncio.Event()
+        self.may_choose.set()
 
     def options(self, **_: Any) -> FakeLeases:
         return self
 
     def remote(self, wanted: Wanted) -> Any:
         self.asked.append(wanted)
-        names = [name for name in self.drivers if name not in wanted.avoid] or [*self.drivers]
-        leases, name = self, names[0]
+        leases = self
 
         class Stream:
-            is_open = True
+            is_open, is_answered = True, False
 
             async def __anext__(self) -> Lease:
+                await leases.may_choose.wait()
+                assert wanted.choose is not None
+                name = wanted.choose(leases.drivers.keys())
+                self.is_answered = True
                 driver = None if name in leases.recovering else leases.drivers[name]
                 return Lease(replica=name, driver=driver)
 
@@ -103,29 +110,12 @@ class FakeLeases:
                 return self
 
             def cancel(self) -> None:
+                assert self.is_answered, "Ray Serve may lose sight of it"
                 leases.num_open -= self.is_open
                 self.is_open = False
 
         self.num_open += 1
         return Stream()
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-
-    async def tasks_end() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=5)
-
-    asyncio.run_coroutine_threadsafe(tasks_end(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def make_pool(
@@ -142,7 +132,9 @@ def make_pool(
 
 
 def generation(name: str) -> Generation:
-    return Generation(None, [OutputFollower(make_request(name, [1, 2, 3]), 0, None, None)])
+    """One of a session, so that those submitted together go to one engine."""
+    follower = OutputFollower(make_request(name, [1, 2, 3]), 0, None, None)
+    return Generation(None, [follower], session_id="one")
 
 
 def test_an_engine_that_is_dead_or_recovers_is_passed_over(
@@ -158,7 +150,7 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     assert [wanted.avoid for wanted in leases.asked] == [(), ("a",), ("a", "b")]
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert not pool._held
+    assert not pool._held and not pool._table._of_request
 
 
 def test_requests_of_an_engine_that_dies_move_with_their_tokens_and_fail_alone(
@@ -229,6 +221,29 @@ def test_a_request_that_is_aborted_while_it_moves_goes_nowhere(
     leases.recovering.clear()
     wait_until(lambda: leases.num_open == 0, "the leases to end")
     assert not leases.drivers["b"].has
+
+
+def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("a", "b")
+    pool = make_pool(loop, leases, monkeypatch)
+    leases.may_choose.clear()
+    one = generation("one")
+    submitting = threading.Thread(target=pool.submit, args=([one],))
+    submitting.start()
+    wait_until(lambda: bool(leases.asked), "a lease to be asked for")
+    pool.abort([one])
+    submitting.join(5)
+    assert leases.num_open == 1 and not pool._table._engines
+    loop.call_soon_threadsafe(leases.may_choose.set)
+    wait_until(lambda: leases.num_open == 0, "the lease to end")
+    assert pool._table._engines == {"a", "b"}, "the choice came after the end"
+    assert not pool._table._of_request and not +pool._table._num_open
+
+
+def test_what_a_lease_is_for_travels_without_the_choice() -> None:
+    assert pickle.loads(pickle.dumps(Wanted(("a",), lambda names: "b"))) == Wanted(("a",))
 
 
 def test_a_wait_for_an_engine_has_an_end(

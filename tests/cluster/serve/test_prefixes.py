@@ -103,7 +103,6 @@ def test_a_session_goes_before_a_prefix() -> None:
 def test_engines_that_are_gone_are_forgotten_and_new_ones_get_their_share_only() -> None:
     table = PrefixTable()
     held = [put(table, [number] * 64) for number in range(100)]
-    table.keep(["a", "c"])
     held.append(put(table, [1] * 64, "ac"))
     for request_id, _ in held:
         table.ended(request_id)
@@ -113,6 +112,16 @@ def test_engines_that_are_gone_are_forgotten_and_new_ones_get_their_share_only()
         chosen.append(engine)
         table.ended(request_id)
     assert 8 <= chosen.count("c") <= 12, chosen
+
+
+def test_engines_to_avoid_come_last_and_are_not_forgotten() -> None:
+    table, hashes = PrefixTable(), prefix_hashes(list(range(64)), 16)
+    assert table.choose("one", "ab", hashes, None) == "a"
+    assert table.choose("one", "ab", hashes, None, avoid="a") == "b", "chosen anew"
+    assert table.choose("two", "ab", hashes, None, avoid="ab") == "a", "there is no other"
+    for request in ("one", "two"):
+        table.ended(request)
+    assert not +table._num_open and not table._of_request
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:

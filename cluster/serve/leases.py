@@ -1,0 +1,41 @@
+"""One lease, from the side that asks for it. On the event loop alone.
+
+A call that Ray Serve is asked to cancel before it has been answered may run on all the same, with
+nothing left that could cancel it. So whoever wants a lease no longer goes on at once, but the call
+is canceled when the lease is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from cluster.serve.engine import Lease
+
+
+class LeaseCall:
+    """A call of `EngineReplica.lease`. granted: the lease, or why there is none."""
+
+    def __init__(self, stream: Any) -> None:
+        """stream: what the handle has returned."""
+        self._stream = stream
+        self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._answer = asyncio.ensure_future(anext(stream))
+        self._answer.add_done_callback(self._answered)
+
+    def end(self) -> None:
+        """Give the lease back, or stop waiting for it: then `granted` is canceled."""
+        self.granted.cancel()
+        if self._answer.done():
+            self._stream.cancel()
+
+    def _answered(self, answer: asyncio.Task[Lease]) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if self.granted.done():
+            self._stream.cancel()
+        elif answer.cancelled():
+            self.granted.cancel()
+        elif error is not None:
+            self.granted.set_exception(error)
+        else:
+            self.granted.set_result(answer.result())

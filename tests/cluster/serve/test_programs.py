@@ -1,0 +1,199 @@
+"""Serving from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from configs.paths import CHECKOUT
+from configs.serve import ServeConfig
+from scheduler.errors import ConfigError
+from tests.cluster.conftest import SmallModel
+from tests.cluster.processes import family, wait_until
+from tests.cluster.serve.served import LONG, free_port
+
+pytestmark = pytest.mark.engine
+
+
+class Program:
+    """`launch.py serve` in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ready on"):
+                return
+        raise AssertionError("it ended")
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
+    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+    program.wait_until_ready()
+    assert len(family(program.process.pid)) > 5
+    started: list[str] = []
+    finished: list[str] = []
+
+    def stream() -> None:
+        sent = LONG | {"stream": True, "max_tokens": 100}
+        with httpx.stream("POST", f"{program.url}/v1/completions", json=sent, timeout=60) as got:
+            each = (line for line in got.iter_lines() if line)
+            started.append(next(each))
+            lines = list(each)
+        finished.append(json.loads(lines[-2][6:])["choices"][0]["finish_reason"] + lines[-1])
+
+    threads = [threading.Thread(target=stream) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
+    program.process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + 10
+    while (status := httpx.get(f"{program.url}/health").status_code) != 503:
+        assert status == 200 and time.monotonic() < until
+    refused = httpx.post(f"{program.url}/v1/completions", json=LONG)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    for thread in threads:
+        thread.join(60)
+    assert finished == ["lengthdata: [DONE]"] * 32
+    assert program.process.wait(30) == 0
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
+
+
+def test_a_second_sigterm_ends_everything_within_five_seconds() -> None:
+    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+    program.wait_until_ready()
+    with httpx.stream(
+        "POST", f"{program.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
+    ) as got:
+        assert next(got.iter_lines()).startswith("data: ")
+        program.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert program.process.poll() is None
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(5) == 130
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--tp", "3"], "tensor_parallel_size"),
+        (["--replicas", "0"], "replicas must be a whole number of at least 1"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--name", "a#b"], "--name 'a#b' must consist of letters"),
+        (["--route-prefix", "chat/"], "--route-prefix 'chat/' must be a path such as /chat"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "launch.py", "serve", *arguments]
+    done = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "8", "--replicas", "2"], "does not have the resources for 2 replicas"),
+        (["--tp", "1"], "an application named 'eagleray' runs in this Ray cluster already"),
+    ],
+)
+def test_a_cluster_that_is_joined_is_looked_at_first(
+    served: tuple[str, Any], arguments: list[str], message: str
+) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "launch.py", "serve", "--port", str(free_port())]
+    done = subprocess.run(
+        [*command, "--ray-address", address, "--device", "cpu", *arguments],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_two_engines_are_started_listed_asked_and_ended_apart(
+    served: tuple[str, Any], small_model: SmallModel
+) -> None:
+    import ray
+
+    url, _ = served
+    address = ray.get_runtime_context().gcs_address
+    other = ["--name", "other", "--model", str(small_model.path), "--device", "cpu", "--tp", "2"]
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "launch.py", *arguments, "--ray-address", address]
+        return subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    taken = launch("serve", *other, "--port", url.rpartition(":")[2], "--detach")
+    assert taken.returncode == 2 and "Choose another --route-prefix" in taken.stderr, taken.stderr
+    started = launch("serve", *other, "--route-prefix", "/other", "--detach")
+    assert started.returncode == 0, started.stderr
+    listed = launch("status")
+    rows = [line.split() for line in listed.stdout.splitlines() if "RUNNING" in line]
+    assert [row[1] for row in rows] == ["eagleray", "eagleray", "other"], listed.stdout
+    assert "tiny" in rows[0] and small_model.path.name in rows[2] and "serving" in rows[2]
+    asked = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{url}/other/v1/completions", json=asked, timeout=20)
+    assert answer.status_code == 200, answer.text
+    assert httpx.get(f"{url}/other/v1/models").json()["data"][0]["id"] == small_model.path.name
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    unknown = launch("down", "another")
+    assert unknown.returncode == 2 and "running: eagleray, other" in unknown.stderr
+    assert launch("down", "other").returncode == 0
+    assert "other" not in launch("status").stdout
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "launch.py", "serve", "--port", port]
+        done = subprocess.run(
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_the_file_for_serve_deploy_builds_the_application_it_says() -> None:
+    file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
+    [application] = file["applications"]
+    assert application["import_path"] == "cluster.serve.application:build"
+    config = ServeConfig.from_dict(application["args"])
+    assert config.engine.tensor_parallel_size == 2 and config.model_name == "default_model"
+    with pytest.raises(ConfigError, match="unknown serving option 'tensor_parallel_size'"):
+        ServeConfig.from_dict({"tensor_parallel_size": 2})
