@@ -47,6 +47,7 @@ from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
 FAULTY_TURNS = 400
+CALM_TURNS = 3000  # without faults something must have changed after so many turns
 EVENT_LOOP = asyncio.new_event_loop()
 
 
@@ -336,7 +337,7 @@ class World:
         return self.driver
 
     def run(self) -> None:
-        bound = None
+        bound, last_change, before = None, 0, None
         while self.arriving or not all(c.generation.done.done() for c in self.clients):
             self.num_turns += 1
             self.now_s += self.rng.uniform(0.0, 0.3)
@@ -345,8 +346,17 @@ class World:
                 tokens = sum(self.scenario.limits.max_total_tokens for _ in self.clients)
                 bound = self.num_turns + 3000 + 60 * tokens * (1 + 8 * len(self.poison))
             assert bound is None or self.num_turns < bound, "not live"
+            if (now := self._progress()) != before or not self.is_calm:
+                last_change, before = self.num_turns, now
+            assert self.num_turns - last_change < CALM_TURNS, "not live: nothing changes"
             self._move()
         self._check()
+
+    def _progress(self) -> tuple[int, int, int]:
+        """What grows while there is hope: tokens, ended requests, groups."""
+        tokens = sum(len(each.generation.completions[0].token_ids) for each in self.clients)
+        ended = sum(each.generation.done.done() for each in self.clients)
+        return tokens + len(self.clients), ended, len(self.groups)
 
     def _move(self) -> None:
         if self.arriving and self.rng.random() < 0.2:
