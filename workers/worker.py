@@ -132,6 +132,11 @@ class Worker:
             checkpoint=self._checkpoint,
         )
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute on so many threads from now on. On the thread that launches."""
+        if self._kernels is not None:
+            self._kernels.set_num_threads(num_threads)
+
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch."""
         device, group, kernels, model = self._device, self._group, self._kernels, self._model

@@ -11,11 +11,13 @@ import os
 import pickle
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.engine.cores import Claim, CoreShare, bind, usable_cores
 from cluster.engine.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
 from workers.progress import Progress
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from scheduler.messages import StepPlan
     from workers.worker import Worker
 
+LOOK_AT_CORES_S = 1.0
 SWITCH_INTERVAL_S = (
     0.0002  # Ray's threads must hand the interpreter back to the computing thread within this time
 )
@@ -85,10 +88,19 @@ class RankActor:
         """
         worker = self._imported()
         show_gpus(gpus)  # a spare had none
+        claim = Claim(
+            group=f"{address[0]}:{address[1]} on {place.node_id}",
+            local_rank=place.local_rank,
+            ranks_on_node=place.ranks_on_node,
+            cores=usable_cores(),
+        )
+        share = CoreShare(claim)
 
         def start() -> WorkerReport:
-            cores = take_cores(place.local_rank, place.ranks_on_node)
-            return worker.start(address, cores, epoch)
+            cores, num_threads = share.now()
+            bind(cores)
+            threading.Thread(target=self._follow, args=(share, cores), daemon=True).start()
+            return worker.start(address, num_threads, epoch)
 
         return self._computing.submit(start).result()
 
@@ -138,6 +150,21 @@ class RankActor:
         """Give a step its mask, a pickled `StepMask`."""
         self._imported().mask(pickle.loads(data))
 
+    def _follow(self, share: CoreShare, cores: tuple[int, ...]) -> None:
+        """Give up cores to engines that come, take those of engines that go."""
+        worker = self._imported()
+
+        def move(cores: tuple[int, ...], num_threads: int) -> None:
+            bind(cores)
+            worker.set_num_threads(num_threads)
+
+        while True:
+            time.sleep(LOOK_AT_CORES_S)
+            now, num_threads = share.now()
+            if now != cores:
+                cores = now
+                self._computing.submit(move, cores, num_threads)
+
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.
         from workers.worker import Worker
@@ -171,20 +198,3 @@ def show_gpus(gpus: list[str]) -> None:
     """
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-
-
-def take_cores(place: int, num_places: int) -> int:
-    """Bind the calling thread, and threads it starts later, to its share of this process's cores;
-    returns how many.
-
-    Without this, two ranks may meet on one core while another is free. With more places than cores
-    nothing is bound.
-    """
-    if not hasattr(os, "sched_setaffinity"):  # macOS
-        return max(1, (os.cpu_count() or 1) // num_places)
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // num_places
-    if share == 0:
-        return 1
-    os.sched_setaffinity(0, cores[place * share : (place + 1) * share])
-    return share

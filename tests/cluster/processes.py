@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cluster.engine.cores import THREAD_NAME
+
 OURS = ("ray::RankActor", "ray::Driver")
 
 
@@ -28,6 +30,18 @@ def family(session: int) -> set[int]:
     """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
+
+
+def cores_of_computing_threads(pid: int) -> list[set[int]]:
+    """The cores that each thread of a rank's which computes may run on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            if (task / "comm").read_text().strip() == THREAD_NAME:
+                found.append(os.sched_getaffinity(int(task.name)))
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def descendants(pid: int) -> set[int]:

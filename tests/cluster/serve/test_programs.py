@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from cluster.engine.cores import usable_cores
 from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from tests.cluster.conftest import SmallModel
-from tests.cluster.processes import family, wait_until
+from tests.cluster.processes import command_of, cores_of_computing_threads, family, wait_until
 from tests.cluster.serve.served import LONG, free_port
 
 pytestmark = pytest.mark.engine
@@ -28,13 +32,14 @@ pytestmark = pytest.mark.engine
 class Program:
     """`launch.py serve` in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(
             command,
             cwd=CHECKOUT,
+            env=os.environ | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -81,9 +86,30 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
     wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
 
 
-def test_a_second_sigterm_ends_everything_within_five_seconds() -> None:
-    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+@pytest.fixture
+def own_folder() -> Iterator[str]:
+    """For temporary files; short, as sockets are among them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+
+
+def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_seconds(
+    own_folder: str,
+) -> None:
+    size = ("--kv-cache-bytes", str(2**26), "--replicas", "2")
+    program = Program(*size, "--ray-address", "local", TMPDIR=own_folder)
     program.wait_until_ready()
+    here = family(program.process.pid)
+    ranks = [pid for pid in here if (command_of(pid) or "").startswith("ray::RankActor")]
+    if len(cores := usable_cores()) > 1:
+        half = len(cores) // 2
+        wait_until(
+            lambda: (
+                {frozenset(c) for p in ranks for c in cores_of_computing_threads(p)}
+                == {frozenset(cores[:half]), frozenset(cores[half : 2 * half])}
+            ),
+            "each to have half of the cores",
+        )
     with httpx.stream(
         "POST", f"{program.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
     ) as got:

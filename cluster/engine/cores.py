@@ -1,0 +1,99 @@
+"""Which cores a rank computes on: its share among all ranks on this machine, of whatever engine.
+
+The threads of a product wait for each other, so two ranks that both use every core mostly wait.
+Each rank announces itself with a file whose lock ends with its process; all read all files and come
+to the same division. Ranks of other users and in other containers are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# In /proc, of the thread that computes and, as they inherit it, of those it starts.
+THREAD_NAME = "eagleray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a rank says of itself. group: the same for the ranks of an engine, no other engine's;
+    local_rank: among the ranks_on_node of the group; cores: those its process may use.
+    """
+
+    group: str
+    local_rank: int
+    ranks_on_node: int
+    cores: tuple[int, ...]
+
+
+class CoreShare:
+    """One rank's cores. The file goes when the process ends, or with `close`."""
+
+    def __init__(self, claim: Claim, folder: Path | None = None) -> None:
+        self._claim = claim
+        self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"{os.getpid()}-{id(self)}"
+        beginning = self._folder / f".{name}"  # not seen by others before it is locked and whole
+        self._file = beginning.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        json.dump(asdict(claim), self._file)
+        self._file.flush()
+        self._path = beginning.rename(self._folder / name)
+
+    def close(self) -> None:
+        """Leave the cores to the others."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def now(self) -> tuple[tuple[int, ...], int]:
+        """The cores this rank may use at present, and on how many threads: one on any of them when
+        there are more ranks than cores.
+        """
+        mine = self._claim
+        sizes = {mine.group: mine.ranks_on_node}
+        for other in self._living():
+            if set(other.cores) & set(mine.cores):
+                sizes[other.group] = other.ranks_on_node
+        place = sum(size for group, size in sizes.items() if group < mine.group) + mine.local_rank
+        share = len(mine.cores) // sum(sizes.values())
+        return (
+            (mine.cores[place * share : (place + 1) * share], share) if share else (mine.cores, 1)
+        )
+
+    def _living(self) -> Iterator[Claim]:
+        for path in self._folder.glob("[!.]*"):
+            with contextlib.suppress(FileNotFoundError), path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    claim = json.load(file)
+                    yield Claim(**claim | {"cores": tuple(claim["cores"])})
+                else:
+                    path.unlink(missing_ok=True)  # its process has ended
+
+
+def bind(cores: tuple[int, ...]) -> None:
+    """Have the calling thread and those it has started and will start run on these cores."""
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        return
+    tasks = Path("/proc/self/task")
+    (tasks / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
+    for task in tasks.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if (task / "comm").read_text().strip() == THREAD_NAME:
+                os.sched_setaffinity(int(task.name), cores)
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Those this process may use."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
