@@ -146,18 +146,37 @@ def test_no_engine_gets_much_more_than_the_others(served: tuple[str, Any]) -> No
     wait_until_idle(url, 3.0)
 
 
+LASTING = LONG | {"max_tokens": 200, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served: tuple[str, Any]) -> dict[int, list[str]]:
+    """The tokens of eight requests, by seed."""
+    url, _ = served
+
+    def tokens(seed: int) -> list[str]:
+        asked = LASTING | {"seed": seed}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=90).json()
+        found: list[str] = answer["choices"][0]["logprobs"]["tokens"]
+        return found
+
+    with ThreadPoolExecutor(8) as threads:
+        return dict(enumerate(threads.map(tokens, range(8))))
+
+
 @pytest.mark.parametrize("lost", ["replica", "driver", "driver that hangs", "every driver"])
-def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], lost: str) -> None:
+def test_requests_of_a_lost_engine_go_on_at_another(
+    served: tuple[str, Any], undisturbed: dict[int, list[str]], lost: str
+) -> None:
     """With the tokens they have: nobody notices more than a pause."""
     import ray
     from ray.util import list_named_actors
 
     url, _ = served
-    body = LONG | {"max_tokens": 200, "temperature": 1.0}
     texts: dict[int, list[str]] = {number: [] for number in range(8)}
 
     def stream(number: int) -> None:
-        asked = body | {"stream": True, "seed": number}
+        asked = LASTING | {"stream": True, "seed": number}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=90) as got:
             for line in got.iter_lines():
                 if line.startswith("data: {"):
@@ -166,14 +185,7 @@ def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], los
                     logprobs = event["choices"][0]["logprobs"]
                     texts[number] += logprobs["tokens"] if logprobs else []
 
-    def expected(number: int) -> list[str]:
-        asked = body | {"seed": number}
-        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=90).json()
-        tokens: list[str] = answer["choices"][0]["logprobs"]["tokens"]
-        return tokens
-
     with ThreadPoolExecutor(8) as threads:
-        wanted = dict(enumerate(threads.map(expected, range(8))))
         streams = [threads.submit(stream, number) for number in range(8)]
         wait_until(lambda: all(len(parts) > 3 for parts in texts.values()), "streaming", 30)
         assert min(num_leases()) > 0, "both are in use"
@@ -197,7 +209,7 @@ def test_requests_of_a_lost_engine_go_on_at_another(served: tuple[str, Any], los
         assert time.monotonic() - began < 5
         for each in streams:
             each.result(90)
-    assert texts == wanted
+    assert texts == undisturbed
     assert sum(len(parts) > had[number] for number, parts in texts.items()) > 4
     wait_until(lambda: stats_of(url)["eagleray_ready"] == 2, "a new engine", 60)
     wait_until_idle(url, 10.0)
