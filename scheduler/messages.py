@@ -28,10 +28,10 @@ class Request:
     """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
     again.
 
-    With `final_only`, nothing is sent until the request ends; then all tokens at once. `arrival_s`
-    is when the client built it, in seconds since the epoch: resubmitted requests keep their place
-    in line. `grammar` is what its output must match, compiled, for the driver's `Grammars`; empty
-    if it is free.
+    News is sent of the first token, then of `news_interval` tokens at a time; with 0 nothing is
+    sent until the request ends, then all tokens at once. `arrival_s` is when the client built it,
+    in seconds since the epoch: resubmitted requests keep their place in line. `grammar` is what its
+    output must match, compiled, for the driver's `Grammars`; empty if it is free.
     """
 
     request_id: str
@@ -39,7 +39,7 @@ class Request:
     num_prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
-    final_only: bool = False
+    news_interval: int = 1
     arrival_s: float = 0.0
     grammar: bytes = b""
 

@@ -121,8 +121,9 @@ class SamplingParams:
     logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
     stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides
     the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs,
-    each with its own seed. structured_outputs: what the answer must match, after the reasoning; not
-    with min_tokens or ignore_eos.
+    each with its own seed. stream_interval: a stream brings the first token, then so many at a
+    time; a stop string is noticed with them. structured_outputs: what the answer must match, after
+    the reasoning; not with min_tokens or ignore_eos.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -153,6 +154,9 @@ class SamplingParams:
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
     n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
+    stream_interval: int | None = _parameter(
+        1, low=1, high=2**31 - 1, whole=True, help="Tokens per event of a stream."
+    )
     structured_outputs: StructuredOutputs | None = _parameter()
 
     def __post_init__(self) -> None:

@@ -358,6 +358,7 @@ SAMPLING_FLAGS = {
     "--min-tokens",
     "--ignore-eos",
     "--n",
+    "--stream-interval",
 }
 FLAGS = {
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--input", "--output", "--raw"},
@@ -464,6 +465,7 @@ SAMPLING_FLAGS_AND_VALUES = {
     "--frequency-penalty": 0.25,
     "--min-tokens": 3,
     "--n": 2,
+    "--stream-interval": 4,
 }
 
 
@@ -552,6 +554,7 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
                 min_tokens=3,
                 ignore_eos=True,
                 n=2,
+                stream_interval=4,
                 stop=["x", "y"],
             ),
             prompts=("one", "two"),

@@ -92,6 +92,7 @@ class Generate(Model):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(

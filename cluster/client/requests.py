@@ -64,7 +64,8 @@ class RequestBuilder:
         params = self.parameters(wanted)
         grammar = self._grammar(params.structured_outputs, parsed)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
-        final_only = sink is None and not params.stop_strings() and params.logprobs is None
+        is_whole = sink is None and not params.stop_strings() and params.logprobs is None
+        streams = sink is not None and params.stream_interval is not None
         arrival_s = time.time()
         outputs = []
         for index in range(params.n or 1):
@@ -76,7 +77,7 @@ class RequestBuilder:
                     seed=seed, index=index, eos_token_ids=self._model.eos_token_ids
                 ),
                 cache_salt=parsed.cache_salt,
-                final_only=final_only,
+                news_interval=0 if is_whole else (params.stream_interval or 1) if streams else 1,
                 arrival_s=arrival_s,
                 grammar=grammar,
             )

@@ -12,23 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.news import News
 from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestFailedError, StepTimeoutError, WorkerError
-from scheduler.messages import EngineStats, Request
+from scheduler.messages import EngineStats, Request, TokenLogprobs
 from scheduler.scheduler import StepOutput
 from scheduler.sequence import Sequence
 
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
 # a request would have to wait.
 CHECK_AFTER_S = 1.0
-# How often the frontend of a request that is wanted whole hears of its tokens.
+# How often the frontend of a request hears of its tokens at least.
 CHECKPOINT_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
 
+Logprobs = list[TokenLogprobs | None]
 NewsByFrontend = dict[str, dict[str, News]]  # frontend id, then request id
 
 
@@ -65,6 +66,23 @@ class Resume:
 Command = Submit | Finish | Lost | Resume
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A request whose news is not sent with every step. interval: as in `Request.news_interval`;
+    num_sent: tokens that were sent; logprobs: of those that were not.
+    """
+
+    interval: int
+    num_sent: int
+    logprobs: Logprobs = field(default_factory=list)
+
+    def is_due(self, seq: Sequence) -> bool:
+        if seq.finish_reason is not None:
+            return True
+        num_new = seq.num_output_tokens - self.num_sent
+        return self.interval > 0 and (self.num_sent == 0 or num_new >= self.interval)
+
+
 class EngineLoop:
     """Runs one engine on its own thread."""
 
@@ -88,8 +106,8 @@ class EngineLoop:
         self._has_ranks = True
         self.busy_since_s: float | None = None  # steps are under way, and none has ended since
         self._owners: dict[str, str] = {}  # frontend id of each request
-        self._final_only: dict[str, int] = {}  # by request id, number of tokens that were sent
-        self._checkpoint_s = 0.0  # when they were
+        self._kept: dict[str, _Kept] = {}  # by request id
+        self._checkpoint_s = 0.0  # when all that was kept was last sent
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -210,12 +228,11 @@ class EngineLoop:
             return
         for request in command.requests:
             self._owners[request.request_id] = command.frontend_id
-            if request.final_only:
-                if not self._final_only:
+            if request.news_interval != 1:
+                if not self._kept:
                     self._checkpoint_s = time.monotonic()
-                self._final_only[request.request_id] = (
-                    len(request.token_ids) - request.num_prompt_tokens
-                )
+                num_sent = len(request.token_ids) - request.num_prompt_tokens
+                self._kept[request.request_id] = _Kept(request.news_interval, num_sent)
             seq = self.engine.add(request)
             if seq.finish_reason is not None:  # it was sent again with tokens that end it already
                 end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
@@ -226,33 +243,33 @@ class EngineLoop:
         """The tokens and endings of a step."""
         news: NewsByFrontend = {}
         logprobs = output.logprobs or [None] * len(output.sequences)
-        for seq, token, entry in zip(output.sequences, output.token_ids, logprobs, strict=True):
-            if seq.request_id not in self._final_only:
-                of_request = _news_of(seq, seq.num_output_tokens - 1, [token])
-                of_request.logprobs = [entry] if entry is not None else None
-                news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = of_request
-        whole = [seq for seq in output.finished if seq.request_id in self._final_only]
-        if self._final_only and time.monotonic() - self._checkpoint_s > CHECKPOINT_S:
-            # Their frontends need what is done so far if this process dies.
+        # The frontends need what is done so far if this process dies.
+        sends_all = bool(self._kept) and time.monotonic() - self._checkpoint_s > CHECKPOINT_S
+        if sends_all:
             self._checkpoint_s = time.monotonic()
-            whole += [
-                seq
-                for seq in output.sequences
-                if seq.request_id in self._final_only and seq.finish_reason is None
-            ]
-        for seq in whole:
-            sent = self._final_only[seq.request_id]
-            self._final_only[seq.request_id] = seq.num_output_tokens
-            news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = _news_of(
-                seq, sent, seq.token_ids[seq.num_prompt_tokens + sent :]
-            )
+        for seq, token, entry in zip(output.sequences, output.token_ids, logprobs, strict=True):
+            entries: Logprobs | None = [entry] if entry is not None else None
+            kept = self._kept.get(seq.request_id)
+            if kept is None:
+                of_request = _news_of(seq, seq.num_output_tokens - 1, [token])
+            else:
+                if entry is not None:
+                    kept.logprobs.append(entry)
+                if not (sends_all or kept.is_due(seq)):
+                    continue
+                tokens = seq.token_ids[seq.num_prompt_tokens + kept.num_sent :]
+                of_request = _news_of(seq, kept.num_sent, tokens)
+                entries, kept.logprobs = kept.logprobs or None, []
+                kept.num_sent = seq.num_output_tokens
+            of_request.logprobs = entries
+            news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = of_request
         for seq in output.finished:
             self._forget(seq.request_id)
         return news
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
-        self._final_only.pop(request_id, None)
+        self._kept.pop(request_id, None)
 
 
 def _news_of(seq: Sequence, first_index: int, token_ids: list[int]) -> News:

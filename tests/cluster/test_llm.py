@@ -5,6 +5,7 @@ afterwards.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import time
@@ -182,6 +183,15 @@ def test_a_stream_brings_the_tokens_of_the_whole_output(llm: LLM) -> None:
     assert [t for c in chunks for t in c.token_ids] == llm.generate([4, 5, 6], params)[0].token_ids
     assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
+
+
+def test_a_stream_may_bring_several_tokens_at_a_time(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=15, ignore_eos=True, logprobs=1)
+    chunks = list(llm.stream([4, 5, 6], dataclasses.replace(params, stream_interval=6)))
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 6, 6, 2]
+    whole = llm.generate([4, 5, 6], params)[0].outputs[0]
+    assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
+    assert [entry for chunk in chunks for entry in chunk.logprobs or []] == whole.logprobs
 
 
 def idle(llm: LLM) -> bool:

@@ -136,6 +136,7 @@ def test_every_field_can_come_from_json() -> None:
         "ignore_eos": True,
         "logprobs": 2,
         "n": 3,
+        "stream_interval": 8,
     }
     params = SamplingParams.from_dict(values)
     assert params.logit_bias == {7: 1.5}

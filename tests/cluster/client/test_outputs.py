@@ -395,19 +395,21 @@ def test_a_request_carries_complete_sampling_and_the_prompt(ask: Ask, driver: Fa
 
 
 @pytest.mark.parametrize(
-    ("params", "final_only"),
+    ("params", "whole", "streamed"),
     [
-        (SamplingParams(max_tokens=5), True),
-        (SamplingParams(stop=["END"]), False),  # the frontend has to search for it
-        (SamplingParams(logprobs=0), False),
+        (SamplingParams(max_tokens=5), 0, 1),
+        (SamplingParams(max_tokens=5, stream_interval=4), 0, 4),
+        (SamplingParams(stop=["END"]), 1, 1),  # the frontend has to search for it
+        (SamplingParams(stop=["END"], stream_interval=4), 1, 4),
+        (SamplingParams(logprobs=0), 1, 1),
     ],
 )
 def test_without_a_sink_the_driver_may_wait_for_the_end(
-    ask: Ask, driver: FakeDriver, params: SamplingParams, final_only: bool
+    ask: Ask, driver: FakeDriver, params: SamplingParams, whole: int, streamed: int
 ) -> None:
     ask(params, sink=None)
     ask(params)
-    assert [request.final_only for request in driver.requests] == [final_only, False]
+    assert [request.news_interval for request in driver.requests] == [whole, streamed]
 
 
 def test_an_output_without_a_sink_is_whole(ask: Ask, driver: FakeDriver) -> None:

@@ -190,7 +190,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
 
     async def main() -> Deltas:
         await driver.start()
-        await driver.submit("frontend", [replace(request("a"), final_only=True)])
+        await driver.submit("frontend", [replace(request("a"), news_interval=0)])
         with pytest.raises(RequestError, match=f"request id '{names[0]}' is in use"):
             await driver.submit("other", [request("new"), *map(request, names)])
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -209,7 +209,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
 
     async def main() -> Deltas:
         await driver.start()
-        both = [request("a"), replace(request("b"), final_only=True)]
+        both = [request("a"), replace(request("b"), news_interval=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
         while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
@@ -328,7 +328,7 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     async def main() -> Deltas:
         await driver.start()
         streamed = request("streamed")
-        await driver.submit("frontend", [streamed, replace(request("whole"), final_only=True)])
+        await driver.submit("frontend", [streamed, replace(request("whole"), news_interval=0)])
         while not any("whole" in news for news in heard):
             await asyncio.sleep(0.01)
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
@@ -341,4 +341,4 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
     assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
     loop = driver._engine_loop
-    assert loop is not None and not loop._final_only and not loop._owners
+    assert loop is not None and not loop._kept and not loop._owners

@@ -10,10 +10,10 @@ from cluster.engine.loop import EngineLoop, NewsByFrontend, Submit
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import StepResult
+from scheduler.messages import StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from tests.scheduler.fake_model import FakeRank, Lane
+from tests.scheduler.fake_model import FakeRank, Lane, generate
 from tests.scheduler.helpers import make_limits, make_request
 
 
@@ -64,3 +64,35 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     assert bool(lost) == step_is_lost
     assert engine.num_unfinished == 1, "the other request goes on"
     assert engine.take_failed() == [] and not died
+
+
+class WithLogprobs(Executor):
+    """The log probability of the token of step k is -k."""
+
+    def result(self, step_id: int) -> StepResult:
+        result = super().result(step_id)
+        entries = tuple(TokenLogprobs(logprob=-step_id) for _ in result.token_ids)
+        return dataclasses.replace(result, logprobs=entries)
+
+
+@pytest.mark.parametrize(
+    ("interval", "counts"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (100, [1, 7]), (0, [8])]
+)
+def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: list[int]) -> None:
+    limits, told, died = make_limits(), list[NewsByFrontend](), list[Exception]()
+    engine = Engine(Scheduler(limits), WithLogprobs(limits, loses=False))
+    loop = EngineLoop(engine, told.append, died.append)
+    request = make_request("a", [1, 2, 3], max_tokens=8)
+    expected, _ = generate([1, 2, 3], 3, request.sampling, limits.max_total_tokens)
+    loop.post(
+        Submit(frontend_id="f", requests=[dataclasses.replace(request, news_interval=interval)])
+    )
+    for _ in range(20):
+        loop.turn()
+    news = [each["f"]["a"] for each in told if each]
+    assert [len(each.token_ids) for each in news] == counts and not died
+    assert [token for each in news for token in each.token_ids] == expected[3:]
+    assert [each.first_index for each in news] == [sum(counts[:i]) for i in range(len(counts))]
+    logprobs = [entry.logprob for each in news for entry in each.logprobs or [] if entry]
+    assert logprobs == [-step for step in range(8)]
+    assert news[-1].finish_reason == "length" and not loop._kept

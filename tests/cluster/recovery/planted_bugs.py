@@ -108,8 +108,19 @@ class CheckpointsAreNotCounted(EngineLoop):
         news = super()._news(output)
         for by_request in news.values():
             for request_id, item in by_request.items():
-                if request_id in self._final_only:
+                if request_id in self._kept:
                     item.first_index = 0
+        return news
+
+
+class LosesWhatItKept(EngineLoop):
+    """Tokens that are kept for later count as sent."""
+
+    def _news(self, output: Any) -> Any:
+        news = super()._news(output)
+        for seq in output.sequences:
+            if seq.request_id in self._kept:
+                self._kept[seq.request_id].num_sent = seq.num_output_tokens
         return news
 
 

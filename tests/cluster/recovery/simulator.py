@@ -398,7 +398,7 @@ class World:
             num_prompt_tokens=len(prompt),
             sampling=drawn.sampling,
             cache_salt=drawn.cache_salt,
-            final_only=self.rng.random() < 0.3,
+            news_interval=self.rng.choice((0, 1, 1, 3)),
             grammar=drawn.grammar,
         )
         chunks: list[Chunk] = []
