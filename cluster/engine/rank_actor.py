@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from scheduler.messages import StepPlan
     from workers.worker import Worker
 
-LOOK_AT_CORES_S = 1.0
+LOOK_AT_CORES_S = 2.0
 SWITCH_INTERVAL_S = (
     0.0002  # Ray's threads must hand the interpreter back to the computing thread within this time
 )
