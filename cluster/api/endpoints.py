@@ -73,14 +73,7 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     tools = _callable_tools(request)
     prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
-    if request.add_generation_prompt is bool(request.continue_final_message):
-        raise RequestError(
-            "add_generation_prompt is false where continue_final_message is true, and true"
-            " otherwise; leave it out",
-            "add_generation_prompt",
-        )
-    if request.continue_final_message:
-        prompt["continue_final_message"] = True
+    _add_ending(prompt, request)
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
     return prompt
@@ -157,15 +150,16 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
     tokenizer = _needed(served.tokenizer, "tokenizing")
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
-    prompt: Prompt
     if request.messages is None:
-        if request.tools or request.chat_template_kwargs:
-            raise RequestError("tools and chat_template_kwargs need messages", "tools")
+        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+            if getattr(request, name):
+                raise RequestError(f"{name} needs messages", name)
         assert request.prompt is not None
         token_ids = tokenizer.encode(request.prompt)
     else:
         variables = dict(request.chat_template_kwargs or {})
         prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
+        _add_ending(prompt, request)
         token_ids = served.builder.encode(prompt)
     return {
         "tokens": token_ids,
@@ -234,6 +228,18 @@ def _conversation(
     if tools:
         prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
     return prompt
+
+
+def _add_ending(prompt: dict[str, Any], request: ChatRequest | TokenizeRequest) -> None:
+    """Whether the last message is complete. Raises `RequestError` if the two fields disagree."""
+    if request.add_generation_prompt is bool(request.continue_final_message):
+        raise RequestError(
+            "add_generation_prompt is false where continue_final_message is true, and true"
+            " otherwise; leave it out",
+            "add_generation_prompt",
+        )
+    if request.continue_final_message:
+        prompt["continue_final_message"] = True
 
 
 def _first(*values: int | None) -> int:

@@ -163,7 +163,7 @@ class RankActor:
             now, num_threads = share.now()
             if now != cores:
                 cores = now
-                self._computing.submit(move, cores, num_threads)
+                self._computing.submit(move, cores, num_threads).result()
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.

@@ -506,6 +506,9 @@ def test_an_answer_goes_on_where_the_last_message_ends(server: Server) -> None:
     last = httpx.post(server.url + "/v1/completions", json={"prompt": "That makes"} | wanted)
     ids = last.json()["choices"][0].get("prompt_token_ids") or last.json()["prompt_token_ids"]
     assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[1][-len(ids) :] == ids
+    assert httpx.post(server.url + "/tokenize", json=asked).json()["tokens"] == prompts[1]
+    for body in (asked | {"add_generation_prompt": True}, {"prompt": "a"} | {"tools": [ADD]}):
+        assert httpx.post(server.url + "/tokenize", json=body).status_code == 400
 
 
 @pytest.mark.parametrize("n", [1, 2])
