@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import functools
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Protocol
 
 from cluster.client.outputs import Generation, RequestOutput, Sink
@@ -47,9 +48,16 @@ class EngineLink(Protocol):
 class Client:
     """Requests of one process to one engine. Any thread may call."""
 
-    def __init__(self, builder: RequestBuilder, link: EngineLink) -> None:
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        link: EngineLink,
+        reach: Callable[[list[Generation]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`reach` is awaited before asynchronous requests are sent, where `link` would wait."""
         self.builder = builder
         self._link = link
+        self._reach = reach
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
         link.after_news(self._wake_relays)
@@ -67,15 +75,8 @@ class Client:
         `request_id` names a single prompt for `abort_named`. Raises `RequestError` before any
         request runs.
         """
-        many = as_list(prompts)
-        named = self._named.get(request_id) if request_id is not None else None
-        if named is not None and not named.done.done():
-            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
-        each = zip(many, one_each(params, len(many)), sinks or [None] * len(many), strict=True)
-        generations = [self.builder.build(prompt, wanted, sink) for prompt, wanted, sink in each]
-        self._link.submit(generations)
-        if request_id is not None:
-            self._named[request_id] = generations[0]
+        generations = self._build(prompts, params, sinks, request_id)
+        self._send(generations, request_id)
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
@@ -98,9 +99,10 @@ class Client:
         request_id: str | None = None,
     ) -> list[Generation]:
         """`submit` on another thread. If it is canceled, what it submitted is aborted."""
-        # Not `to_thread`, which takes the caller's context along: Ray would think that the call is
-        # part of the caller's, and cancel it with that.
-        submit = functools.partial(self.submit, prompts, params, sinks, request_id)
+        # Not in the caller's context: Ray would think that the call is part of the caller's, and
+        # cancel it with that. An executor's threads have none.
+        submit = self.submit if self._reach is None else self._build
+        build = functools.partial(submit, prompts, params, sinks, request_id)
         each: Seq[SamplingParams | None] = [params]  # type: ignore[list-item]
         if isinstance(params, list | tuple):
             each = params
@@ -109,12 +111,43 @@ class Client:
             isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
         )
         executor = self._compiling if has_grammar else None
-        submitting = asyncio.get_running_loop().run_in_executor(executor, submit)
+        submitting = asyncio.get_running_loop().run_in_executor(executor, build)
+        if self._reach is not None:
+            sending = self._reach_and_send(submitting, request_id)
+            submitting = asyncio.get_running_loop().create_task(sending, context=Context())
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
             submitting.add_done_callback(self._abort_submitted)
             raise
+
+    def _build(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params,
+        sinks: Seq[Sink | None] | None,
+        request_id: str | None,
+    ) -> list[Generation]:
+        many = as_list(prompts)
+        named = self._named.get(request_id) if request_id is not None else None
+        if named is not None and not named.done.done():
+            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+        each = zip(many, one_each(params, len(many)), sinks or [None] * len(many), strict=True)
+        return [self.builder.build(prompt, wanted, sink) for prompt, wanted, sink in each]
+
+    def _send(self, generations: list[Generation], request_id: str | None) -> None:
+        self._link.submit(generations)
+        if request_id is not None:
+            self._named[request_id] = generations[0]
+
+    async def _reach_and_send(
+        self, building: asyncio.Future[list[Generation]], request_id: str | None
+    ) -> list[Generation]:
+        assert self._reach is not None
+        generations = await building
+        await self._reach(generations)
+        await asyncio.get_running_loop().run_in_executor(None, self._send, generations, request_id)
+        return generations
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:
         """`wait` for an event loop; canceling it aborts the requests."""

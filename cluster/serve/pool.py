@@ -47,6 +47,7 @@ class _Held:
 
     generation: Generation
     lease: LeaseCall | None = None
+    granted: Lease | None = None  # not used yet
     replica: str = ""
     frontend: Frontend | None = None
     failed_at: list[str] = field(default_factory=list)
@@ -71,15 +72,28 @@ class EnginePool:
         self._table = PrefixTable()
         self._callbacks: list[Callable[[], None]] = []
 
+    async def reach(self, generations: list[Generation]) -> None:
+        """Lease engines, so that `submit` does not have to wait for them, as it would hold a thread
+        meanwhile. On the event loop of the pool. Raises `OverloadedError`.
+        """
+        held = self._hold(generations)
+        try:
+            async with asyncio.timeout(LEASE_TIMEOUT_S):
+                await self._lease_all(held)
+        except TimeoutError:
+            self.abort(generations)
+            raise _no_answer(LEASE_TIMEOUT_S) from None
+        except BaseException:
+            self.abort(generations)
+            raise
+
     def submit(self, generations: list[Generation]) -> None:
         """Send the requests of these generations, all or none. Raises `RequestError`,
         `OverloadedError` when no engine takes them in time.
         """
-        held = [_Held(generation) for generation in generations]
         with self._lock:
-            self._held |= {id(each.generation): each for each in held}
-        for each in held:
-            each.generation.done.add_done_callback(functools.partial(self._release, each))
+            found = [self._held.get(id(generation)) for generation in generations]
+        held = [each for each in found if each is not None] or self._hold(generations)
         try:
             self._place(held, time.monotonic() + LEASE_TIMEOUT_S)
         except BaseException:
@@ -126,6 +140,14 @@ class EnginePool:
         """Every engine that answers."""
         return await self._ask("describe")
 
+    def _hold(self, generations: list[Generation]) -> list[_Held]:
+        held = [_Held(generation) for generation in generations]
+        with self._lock:
+            self._held |= {id(each.generation): each for each in held}
+        for each in held:
+            each.generation.done.add_done_callback(functools.partial(self._release, each))
+        return held
+
     # -- placing -----------------------------------------------------------------------------------
 
     def _place(self, held: list[_Held], until_s: float) -> None:
@@ -151,17 +173,19 @@ class EnginePool:
 
     def _lease(self, held: list[_Held], until_s: float) -> None:
         """Give each the engine of a new lease, except those that have been aborted."""
-        left_s = max(0.0, until_s - time.monotonic())
-        leases = self._run(self._lease_all(held), left_s)
-        for each, lease in zip(held, leases, strict=True):
+        if without := [each for each in held if each.granted is None]:
+            self._run(self._lease_all(without), max(0.0, until_s - time.monotonic()))
+        for each in held:
+            lease, each.granted = each.granted, None
             if lease is not None:
                 with self._lock:
                     each.replica, each.frontend = lease.replica, self._frontend(lease.driver)
 
-    async def _lease_all(self, held: list[_Held]) -> list[Lease | None]:
-        return await asyncio.gather(*map(self._lease_one, held))
+    async def _lease_all(self, held: list[_Held]) -> None:
+        await asyncio.gather(*map(self._lease_one, held))
 
-    async def _lease_one(self, held: _Held) -> Lease | None:
+    async def _lease_one(self, held: _Held) -> None:
+        """Sets `granted`, unless the request has ended."""
         request = held.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
         session, avoid = held.generation.session_id, list(held.failed_at)
@@ -187,11 +211,11 @@ class EnginePool:
                     raise
             else:
                 if lease.driver is not None:
-                    return lease
+                    held.granted = lease
+                    return
                 call.end()
                 await asyncio.sleep(PAUSE_S if lease.replica in avoid else PAUSE_S / 10)
                 avoid.append(lease.replica)
-        return None
 
     def _choose(
         self,
@@ -295,7 +319,11 @@ class EnginePool:
             return running.result(limit_s)
         except TimeoutError:
             running.cancel()
-            raise OverloadedError(f"no engine answered within {limit_s:.0f} s") from None
+            raise _no_answer(limit_s) from None
+
+
+def _no_answer(limit_s: float) -> OverloadedError:
+    return OverloadedError(f"no engine answered within {limit_s:.0f} s")
 
 
 def merged(many: list[EngineStats]) -> EngineStats:

@@ -61,7 +61,8 @@ class ApiReplica:
         else:
             limits = await _limits_of(engines, config)
             self._pool = link = EnginePool(engines, limits.block_size, config.engine.stuck_after_s)
-        self._client = Client(setup.request_builder(limits), link)
+        reach = self._pool.reach if self._pool is not None else None
+        self._client = Client(setup.request_builder(limits), link, reach)
         self._api = Api(
             self._client,
             setup.tokenizer,

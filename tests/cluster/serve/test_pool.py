@@ -246,6 +246,33 @@ def test_what_a_lease_is_for_travels_without_the_choice() -> None:
     assert pickle.loads(pickle.dumps(Wanted(("a",), lambda names: "b"))) == Wanted(("a",))
 
 
+def test_requests_that_wait_for_an_engine_hold_no_thread(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("a", "b")
+    leases.recovering |= {"a", "b"}
+    pool = make_pool(loop, leases, monkeypatch)
+    many = [generation(f"request {number}") for number in range(100)]
+
+    async def reach() -> int:
+        waiting = asyncio.gather(*(pool.reach([each]) for each in many))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        pool.abort(many[:10])
+        leases.recovering.clear()
+        await waiting
+        return len(leases.asked)
+
+    num_asked = asyncio.run_coroutine_threadsafe(reach(), loop).result(10)
+    pool.submit(many[5:])
+    assert len(leases.asked) == num_asked, "there are leases already"
+    has = [each for driver in leases.drivers.values() for each in driver.has]
+    assert {id(each) for each in has} == {id(each) for each in many[10:]}
+    pool.abort(many)
+    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+    assert not pool._table._of_request
+
+
 def test_a_wait_for_an_engine_has_an_end(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +282,9 @@ def test_a_wait_for_an_engine_has_an_end(
     monkeypatch.setattr(pool_module, "LEASE_TIMEOUT_S", 0.2)
     with pytest.raises(OverloadedError, match="no engine"):
         pool.submit([generation("one")])
+    with pytest.raises(OverloadedError, match="no engine"):
+        reaching = pool.reach([generation("two")])
+        asyncio.run_coroutine_threadsafe(reaching, loop).result(5)
     wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -54,8 +54,23 @@ class Program:
         raise AssertionError("it ended")
 
 
-def test_sigterm_finishes_what_runs_and_leaves_nothing() -> None:
-    program = Program("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    """Starts programs; those of a test that failed are killed."""
+    programs: list[Program] = []
+
+    def start(*arguments: str, **variables: str) -> Program:
+        programs.append(Program(*arguments, **variables))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        for pid in family(program.process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Program]) -> None:
+    program = start("--kv-cache-bytes", str(2**26), "--ray-address", "local")
     program.wait_until_ready()
     assert len(family(program.process.pid)) > 5
     started: list[str] = []
@@ -94,10 +109,10 @@ def own_folder() -> Iterator[str]:
 
 
 def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_seconds(
-    own_folder: str,
+    start: Callable[..., Program], own_folder: str
 ) -> None:
     size = ("--kv-cache-bytes", str(2**26), "--replicas", "2")
-    program = Program(*size, "--ray-address", "local", TMPDIR=own_folder)
+    program = start(*size, "--ray-address", "local", TMPDIR=own_folder)
     program.wait_until_ready()
     here = family(program.process.pid)
     ranks = [pid for pid in here if (command_of(pid) or "").startswith("ray::RankActor")]
