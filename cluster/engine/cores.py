@@ -40,13 +40,14 @@ class CoreShare:
         self._claim = claim
         self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        name = f"{os.getpid()}-{id(self)}"
-        beginning = self._folder / f".{name}"  # not seen by others before it is locked and whole
-        self._file = beginning.open("w")
+        # Others do not see it before it is locked and whole.
+        descriptor, name = tempfile.mkstemp(prefix=".", dir=self._folder)
+        self._file = os.fdopen(descriptor, "w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump(asdict(claim), self._file)
         self._file.flush()
-        self._path = beginning.rename(self._folder / name)
+        beginning = Path(name)
+        self._path = beginning.rename(self._folder / beginning.name.removeprefix("."))
 
     def close(self) -> None:
         """Leave the cores to the others."""

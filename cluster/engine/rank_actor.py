@@ -99,7 +99,8 @@ class RankActor:
         def start() -> WorkerReport:
             cores, num_threads = share.now()
             bind(cores)
-            threading.Thread(target=self._follow, args=(share, cores), daemon=True).start()
+            arguments = (share, cores)
+            threading.Thread(target=self._follow, args=arguments, name="cores", daemon=True).start()
             return worker.start(address, num_threads, epoch)
 
         return self._computing.submit(start).result()
