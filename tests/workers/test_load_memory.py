@@ -34,7 +34,9 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-SLACK_BYTES = 12 * MIB  # threads of gloo and torch, the rotary table, allocator rounding
+# Threads of gloo and torch, the rotary table, allocator rounding: 5 to 12 MiB. Less than the
+# smallest fault, an embedding that is held once more in 8 bits: 19.5 MiB.
+SLACK_BYTES = 16 * MIB
 
 
 @pytest.fixture(scope="module")
