@@ -29,7 +29,8 @@ class Request:
     again.
 
     News is sent of the first token, then of `news_interval` tokens at a time; with 0 nothing is
-    sent until the request ends, then all tokens at once. `arrival_s` is when the client built it,
+    sent until the request ends, then all tokens at once; a checkpoint may send what there is
+    before (`cluster.engine.loop`). `arrival_s` is when the client built it,
     in seconds since the epoch: resubmitted requests keep their place in line. `grammar` is what its
     output must match, compiled, for the driver's `Grammars`; empty if it is free.
     """

@@ -64,8 +64,10 @@ class RequestBuilder:
         params = self.parameters(wanted)
         grammar = self._grammar(params.structured_outputs, parsed)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
-        is_whole = sink is None and not params.stop_strings() and params.logprobs is None
-        streams = sink is not None and params.stream_interval is not None
+        if sink is not None:
+            news_interval = params.stream_interval or 1
+        else:
+            news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
         arrival_s = time.time()
         outputs = []
         for index in range(params.n or 1):
@@ -77,7 +79,7 @@ class RequestBuilder:
                     seed=seed, index=index, eos_token_ids=self._model.eos_token_ids
                 ),
                 cache_salt=parsed.cache_salt,
-                news_interval=0 if is_whole else (params.stream_interval or 1) if streams else 1,
+                news_interval=news_interval,
                 arrival_s=arrival_s,
                 grammar=grammar,
             )

@@ -95,15 +95,17 @@ class RankActor:
             cores=usable_cores(),
         )
         share = CoreShare(claim)
+        cores, num_threads = share.now()
 
         def start() -> WorkerReport:
-            cores, num_threads = share.now()
             bind(cores)
-            arguments = (share, cores)
-            threading.Thread(target=self._follow, args=arguments, name="cores", daemon=True).start()
             return worker.start(address, num_threads, epoch)
 
-        return self._computing.submit(start).result()
+        report = self._computing.submit(start).result()
+        threading.Thread(
+            target=self._follow, args=(share, cores), name="cores", daemon=True
+        ).start()
+        return report
 
     def allocate_cache(self, num_blocks: int) -> None:
         """See `Worker.allocate_cache`. The first rank then starts compiling the remaining kernels
