@@ -1,0 +1,57 @@
+"""What a client does before it sends, with a builder and an engine that only note what they get."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+from cluster.client.client import Client
+from cluster.client.outputs import Generation, OutputFollower
+from scheduler.params import SamplingParams
+from tests.scheduler.helpers import make_request
+
+CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
+
+
+class Notes:
+    """A builder and a link."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Generation] = []
+
+    def build(self, prompt: Any, wanted: SamplingParams | None, sink: Any) -> Generation:
+        follower = OutputFollower(make_request(str(prompt), [1, 2, 3]), 0, None, sink)
+        return Generation(None, [follower])
+
+    def submit(self, generations: list[Generation]) -> None:
+        self.submitted += generations
+
+    def after_news(self, callback: Any) -> None:
+        pass
+
+
+def test_engines_are_reached_first_on_no_thread_and_in_nobody_s_context() -> None:
+    """Ray cancels the calls that a call has made when that is canceled."""
+    notes: Any = Notes()
+    may_go, callers = asyncio.Event(), list[str]()
+
+    async def reach(generations: list[Generation]) -> None:
+        callers.append(CALLER.get())
+        await may_go.wait()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        CALLER.set("an HTTP request")
+        client = Client(notes, notes, reach)
+        sending = [asyncio.create_task(client.submit_async([[number]])) for number in range(5)]
+        while len(callers) < 5:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(lambda: "free") == "free" and not notes.submitted
+        may_go.set()
+        sent = [generation for each in await asyncio.gather(*sending) for generation in each]
+        assert {id(each) for each in sent} == {id(each) for each in notes.submitted}
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert callers == ["nobody"] * 5
