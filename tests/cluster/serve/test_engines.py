@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.serve.pool import EnginePool
 from scheduler.messages import EngineStats
-from tests.cluster.processes import wait_until
+from tests.cluster.processes import processes, wait_until
 from tests.cluster.serve.served import LONG, num_leases, stats_of, wait_until_idle
 from tests.scheduler.helpers import make_request
 
@@ -197,8 +196,7 @@ def test_requests_of_a_lost_engine_go_on_at_another(
             ]
             ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
         else:
-            found = subprocess.run(["pgrep", "-f", "^ray::Driver"], capture_output=True, check=True)
-            drivers = list(map(int, found.stdout.split()))
+            drivers = sorted(processes("ray::Driver"))
             for driver in drivers if lost == "every driver" else drivers[-1:]:
                 os.kill(driver, signal.SIGSTOP if lost.endswith("hangs") else signal.SIGKILL)
         had = {number: len(parts) for number, parts in texts.items()}
