@@ -129,6 +129,11 @@ class EngineConfig:
         None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2
     )
     enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
+    shared_memory: bool = option(
+        True,
+        flag="--shared-memory/--no-shared-memory",
+        help="Sum over the ranks of a node through memory that they share, not gloo or NCCL.",
+    )
     num_steps_ahead: int | None = option(
         None,
         flag="--num-steps-ahead",

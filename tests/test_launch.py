@@ -337,6 +337,8 @@ ENGINE_FLAGS = {
     "--prefix-caching",
     "--no-prefix-caching",
     "--enforce-eager",
+    "--shared-memory",
+    "--no-shared-memory",
     "--num-steps-ahead",
     "--spares",
     "--wait-for-nodes-s",
@@ -425,7 +427,7 @@ ENGINE_FLAGS_AND_VALUES = {
     "--ray-address": "a:1",
     "--log-level": "error",
 }
-ENGINE_SWITCHES = ["--no-prefix-caching", "--enforce-eager"]
+ENGINE_SWITCHES = ["--no-prefix-caching", "--enforce-eager", "--no-shared-memory"]
 ENGINE = EngineConfig(
     model="m",
     tensor_parallel_size=2,
@@ -453,6 +455,7 @@ ENGINE = EngineConfig(
     log_level="error",
     enable_prefix_caching=False,
     enforce_eager=True,
+    shared_memory=False,
 )
 SAMPLING_FLAGS_AND_VALUES = {
     "--max-tokens": 15,
@@ -663,6 +666,7 @@ def test_the_options_of_an_engine_are_these() -> None:
         "max_decode_slowdown",
         "max_model_len",
         "enforce_eager",
+        "shared_memory",
         "num_steps_ahead",
         "seed",
         "ray_address",

@@ -236,9 +236,9 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_allocated(self.torch) - before
 
 
-def open_device(kind: str) -> Device:
-    """The device of a rank: "cpu", or "cuda", the first GPU this process sees. Raises `ConfigError`
-    if it sees none, or if kernels cannot be compiled for it.
+def open_device(kind: str, index: int = 0) -> Device:
+    """The device of a rank: "cpu", or "cuda", the GPU of that index among those this process sees.
+    Raises `ConfigError` if it sees none, or if kernels cannot be compiled for it.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -247,7 +247,9 @@ def open_device(kind: str) -> Device:
         )
     if kind == "cuda" and (lacks := missing()):
         raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(lacks)}")
-    return CudaDevice(torch.device("cuda", 0)) if kind == "cuda" else Device(torch.device("cpu"))
+    if kind == "cuda":
+        return CudaDevice(torch.device("cuda", index))
+    return Device(torch.device("cpu"))
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -90,18 +90,22 @@ class Worker:
             self._model = self._load(self._group, kernels)
 
     def start(
-        self, address: Address | None, num_threads: int | None = None, epoch: int = 0
+        self,
+        address: Address | None,
+        num_threads: int | None = None,
+        epoch: int = 0,
+        gpu_index: int = 0,
     ) -> WorkerReport:
         """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the
-        same time, on the thread that will launch; the steps of `epoch` follow. Raises `ConfigError`
-        or `WorkerError`.
+        same time, on the thread that will launch; the steps of `epoch` follow. `gpu_index`: which
+        of the GPUs that this process sees is the rank's. Raises `ConfigError` or `WorkerError`.
         """
         self.epoch = epoch
         engine = self.config.engine
+        device = open_device(self.config.device, gpu_index)
         kernels = self._kernels or find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
-        device = open_device(self.config.device)
         group = self._group or self._new_group(device.torch)
         with self._phase("rendezvous"):
             group.join(address, engine.start_timeout_s)
@@ -110,7 +114,7 @@ class Worker:
             compile_first_step(kernels, group, self.config.dtype, quantized)
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
-        group.share_memory(engine.start_timeout_s)
+        group.share_memory(engine.start_timeout_s, engine.shared_memory)
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
         if self.config.device == "cuda":
@@ -256,8 +260,8 @@ class Worker:
         report = {"weights": self._model.weight_bytes if self._model is not None else 0}
         if self._runner is not None:
             report["kv_cache"] = self._runner.cache.tensor.nbytes
-        if self.config.device == "cuda":
-            report["device_reserved"] = torch.cuda.memory_reserved()
+        if self._device is not None and self.config.device == "cuda":
+            report["device_reserved"] = torch.cuda.memory_reserved(self._device.torch)
         return report
 
     def close(self) -> None:

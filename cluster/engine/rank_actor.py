@@ -83,11 +83,12 @@ class RankActor:
     def start(
         self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
     ) -> WorkerReport:
-        """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those that
-        Ray gave the first process in this bundle.
+        """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those of the
+        ranks on this node, in their order. Each rank sees them all, so that they can reach each
+        other's memory, and no other engine's.
         """
         worker = self._imported()
-        show_gpus(gpus)  # a spare had none
+        show_gpus(gpus)
         claim = Claim(
             group=f"{address[0]}:{address[1]} on {place.node_id}",
             local_rank=place.local_rank,
@@ -99,7 +100,7 @@ class RankActor:
 
         def start() -> WorkerReport:
             bind(cores)
-            return worker.start(address, num_threads, epoch)
+            return worker.start(address, num_threads, epoch, place.local_rank)
 
         report = self._computing.submit(start).result()
         threading.Thread(

@@ -65,9 +65,22 @@ class RankMaker:
         self.size = config.engine.tensor_parallel_size
         self.placement = placement
         # The GPUs that Ray gave the first process in a bundle, which later ones there use too.
-        self.gpus: dict[tuple[str, int], list[str]] = {}
+        self._gpus: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
         self._rank_actor = rank_actor
+
+    def note_gpus(self, place: Place, gpus: list[str]) -> None:
+        """Those that Ray gave a process there that is no spare."""
+        self._gpus[place.node_id, place.bundle] = gpus
+
+    def gpus_of_node(self, node_id: str, places: Seq[Place]) -> list[str]:
+        """Those of the ranks that are on a node, in their order. `places`: of all ranks."""
+        return [
+            gpu
+            for place in places
+            if place.node_id == node_id
+            for gpu in self._gpus[node_id, place.bundle]
+        ]
 
     def create(self, place: Place, *, is_spare: bool = False) -> RankHandle:
         """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
@@ -120,11 +133,11 @@ class WorkerGroup:
             end_ranks(self.ranks)
         try:
             self._identify(places, limit_s)
-            gpus = [self._maker.gpus[place.node_id, place.bundle] for place in places]
+            gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
             address = self.ranks[0].actor.open_rendezvous.remote()
             starting = [
-                rank.actor.start.remote(address, place, self.epoch, of_rank)
-                for rank, place, of_rank in zip(self.ranks, places, gpus, strict=True)
+                rank.actor.start.remote(address, place, self.epoch, on_node)
+                for rank, place, on_node in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
             if len({report.checkpoint for report in reports}) > 1:
@@ -212,7 +225,7 @@ class WorkerGroup:
         for rank, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
             rank.process = process
             if rank not in self._spares:
-                self._maker.gpus[place.node_id, place.bundle] = gpus
+                self._maker.note_gpus(place, gpus)
 
     def _phases(self) -> str:
         """What each rank is doing."""

@@ -437,7 +437,7 @@ def test_a_resolved_config_cannot_be_changed() -> None:
         config.device = "cuda"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager"])
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager", "shared_memory"])
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be true or false"):

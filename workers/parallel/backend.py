@@ -55,12 +55,14 @@ def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
 class TorchTransport:
     """A `Transport` over gloo or NCCL. `connect` creates one."""
 
-    def __init__(self, backend: Any, num_peers: int, device: torch.device, who: str) -> None:
-        """`backend`: that of torch.distributed, between `num_peers` ranks. `who` names this rank in
-        errors.
+    def __init__(
+        self, backend: Any, store: Any, num_peers: int, device: torch.device, who: str
+    ) -> None:
+        """`backend`: that of torch.distributed, between `num_peers` ranks that met at `store`.
+        `who` names this rank in errors.
         """
-        self._backend, self._size = backend, num_peers
-        self._device, self._who = device, who
+        self._backend, self.store, self._size = backend, store, num_peers
+        self.device, self._who = device, who
 
     @classmethod
     def connect(
@@ -94,11 +96,11 @@ class TorchTransport:
             own = _own_address(address)
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own)]
             backend = distributed.ProcessGroupGloo(*place, options)
-        return cls(backend, len(ranks), device, who)
+        return cls(backend, store, len(ranks), device, who)
 
     @property
     def name(self) -> str:
-        return "nccl" if self._device.type == "cuda" else "gloo"
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
@@ -127,7 +129,7 @@ class TorchTransport:
         """Leave; never waits for a peer."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            backend.abort() if self._device.type == "cuda" else backend.shutdown()
+            backend.abort() if self.device.type == "cuda" else backend.shutdown()
 
     def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
         distributed = _distributed()

@@ -3,9 +3,9 @@ operations.
 
 Owns the transports and chooses between them. All ranks meet through a torch backend (gloo on CPU,
 NCCL on CUDA), which also serves the barrier: that one may wait as long as loading takes and must
-not spin. CPU ranks of one host then compute through shared memory. A group of one rank does nothing
-and needs no torch.distributed. Every wait has a limit. Layers and sampler get the group as an
-argument; all ranks call the same operations in the same order, from one thread.
+not spin. Ranks of one host then compute through memory that they share. A group of one rank does
+nothing and needs no torch.distributed. Every wait has a limit. Layers and sampler get the group as
+an argument; all ranks call the same operations in the same order, from one thread.
 
 Legend: R ranks of the group.
 """
@@ -52,8 +52,8 @@ class TensorParallelGroup:
 
     @property
     def transport(self) -> str:
-        """How tensors travel: "none" (a group of one), "nccl", "gloo", "shared memory", or "shared
-        memory within hosts, gloo between them".
+        """How tensors travel: "none" (a group of one), "nccl", "gloo", "shared memory", "shared
+        memory within hosts, gloo between them", or "symmetric memory up to 1 MiB, nccl above".
         """
         return "none" if self.size == 1 else self._transport.name
 
@@ -126,18 +126,22 @@ class TensorParallelGroup:
             transport.close()
 
     def share_memory(self, timeout_s: float, wanted: bool = True) -> None:
-        """Let CPU ranks of one host reduce through shared memory from now on if all of them can and
-        want to; otherwise they use gloo.
+        """Let ranks of one host reduce through memory that they share from now on if all of them
+        can and want to; otherwise they use gloo or NCCL.
 
         Every rank calls this at the same time. `timeout_s` bounds later operations. Raises
         `WorkerError`.
         """
-        if self.size == 1 or self.device.type != "cpu":
+        if self.size == 1:
             return
         refused = self._exchange("" if wanted else f"rank {self.rank} was told not to share memory")
-        reason = next(filter(None, refused), "") or self._share_memory(timeout_s)
+        reason = next(filter(None, refused), "")
+        if not reason:
+            on_gpus = self.transport == "nccl"
+            reason = self._share_gpu_memory() if on_gpus else self._share_memory(timeout_s)
         if self.rank == 0:
-            logger.info("all-reduce: %s", f"gloo, because {reason}" if reason else self.transport)
+            because = f", because {reason}" if reason else ""
+            logger.info("all-reduce: %s%s", self.transport, because)
 
     def _share_memory(self, timeout_s: float) -> str:
         """The same on every rank: why memory cannot be shared, or an empty string."""
@@ -172,6 +176,20 @@ class TensorParallelGroup:
         self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
 
+    def _share_gpu_memory(self) -> str:
+        """The same on every rank: why memory of the GPUs cannot be shared, or an empty string."""
+        from workers.parallel.symmetric_memory import SymmetricMemoryReducer
+
+        assert self._backend is not None and self._address is not None
+        name = f"eagleray {self._address[0]}:{self._address[1]}"
+        joined = SymmetricMemoryReducer.join(
+            self._backend, name, self.rank, self.size, self._exchange, self._who
+        )
+        if isinstance(joined, str):
+            return joined
+        self._chosen = joined
+        return ""
+
     @property
     def _transport(self) -> Transport:
         if self._chosen is None:
@@ -202,5 +220,5 @@ class TensorParallelGroup:
         )
         return [
             bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
-            for said in self._transport.all_gather(mine)
+            for said in self._transport.all_gather(mine.to(self.device)).cpu()
         ]

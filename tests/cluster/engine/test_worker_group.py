@@ -15,12 +15,10 @@ import torch
 from ray.exceptions import GetTimeoutError
 
 from cluster.engine import worker_group
-from cluster.engine.driver import Driver
 from cluster.engine.rank_actor import RankActor
-from cluster.engine.start import start_driver
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
-from cluster.resources.placement import Placement, actor_environment
+from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
@@ -37,6 +35,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
     prompts,
 )
+from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
 
@@ -195,41 +194,61 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     assert calls == 2
 
 
+class NoLedger:
+    def line(self) -> str:
+        return ""
+
+
 class SeeingRankActor(RankActor):
-    def visible_gpus(self) -> str | None:
-        return os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Starts without computing, and says which of the GPUs that it sees would be its own."""
 
+    def start(
+        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
+    ) -> WorkerReport:
+        self._imported().start = self._look  # type: ignore[assignment, method-assign]
+        return super().start(address, place, epoch, gpus)
 
-class SeeingDriver(Driver):
-    """Creates its ranks without starting them, and reports which GPUs each of them sees."""
+    def allocate_cache(self, num_blocks: int) -> None:
+        pass
 
-    rank_actor = SeeingRankActor
+    def gpu(self) -> tuple[str, list[str]]:
+        """(the one that it would use, those that it sees)"""
+        return self._seen[self._index], self._seen
 
-    async def visible_gpus(self) -> list[str | None]:
-        actors = [self._maker.create(place).actor for place in self._maker.placement.places()]
-        return [await actor.visible_gpus.remote() for actor in actors]
+    def _look(
+        self, address: Any, num_threads: int | None, epoch: int, gpu_index: int
+    ) -> WorkerReport:
+        self._index, self._seen = gpu_index, os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        no_ledger: Any = NoLedger()
+        return WorkerReport(
+            rank=self._rank, backend="", seconds={}, num_kv_blocks=1, ledger=no_ledger
+        )
 
 
 @pytest.mark.parametrize("ray_hides_the_others", [True, False])
-def test_each_rank_sees_the_gpu_that_ray_gave_it(
+def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it(
     users_ray: None,
     small_model: SmallModel,
     monkeypatch: pytest.MonkeyPatch,
     ray_hides_the_others: bool,
 ) -> None:
-    monkeypatch.setattr("cluster.engine.start.Driver", SeeingDriver)
     if not ray_hides_the_others:
-        environment = actor_environment()  # which the ranks inherit
+        environment = actor_environment()
         environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        monkeypatch.setattr("cluster.engine.start.actor_environment", lambda: environment)
+        monkeypatch.setattr(worker_group, "actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
-    driver = start_driver(config, placement, "test")
+    group = WorkerGroup(RankMaker(config, placement, "test", SeeingRankActor))
     try:
-        assert sorted(ray.get(driver.visible_gpus.remote(), timeout=30)) == ["0", "1"]
+        group.start()
+        given = ray.get([rank.actor.identify.remote() for rank in group.ranks], timeout=30)
+        seen = ray.get([rank.actor.gpu.remote() for rank in group.ranks], timeout=30)
     finally:
-        ray.kill(driver)
+        group.close()
         placement.remove()
+    each = [gpu for _, [gpu] in given]
+    assert sorted(each) == ["0", "1"]
+    assert seen == [(gpu, each) for gpu in each]
 
 
 def say_where(*_: Any) -> None:

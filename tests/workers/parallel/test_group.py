@@ -219,7 +219,7 @@ class NcclStandIn:
 
 
 def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
-    backend = TorchTransport(NcclStandIn(), 2, CPU, "rank 0 of 2")
+    backend = TorchTransport(NcclStandIn(), None, 2, CPU, "rank 0 of 2")
     group = TensorParallelGroup(0, 2, CPU, backend=backend)
     assert group.all_reduce(torch.tensor([3.0])).item() == 6
     assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
