@@ -8,14 +8,15 @@
     decode       steps of the 0.6B and 8B shapes, eager and through graphs, and what they consist of
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
+    ranks        two ranks, where there are two GPUs: sums, tokens, steps of the 0.6B shape
     sanitizer    CUDA's checkers over small shapes, where they are installed
 
 Needs torch and triton; nothing is downloaded or built. Every row runs in the process of its
-section, without Ray, whose part `benchmarks.dispatch` measures on any machine. Under nine minutes:
-each section has its own process and time limit, and its results so far are kept if it crashes,
-hangs or runs out of time. Results are written after every section, and one table is printed at the
-end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any device, including a CPU
-with TRITON_INTERPRET=1; their times mean nothing.
+section, those of `ranks` in two, all without Ray, whose part `benchmarks.dispatch` measures on any
+machine. Under nine minutes: each section has its own process and time limit, and its results so far
+are kept if it crashes, hangs or runs out of time. Results are written after every section, and one
+table is printed at the end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any
+device, including a CPU with TRITON_INTERPRET=1; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.gpu_check_engine import decode_steps, throughput, tokens
 from benchmarks.gpu_check_model import answers, sanitizer
 from benchmarks.gpu_check_numerics import numerics
 from benchmarks.gpu_check_process import Section, run_process, run_section, write_json
+from benchmarks.gpu_check_ranks import two_ranks
 from benchmarks.gpu_check_speed import speed
 from kernels.interface import Kernels
 from kernels.select import select_backend
@@ -146,12 +148,13 @@ def _process_group(check: Check) -> Row:
 # altogether. Time that one does not use is left to the later ones.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "machine": (machine, 40.0),
-    "numerics": (numerics, 125.0),
+    "numerics": (numerics, 115.0),
     "answers": (answers, 30.0),
-    "speed": (speed, 120.0),
-    "decode": (decode_steps, 85.0),
+    "speed": (speed, 110.0),
+    "decode": (decode_steps, 80.0),
     "throughput": (throughput, 50.0),
-    "tokens": (tokens, 45.0),
+    "tokens": (tokens, 40.0),
+    "ranks": (two_ranks, 30.0),
     "sanitizer": (sanitizer, 35.0),
 }
 # Time that a section has to stop by itself before its process is killed.
@@ -280,9 +283,8 @@ def main() -> None:
     }
     limits_s = {name: SECTIONS[name][1] for name in args.sections}
     run_sections(record, limits_s, args.out, partial(command_of, record))
-    print(
-        f"\nall of it, in single processes without Ray\n\n{table(record['sections'], brief=True)}"
-    )
+    print("\nall of it without Ray: `ranks` in two processes, the other sections in one\n")
+    print(table(record["sections"], brief=True))
     if not on_gpu:
         print("\nno GPU: the times above are those of an interpreter and say nothing")
     sys.exit(

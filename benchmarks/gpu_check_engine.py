@@ -46,7 +46,7 @@ QWEN3_8B = QWEN3_0_6B | {
     "tie_word_embeddings": False,
 }
 # Small enough to be quick, with a head dim that every backend takes.
-_COMPARED = QWEN3_0_6B | {
+COMPARED = QWEN3_0_6B | {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -54,7 +54,7 @@ _COMPARED = QWEN3_0_6B | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-_TINY = QWEN3_0_6B | {
+TINY = QWEN3_0_6B | {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -83,8 +83,8 @@ class RecordingExecutor:
     With `forbid_waits`, torch refuses any operation that makes `launch` wait for the GPU.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
-        self.inner = InProcessExecutor(config)
+    def __init__(self, inner: InProcessExecutor) -> None:
+        self.inner = inner
         self.launch_s: list[float] = []
         self.forbid_waits = False
 
@@ -108,7 +108,12 @@ class RecordingExecutor:
 
 @contextmanager
 def open_engine(
-    check: Check, raw: dict[str, Any], backend: str, fill: Fill, **options: Any
+    check: Check,
+    raw: dict[str, Any],
+    backend: str,
+    fill: Fill,
+    make_executor: Callable[[ResolvedConfig], InProcessExecutor] = InProcessExecutor,
+    **options: Any,
 ) -> Iterator[Parts]:
     """An engine that runs a step ahead, over a model of this shape. `options` are those of
     `EngineConfig`.
@@ -130,7 +135,7 @@ def open_engine(
         mock.patch("workers.worker.local_checkpoint", lambda _: Path(engine.model)),
         mock.patch("workers.worker.load_weights", fill_all),
     ):
-        executor = RecordingExecutor(config)
+        executor = RecordingExecutor(make_executor(config))
     limits = SchedulerLimits(
         num_blocks=executor.inner.num_kv_blocks,
         block_size=config.block_size,
@@ -200,7 +205,7 @@ def decode_steps(check: Check) -> None:
     floor: reading the weights and the rows' keys and values once. And steps of whole prompts, which
     are always eager.
     """
-    shapes = {"tiny": _TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
+    shapes = {"tiny": TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
     for name, raw in shapes.items():
         for eager in (False, True):
             label = f"{name} {'eager' if eager else 'graph'}"
@@ -231,7 +236,7 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
         start_s = time.perf_counter() - began
         for batch in batches:
             step = partial(
-                _decode_step, check, engine, executor, config.model, batch, context, steps
+                decode_step, check, engine, executor, config.model, batch, context, steps
             )
             check.add(f"{name} {'eager' if eager else 'graph'}, batch {batch}", step)
             if not eager:
@@ -309,7 +314,7 @@ def parts_of(spans: list[tuple[str, float, float]], steps: int) -> Row:
     return {f"{kind}_ms": rounded(us / steps / 1000, 3) for kind, us in sums.items()}
 
 
-def _decode_step(
+def decode_step(
     check: Check,
     engine: Engine,
     executor: RecordingExecutor,
@@ -317,7 +322,9 @@ def _decode_step(
     batch: int,
     context: int,
     steps: int,
+    size: int = 1,
 ) -> Row:
+    """The median step of this rank, one of `size`."""
     _start_batch(engine, model, batch, context, steps)
     executor.launch_s.clear()
     moments = [time.perf_counter()]
@@ -329,7 +336,8 @@ def _decode_step(
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
     weights = layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    floor_ms = check.floor_us(2 * (weights + batch * context * kv_row), 2 * weights * batch) / 1000
+    floor_us = check.floor_us(2 * (weights + batch * context * kv_row), 2 * weights * batch)
+    floor_ms = floor_us / size / 1000
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),
@@ -387,7 +395,7 @@ def throughput(check: Check) -> None:
 
 
 def _throughput(check: Check, backend: str) -> Row:
-    raw, num_seqs, low, high = (_TINY, 2, 3, 6) if check.small else (QWEN3_0_6B, 256, 100, 1024)
+    raw, num_seqs, low, high = (TINY, 2, 3, 6) if check.small else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
     last = min(10000, raw["vocab_size"] - 1)
     prompts = [
@@ -472,7 +480,7 @@ def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
     )
     return open_engine(
         check,
-        _TINY if check.small else _COMPARED,
+        TINY if check.small else COMPARED,
         backend,
         wide,
         dtype=dtype,
@@ -485,11 +493,11 @@ def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
     )
 
 
-def _add_ragged(check: Check, engine: Engine) -> int:
+def add_ragged(check: Check, engine: Engine) -> int:
     """Submit prompts and outputs of different lengths, sampled in every way in turn; returns how
     many.
     """
-    raw, count, longest, steps = (_TINY, 10, 9, 6) if check.small else (_COMPARED, 20, 700, 48)
+    raw, count, longest, steps = (TINY, 10, 9, 6) if check.small else (COMPARED, 20, 700, 48)
     rng, ways = random.Random(3), _ways_of_sampling(raw["vocab_size"])
     for number, prompt in enumerate(
         prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)
@@ -524,7 +532,7 @@ def _compare(
     eager: bool,
 ) -> Row:
     with _tokens_engine(check, dtype, backend, eager) as (engine, _, _):
-        count = _add_ragged(check, engine)
+        count = add_ragged(check, engine)
         ended = run_all(engine)
     outputs[key] = [list(ended[str(number)]) for number in range(count)]
     want = next(iter(outputs.values()))
@@ -558,10 +566,10 @@ def _begun_alike(output: list[int], wanted: list[int]) -> int:
 def _never_waits(check: Check, backend: str, eager: bool) -> Row:
     """Everything is compiled first. A step that waits raises an error."""
     with _tokens_engine(check, "bfloat16", backend, eager) as (engine, executor, _):
-        _add_ragged(check, engine)
+        add_ragged(check, engine)
         run_all(engine)
         executor.launch_s.clear()
         executor.forbid_waits = True
-        _add_ragged(check, engine)
+        add_ragged(check, engine)
         run_all(engine)
         return {"launches": len(executor.launch_s), "passed": True}

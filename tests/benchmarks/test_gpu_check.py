@@ -23,6 +23,7 @@ from benchmarks import (
     gpu_check_engine,
     gpu_check_model,
     gpu_check_numerics,
+    gpu_check_ranks,
     gpu_check_speed,
 )
 from benchmarks.gpu_check_common import Check, attention_of, with_parts
@@ -35,6 +36,7 @@ from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.replaced import Replaced
 from tests.workers.fake_gpu import FakeGpu
+from workers.models.weights import WeightSlice
 
 ROOT = Path(__file__).parents[2]
 
@@ -378,6 +380,22 @@ def section(check):
 
 run_section(SimpleNamespace(rows=[], on_row=None), section, Path(sys.argv[1]), float(sys.argv[2]))
 """
+
+
+def test_ranks_whose_weights_do_not_fit_together_do_not_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 is another process, and has the right ones."""
+    by_name = gpu_check_ranks.by_name
+
+    def by_other_names(piece: WeightSlice) -> None:
+        by_name(dataclasses.replace(piece, name=f"{piece.name}'"))
+
+    monkeypatch.setattr(gpu_check_ranks, "by_name", by_other_names)
+    check = small()
+    gpu_check_ranks.two_ranks(check)
+    failed = [row["name"] for row in check.rows if not row.get("passed", True)]
+    assert failed == ["eager: both ranks sample the same", "eager: as one rank"]
 
 
 def test_process_that_dies_or_hangs_keeps_its_rows_and_the_next_sections_run(
