@@ -186,7 +186,7 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
     matrix instructions and needs twice the bytes.
     """
     if dtype == torch.float32:
-        return Launch(tile_m=32, tile_c=16, num_warps=8, num_stages=5)
+        return Launch(tile_m=32, tile_c=16, num_warps=16, num_stages=5)
     if padded_dim(head_dim) > 128:
         return Launch(tile_m=64, tile_c=32, num_warps=8, num_stages=5)
     tile_c = 8192 // max(64, padded_dim(head_dim))
