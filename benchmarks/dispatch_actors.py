@@ -111,9 +111,13 @@ def sleeping_driver(step_s: float, launch_s: float) -> type[TimedDriver]:
 
     class SleepingRankActor(RankActor):
         def __init__(
-            self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
+            self,
+            config: ResolvedConfig,
+            rank: int,
+            engine_id: str,
+            spare_gpus: list[str] | None = None,
         ) -> None:
-            super().__init__(config, rank, engine_id, is_spare)
+            super().__init__(config, rank, engine_id, spare_gpus)
             self._worker = SleepingWorker(config, rank, step_s, launch_s)
 
     class SleepingDriver(TimedDriver):

@@ -44,8 +44,13 @@ class RankActor:
     """
 
     def __init__(
-        self, config: ResolvedConfig, rank: int, engine_id: str, is_spare: bool = False
+        self,
+        config: ResolvedConfig,
+        rank: int,
+        engine_id: str,
+        spare_gpus: list[str] | None = None,
     ) -> None:
+        """`spare_gpus`: of a spare, the GPUs that it is to see, as `start`."""
         # Importing torch and compiling create nothing that has to be collected, but many objects to
         # look at: the collector takes a sixth of the start. It is on again once the cache is there.
         gc.disable()
@@ -54,15 +59,17 @@ class RankActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config = config
         self._rank = rank
-        self._is_spare = is_spare
+        self._is_spare = spare_gpus is not None
         self._gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        show_gpus(self._gpus)
+        # A process that has looked for GPUs once does not see others later, and a spare may look
+        # while it warms up.
+        show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
         self._ready = threading.Event()  # everything is imported
         self._computing = ThreadPoolExecutor(1, "rank")
         self._turn = threading.Condition()
         self._next_step = 0
-        if is_spare:
+        if self._is_spare:
             threading.Thread(target=self._warm, name="warm", daemon=True).start()
         else:
             self._import()

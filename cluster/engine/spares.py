@@ -40,7 +40,7 @@ class Spares:
         due_s = self._latest_s if is_busy else self._due_s
         if self._wanted and not self._spares and time.monotonic() >= due_s:
             places = self._maker.placement.places()
-            spares = [self._maker.create(place, is_spare=True) for place in places]
+            spares = [self._maker.create(place, places) for place in places]
             self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
             self._spares = spares
         if self._warming:

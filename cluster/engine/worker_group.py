@@ -82,21 +82,24 @@ class RankMaker:
             for gpu in self._gpus[node_id, place.bundle]
         ]
 
-    def create(self, place: Place, *, is_spare: bool = False) -> RankHandle:
-        """A new actor. A spare takes nothing of its bundle: what it will need is its rank's."""
+    def create(self, place: Place, spare_among: Seq[Place] = ()) -> RankHandle:
+        """A new actor. With the places of all ranks, a spare, which takes nothing of its bundle:
+        what it will need is its rank's.
+        """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
-        on_gpu = self.config.device == "cuda"
+        takes_gpu = self.config.device == "cuda" and not spare_among
         actor = remote(concurrency_groups=groups)(self._rank_actor).options(
-            num_cpus=0 if is_spare else 1,
-            num_gpus=1 if on_gpu and not is_spare else 0,
+            num_cpus=0 if spare_among else 1,
+            num_gpus=1 if takes_gpu else 0,
             max_restarts=0,
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
             scheduling_strategy=self.placement.in_bundle(place.bundle),
         )
-        return RankHandle(actor.remote(self.config, place.rank, self._engine_id, is_spare))
+        gpus = self.gpus_of_node(place.node_id, spare_among) if spare_among else None
+        return RankHandle(actor.remote(self.config, place.rank, self._engine_id, gpus))
 
 
 class WorkerGroup:

@@ -215,10 +215,14 @@ class SeeingRankActor(RankActor):
         """(the one that it would use, those that it sees)"""
         return self._seen[self._index], self._seen
 
+    def seen(self) -> list[str]:
+        """Before it has started."""
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
     def _look(
         self, address: Any, num_threads: int | None, epoch: int, gpu_index: int
     ) -> WorkerReport:
-        self._index, self._seen = gpu_index, os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        self._index, self._seen = gpu_index, self.seen()
         no_ledger: Any = NoLedger()
         return WorkerReport(
             rank=self._rank, backend="", seconds={}, num_kv_blocks=1, ledger=no_ledger
@@ -238,9 +242,12 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
         monkeypatch.setattr(worker_group, "actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
-    group = WorkerGroup(RankMaker(config, placement, "test", SeeingRankActor))
+    maker = RankMaker(config, placement, "test", SeeingRankActor)
+    group = WorkerGroup(maker)
     try:
         group.start()
+        spare = maker.create(placement.places()[1], placement.places())
+        of_spare = ray.get(spare.actor.seen.remote(), timeout=30)
         given = ray.get([rank.actor.identify.remote() for rank in group.ranks], timeout=30)
         seen = ray.get([rank.actor.gpu.remote() for rank in group.ranks], timeout=30)
     finally:
@@ -249,6 +256,7 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     each = [gpu for _, [gpu] in given]
     assert sorted(each) == ["0", "1"]
     assert seen == [(gpu, each) for gpu in each]
+    assert of_spare == each
 
 
 def say_where(*_: Any) -> None:
