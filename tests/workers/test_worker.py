@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 
@@ -333,14 +334,17 @@ def test_backend_that_cannot_run_here_is_a_config_error(
         worker.start(None)
 
 
-def test_threads_are_set_where_start_is_called(small_checkpoint: Path) -> None:
+def test_threads_are_set_where_start_is_called_and_may_change(small_checkpoint: Path) -> None:
     before = torch.get_num_threads()
     try:
         worker = Worker(config_of(small_checkpoint), 0)
         worker.start(None, num_threads=1)
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == numba.get_num_threads() == 1
+        worker.set_num_threads(2)
+        assert torch.get_num_threads() == 2
+        assert numba.get_num_threads() == min(2, numba.config.NUMBA_NUM_THREADS)
     finally:
-        torch.set_num_threads(before)
+        worker.set_num_threads(before)
 
 
 def test_the_first_setting_of_threads_in_a_process_counts() -> None:
