@@ -118,7 +118,9 @@ def mask_columns(
     logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
 ) -> None:
     """See `kernels.reference.sampling.mask_columns`."""
-    _mask_columns(as_array(logits_BV), as_array(rows_R), as_array(words_RW), first)
+    logits = as_array(logits_BV)
+    nothing = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
+    _mask_columns(logits, as_array(rows_R), as_array(words_RW), first, nothing)
 
 
 class CpuSampling:
@@ -601,7 +603,10 @@ def _gap_histogram(
 
 
 @exact_parallel_jit
-def _mask_columns(logits_BV: Array, rows_R: Array, words_RW: Array, first: int) -> None:
+def _mask_columns(
+    logits_BV: Array, rows_R: Array, words_RW: Array, first: int, nothing: Any
+) -> None:
+    """`nothing`: minus infinity, as the logits store it."""
     num_columns = logits_BV.shape[1]
     for r in numba.prange(len(rows_R)):
         logits_V, words_W = logits_BV[rows_R[r]], words_RW[r]
@@ -610,6 +615,11 @@ def _mask_columns(logits_BV: Array, rows_R: Array, words_RW: Array, first: int) 
             if word == -1:  # all of them are allowed
                 continue
             column = np.int64(32 * w - first)
+            if column >= 0 and column + 32 <= num_columns:
+                for bit in range(32):  # a constant, so that it becomes a few instructions
+                    logit = logits_V[column + bit]
+                    logits_V[column + bit] = logit if (word >> np.int32(bit)) & 1 else nothing
+                continue
             for bit in range(max(np.int64(0), -column), min(np.int64(32), num_columns - column)):
                 if not (word >> np.int32(bit)) & 1:
-                    logits_V[column + bit] = -np.inf
+                    logits_V[column + bit] = nothing

@@ -375,8 +375,8 @@ def mask_columns(
 ) -> None:
     """In place: a column of a row of `rows_R` whose bit is 0 becomes minus infinity.
 
-    logits_BV: float32, contiguous. rows_R: int64, each once. words_RW: int32, bits from the lowest
-    of the first word on; column 0 is bit `first`, which is below 32.
+    logits_BV: float32 or bfloat16, contiguous. rows_R: int64, each once. words_RW: int32, bits from
+    the lowest of the first word on; column 0 is bit `first`, which is below 32.
     """
     columns_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) + first
     bits_RV = words_RW.index_select(1, columns_V >> 5) >> (columns_V & 31).to(torch.int32)

@@ -223,11 +223,14 @@ class Sampler:
     def _adjust(
         self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None
     ) -> torch.Tensor:
-        """Apply penalties, bias and masks, if there are any, to a float32 copy."""
+        """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
+        are only masks, whose minus infinity any dtype has.
+        """
         adjustments = (batch.penalties, batch.bias, batch.masked_N, masks)
         if self._num_columns == 0 or all(each is None for each in adjustments):
             return logits_BV
-        logits_BV = logits_BV.to(torch.float32, copy=True)
+        only_masked = batch.penalties is None and batch.bias is None
+        logits_BV = logits_BV.to(logits_BV.dtype if only_masked else torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
             for part in self._parts(len(rows.rows_R)):
                 logits_BV.index_copy_(

@@ -446,7 +446,10 @@ def random_mask(rng: random.Random, vocab_size: int, rows: range) -> StepMask:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("vocab_size", [5, 64, 1003])
-def test_masks_are_cut_at_the_edges_of_shards(vocab_size: int, size: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_are_cut_at_the_edges_of_shards(
+    vocab_size: int, size: int, dtype: torch.dtype
+) -> None:
     mask = random_mask(random.Random(size), vocab_size, range(40))
     whole = [np.unpackbits(np.frombuffer(m, np.uint8), bitorder="little") for m in mask.masks]
     shard, allowed = -(-vocab_size // size), []
@@ -454,11 +457,12 @@ def test_masks_are_cut_at_the_edges_of_shards(vocab_size: int, size: int) -> Non
         group = cast(Group, SimpleNamespace(rank=rank, size=size))
         sampler = make_sampler(vocab_size, 1, group, shard)
         width = max(0, min(shard, vocab_size - rank * shard))
-        logits = torch.zeros(40, width)
+        logits = torch.zeros(40, width, dtype=dtype)
         masks = sampler.row_masks(mask)
         assert (masks is None) == (width == 0)
         if masks is not None:
             KERNELS.mask_columns(logits, masks.rows_R, masks.words_RW, masks.first)
+        assert bool(((logits == 0) | (logits == -torch.inf)).all())
         allowed.append(logits == 0)
     together = torch.cat(allowed, dim=1)
     for row in range(40):
@@ -466,6 +470,24 @@ def test_masks_are_cut_at_the_edges_of_shards(vocab_size: int, size: int) -> Non
         if row in mask.rows:
             want = torch.from_numpy(whole[list(mask.rows).index(row)][:vocab_size]).bool()
         assert torch.equal(together[row], want)
+
+
+def test_masked_rows_get_the_same_tokens_from_bfloat16_as_from_the_same_numbers_in_float32() -> (
+    None
+):
+    logits = (normal(16, 3001) * 3).to(torch.bfloat16)
+    before, tokens = logits.clone(), []
+    mask = random_mask(random.Random(4), 3001, range(16))
+    for each in (logits, logits.float()):
+        sampler = make_sampler(3001, 16)
+        for slot in range(16):
+            ended = {"min_tokens": 5, "stop_token_ids": frozenset(range(2000))} if slot % 3 else {}
+            sampler.admit(slot, make(seed=slot, temperature=slot / 8, top_k=slot, **ended), [0], 1)
+        batch = sampler.batch(range(16), [1] * 16)
+        assert batch.penalties is None and batch.bias is None
+        out = sampler.sample(each, batch, sampler.row_masks(mask))
+        tokens.append(out.token_ids_B.tolist())
+    assert tokens[0] == tokens[1] and torch.equal(logits, before)
 
 
 def run_case(
