@@ -89,9 +89,11 @@ def run_way(check: Check, way: Way, alone: dict[str, Any]) -> None:
             part(check, way, 0, address, mine)
 
         def compare() -> Row:
-            said = other.communicate(timeout=_TIMEOUT_S)[0]
-            if other.returncode != 0:
-                return {"error": f"exit code {other.returncode}", "passed": False}
+            # Its standard input stays open meanwhile. The section's limit bounds this.
+            assert other.stdout is not None
+            said = other.stdout.read()
+            if code := other.wait(_TIMEOUT_S):
+                return {"error": f"exit code {code}", "passed": False}
             return {"passed": json.loads(said) == mine}
 
         check.add(f"{way.name}: both ranks sample the same", compare)
