@@ -127,7 +127,9 @@ def sums(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]
 
 
 def _sum(check: Check, group: TensorParallelGroup, tensor: torch.Tensor) -> Row:
-    """Both ranks sum equally often, whatever the clock says."""
+    """Both ranks sum equally often, whatever the clock says. The time of a sum has a multiplication
+    in it, which keeps the numbers as they are.
+    """
 
     def run() -> None:
         for _ in range(_SUMS):

@@ -83,8 +83,8 @@ class RankMaker:
         ]
 
     def create(self, place: Place, spare_among: Seq[Place] = ()) -> RankHandle:
-        """A new actor. With the places of all ranks, a spare, which takes nothing of its bundle:
-        what it will need is its rank's.
+        """A new actor. `spare_among`: the places of all ranks makes it a spare, which takes nothing
+        of its bundle: what it will need is its rank's.
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
