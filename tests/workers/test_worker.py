@@ -347,6 +347,21 @@ def test_threads_are_set_where_start_is_called_and_may_change(small_checkpoint: 
         worker.set_num_threads(before)
 
 
+def test_ranks_share_memory_unless_the_user_says_no(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "workers.worker.TensorParallelGroup.share_memory",
+        lambda group, timeout_s, wanted: asked.append(wanted),
+    )
+    for shared in (True, False):
+        worker = Worker(config_of(small_checkpoint, shared_memory=shared), 0)
+        worker.start(None)
+        worker.close()
+    assert asked == [True, False]
+
+
 def test_the_first_setting_of_threads_in_a_process_counts() -> None:
     """numba starts its threads then, which must not give torch all cores."""
     program = (
