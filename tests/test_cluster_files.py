@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml  # type: ignore[import-untyped]
 
@@ -57,6 +58,70 @@ def test_the_service_for_kubernetes_deploys_what_serve_takes() -> None:
     gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert config.engine.tensor_parallel_size == gpus
     assert cluster["authOptions"] == {"mode": "token"}
+
+
+# The fields of KubeRay's v1 types that a file of ours may use; no package has the schema itself.
+CLUSTER_FIELDS = {
+    "rayVersion": str,
+    "enableInTreeAutoscaling": bool,
+    "authOptions": dict,
+    "headGroupSpec": dict,
+    "workerGroupSpecs": list,
+}
+HEAD_FIELDS = {"rayStartParams": dict, "template": dict}
+WORKER_FIELDS = HEAD_FIELDS | {
+    "groupName": str,
+    "replicas": int,
+    "minReplicas": int,
+    "maxReplicas": int,
+}
+
+
+def fields(of: dict[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in of.items()}
+
+
+def test_kubernetes_and_the_operator_know_every_field() -> None:
+    service = load("kuberay.yaml")
+    assert fields(service["spec"]) == {"serveConfigV2": str, "rayClusterConfig": dict}
+    cluster = service["spec"]["rayClusterConfig"]
+    assert fields(cluster) == CLUSTER_FIELDS
+    assert fields(cluster["headGroupSpec"]) == HEAD_FIELDS
+    [workers] = cluster["workerGroupSpecs"]
+    assert fields(workers) == WORKER_FIELDS
+    for group in (cluster["headGroupSpec"], workers):
+        assert set(fields(group["rayStartParams"]).values()) <= {str}
+        check_pod(group["template"])
+
+
+def check_pod(template: dict[str, Any]) -> None:
+    """Kubernetes's own schema, in which unknown fields are errors."""
+    metadata = {"name": "pod"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata} | template
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_kubernetes_does_not_accept_just_any_pod() -> None:
+    cluster = load("kuberay.yaml")["spec"]["rayClusterConfig"]
+    template = cluster["headGroupSpec"]["template"]
+    template["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        check_pod(template)
+
+
+def test_rays_autoscaler_for_kubernetes_finds_the_groups() -> None:
+    """Ray's side of KubeRay, on the cluster that the operator makes of the service."""
+    from ray.autoscaler._private.kuberay import autoscaling_config
+
+    spec = load("kuberay.yaml")["spec"]["rayClusterConfig"]
+    metadata = {"name": "eagleray", "namespace": "default"}
+    config = autoscaling_config._derive_autoscaling_config_from_ray_cr(
+        {"metadata": metadata, "spec": spec}
+    )
+    head, gpu = (config["available_node_types"][name] for name in ("headgroup", "gpu"))
+    assert head["resources"]["CPU"] == 0
+    assert (gpu["resources"]["CPU"], gpu["resources"]["GPU"]) == (16, 4)
+    assert (gpu["min_workers"], gpu["max_workers"]) == (0, 4)
 
 
 def test_what_is_sent_to_nodes_is_small_and_holds_no_weights(tmp_path: Path) -> None:
