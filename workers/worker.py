@@ -124,7 +124,7 @@ class Worker:
             measure = partial(self._gpu_budget, model, group, kernels, device)
             ledger = plan_kv_cache(self.config, self.rank, measure)
         with self._phase("wait_for_peers"):
-            group.barrier()
+            group.wait_until_loaded()
         group.set_timeout(engine.step_timeout_s)
         self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(

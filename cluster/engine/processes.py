@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -99,6 +101,52 @@ def end_marked(engine_id: str, node_ids: set[str]) -> None:
         on_node(node_id, end_marked_here, engine_id)
 
 
+def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
+    """Those that the kernel here can tell of, by index."""
+    if not has_descriptors() or not any(processes):
+        return {}
+    node_id = ray.get_runtime_context().get_node_id()
+    return {
+        index: process
+        for index, process in enumerate(processes)
+        if process is not None and process.node_id == node_id
+    }
+
+
+def watch_here(processes: dict[int, ProcessId], ended: Callable[[int], None]) -> None:
+    """Call `ended` with the key of each process on this node when it ends, on a thread that ends
+    with the last. The kernel tells at once, Ray after 0.05 s or, on a busy machine, ten times that.
+    """
+    poll = select.poll()
+    keys: dict[int, int] = {}  # by descriptor
+    for key, process in processes.items():
+        descriptor = _open(process.pid, process.started)
+        if descriptor is None:
+            ended(key)
+        else:
+            poll.register(descriptor, select.POLLIN)
+            keys[descriptor] = key
+
+    def watch() -> None:
+        while keys:
+            for descriptor, _ in poll.poll():
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                ended(keys.pop(descriptor))
+
+    if keys:
+        threading.Thread(target=watch, name="ends", daemon=True).start()
+
+
+def is_stopped_here(process: ProcessId) -> bool:
+    """Whether a process on this node was stopped by a signal, or is gone."""
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rsplit(") ", 1)[1][0] in "TtZX"
+
+
 def describe(process: ProcessId) -> str:
     """State of a process, and the Python stacks of its threads if it can still write them."""
     return str(on_node(process.node_id, describe_here, process, limit_s=DESCRIBE_TIMEOUT_S))
@@ -147,17 +195,14 @@ def _is_alive(node_id: str) -> bool:
 
 def end_here(processes: list[tuple[int, int]]) -> None:
     """See `end_all`."""
-    if not IS_LINUX:
+    if not has_descriptors():
         _end_elsewhere([pid for pid, _ in processes])
         return
     alive: dict[int, int] = {}  # pid by descriptor
     for pid, started in processes:
-        with suppress(OSError):  # it is gone already
-            descriptor = os.pidfd_open(pid)
+        descriptor = _open(pid, started)
+        if descriptor is not None:
             alive[descriptor] = pid
-            if _started(pid) != started:  # another process has its number now
-                del alive[descriptor]
-                os.close(descriptor)
     try:
         _wait_for_ends(alive, GRACE_S)
         for descriptor in alive:
@@ -172,6 +217,29 @@ def end_here(processes: list[tuple[int, int]]) -> None:
     finally:
         for descriptor in alive:
             os.close(descriptor)
+
+
+@functools.cache
+def has_descriptors() -> bool:
+    """Whether this system has descriptors of processes: Linux since 5.3, but not every sandbox."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _open(pid: int, started: int) -> int | None:
+    """A descriptor of a process; None if it is gone, also if another has its number now."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    with suppress(OSError):
+        if _started(pid) == started:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _end_elsewhere(pids: list[int]) -> None:

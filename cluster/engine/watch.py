@@ -1,6 +1,7 @@
 """Whether the ranks of one epoch live and move.
 
-The death of a rank fails a call that never returns. A heartbeat asks each rank for its progress.
+The death of a rank fails a call that never returns; of those on this node the kernel tells sooner.
+A heartbeat asks each rank for its progress.
 *Stuck* is not slow: it means that work is outstanding and for `stuck_after_s` no counter of any
 rank has moved, or that a rank has not answered at all for that long. How long a step or a load
 takes does not matter.
@@ -9,23 +10,29 @@ takes does not matter.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.engine.processes import describe
+from cluster.engine.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.engine.worker_group import WorkerGroup
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-# How often to look, and after which time to ask a rank again: every second look.
-HEARTBEAT_S = 0.25
-ASK_AFTER_S = 0.4
+# How often to look, and to ask the ranks. With the next, the time within which an engine whose rank
+# is stopped no longer calls itself ready.
+HEARTBEAT_S = 0.5
+# A rank on this node that is not stopped and has nothing to do is asked only so often: a question
+# costs a millisecond.
+ASK_IDLE_AFTER_S = 2.0
 # Without an answer for so long, the engine does not call itself ready.
 ANSWER_S = 0.4
 # If this process itself was not running for so long, nobody else is to blame for silence.
 STALL_S = 2.0
+
+logger = logging.getLogger("eagleray.driver")
 
 
 @dataclass(slots=True)
@@ -34,7 +41,8 @@ class _Pulse:
 
     heard_s: float
     moved_s: float
-    asked_s: float | None = None  # when the question was sent that is not answered yet
+    asked_s: float | None = None  # since when a question is not answered
+    is_asked: bool = False  # and it is still on its way
     progress: Progress | None = None
 
 
@@ -52,7 +60,9 @@ class Watch:
         self._clock = clock or time.monotonic
         self._looked_s = now_s = self._clock()
         self._pulses = [_Pulse(heard_s=now_s, moved_s=now_s) for _ in group.ranks]
-        self._dead: list[tuple[int, BaseException]] = []
+        self._dead: list[tuple[int, str]] = []
+        self._here = on_this_node([handle.process for handle in group.ranks])
+        watch_here(self._here, self._is_gone)
         for rank, handle in enumerate(group.ranks):
             ended = handle.actor.wait_for_end.remote().future()
             ended.add_done_callback(functools.partial(self._ended, rank))
@@ -70,23 +80,24 @@ class Watch:
         begun or a result came, whichever is later; None without work.
         """
         if self._dead:
-            rank, error = self._dead[0]
-            return f"rank {rank} died: {error}".split("\n")[0]
+            rank, why = self._dead[0]
+            return f"rank {rank} died: {why}"
         now_s = self._clock()
         stalled_s = now_s - self._looked_s - HEARTBEAT_S
         self._looked_s = now_s
         for rank, pulse in enumerate(self._pulses):
             if stalled_s > STALL_S:
-                pulse.heard_s += stalled_s
                 pulse.moved_s += stalled_s
-            if pulse.asked_s is None and now_s - pulse.heard_s >= ASK_AFTER_S:
-                pulse.asked_s = now_s
+                if pulse.asked_s is not None:
+                    pulse.asked_s += stalled_s
+            if not pulse.is_asked and (busy_since_s is not None or self._is_doubtful(rank)):
+                pulse.is_asked, pulse.asked_s = True, pulse.asked_s or now_s
                 asked = self.group.ranks[rank].actor.progress.remote().future()
                 asked.add_done_callback(functools.partial(self._answered, rank))
         silent = [
             rank
             for rank, pulse in enumerate(self._pulses)
-            if now_s - pulse.heard_s > self._stuck_after_s
+            if pulse.asked_s is not None and now_s - pulse.asked_s > self._stuck_after_s
         ]
         if silent:
             return self._report(silent[0], "has not answered")
@@ -95,6 +106,11 @@ class Watch:
             if now_s - moved_s > self._stuck_after_s:
                 return self._report(self._furthest_behind(), "has not moved")
         return None
+
+    def _is_doubtful(self, rank: int) -> bool:
+        """Whether a rank without work may be stuck all the same."""
+        process, silent_s = self._here.get(rank), self._clock() - self._pulses[rank].heard_s
+        return process is None or silent_s >= ASK_IDLE_AFTER_S or is_stopped_here(process)
 
     def _furthest_behind(self) -> int:
         """The rank that the others wait for: the one with the fewest collectives."""
@@ -116,16 +132,25 @@ class Watch:
             f" (at {at.describe() if at else 'its start'})\n" + "\n".join(lines)
         )
 
-    # -- threads of Ray ----------------------------------------------------------------------------
+    # -- other threads -----------------------------------------------------------------------------
+
+    def _is_gone(self, rank: int) -> None:
+        self._dead.append((rank, "its process has ended"))
+        self._wake()
 
     def _ended(self, rank: int, ended: Any) -> None:
-        self._dead.append((rank, ended.exception() or RuntimeError("it has ended")))
+        why = str(ended.exception() or "it has ended")
+        if self._dead:  # known already; Ray may say more, such as that there was too little memory
+            logger.info("Ray says of rank %d: %s", rank, why)
+        self._dead.append((rank, why.split("\n")[0]))
         self._wake()
 
     def _answered(self, rank: int, answered: Any) -> None:
+        pulse = self._pulses[rank]
+        pulse.is_asked = False
         if answered.exception() is not None:
-            return  # it has died, or the call was lost; then the next question is due at once
-        pulse, progress = self._pulses[rank], answered.result()
+            return  # it has died, or the call was lost; then it is asked again
+        progress = answered.result()
         now_s = self._clock()
         pulse.heard_s, pulse.asked_s = now_s, None
         if progress != pulse.progress:

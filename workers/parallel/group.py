@@ -3,9 +3,10 @@ operations.
 
 Owns the transports and chooses between them. All ranks meet through a torch backend (gloo on CPU,
 NCCL on CUDA), which also serves the barrier: that one may wait as long as loading takes and must
-not spin. Ranks of one host then compute through memory that they share. A group of one rank does
-nothing and needs no torch.distributed. Every wait has a limit. Layers and sampler get the group as
-an argument; all ranks call the same operations in the same order, from one thread.
+not spin. Ranks of one host then compute through memory that they share, and leave gloo once all
+have loaded. A group of one rank does nothing and needs no torch.distributed. Every wait has a
+limit. Layers and sampler get the group as an argument; all ranks call the same operations in the
+same order, from one thread.
 
 Legend: R ranks of the group.
 """
@@ -111,12 +112,25 @@ class TensorParallelGroup:
         return tensor.unsqueeze(0) if self.size == 1 else self._transport.all_gather(tensor)
 
     def barrier(self) -> None:
-        """Return when every rank is here (on CUDA: when its device is)."""
+        """Return when every rank is here (on CUDA: when its device is). While loading only: see
+        `wait_until_loaded`.
+        """
         if self.size == 1:
             return
         if self._backend is None:
             raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
         self._backend.all_reduce(torch.zeros(1, device=self.device)).cpu()
+
+    def wait_until_loaded(self) -> None:
+        """The last barrier. Then ranks on CPUs that share memory leave gloo, whose thread wakes a
+        hundred times per second, work or not.
+        """
+        self.barrier()
+        if self._backend is not self._chosen and self.device.type == "cpu":
+            assert self._backend is not None
+            self._transport.all_reduce(torch.zeros(1))  # the others are past that barrier too
+            self._backend.close()
+            self._backend = None
 
     def close(self) -> None:
         """Leave the group; one of several ranks cannot be used afterwards. Never waits for a

@@ -4,13 +4,16 @@ number belongs to another by now.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +24,10 @@ from cluster.engine.processes import (
     describe_here,
     end_here,
     end_marked_here,
+    is_stopped_here,
     marked_here,
+    on_this_node,
+    watch_here,
 )
 from scheduler.errors import EngineError
 from tests.cluster.processes import command_of, wait_until
@@ -66,6 +72,33 @@ def marked() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
     process.wait()
 
 
+def test_the_end_of_a_process_on_this_node_is_told_at_once(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    told: queue.Queue[tuple[int, float]] = queue.Queue()
+    living = ProcessId(node_id="here", pid=sleeper.pid, started=_started(sleeper.pid))
+    reused = dataclasses.replace(living, started=living.started - 1)
+    elsewhere = dataclasses.replace(reused, node_id="another")
+    found = on_this_node([None, elsewhere, living, reused])
+    assert list(found) == [2, 3]
+    watch_here(found, lambda index: told.put((index, time.monotonic())))
+    assert told.get_nowait()[0] == 3, "its number belongs to another"
+    time.sleep(0.1)
+    assert told.empty()
+    assert not is_stopped_here(living)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped_here(living), "it is seen stopped", 2)
+    killed_s = time.monotonic()
+    sleeper.kill()
+    index, ended_s = told.get(timeout=5)
+    assert index == 2 and ended_s - killed_s < 0.1
+    wait_until(
+        lambda: not any(each.name == "ends" for each in threading.enumerate()), "the thread ends"
+    )
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_process_is_dead_when_the_call_returns(
     sleeper: subprocess.Popen[bytes], stopped: bool
@@ -81,7 +114,7 @@ def test_a_process_is_dead_when_the_call_returns(
 def test_without_descriptors_of_processes_they_are_killed_all_the_same(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "IS_LINUX", False)
+    monkeypatch.setattr(processes, "has_descriptors", lambda: False)
     threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
     end_here([(sleeper.pid, _started(sleeper.pid)), (2**22 - 1, 0)])
     assert sleeper.wait() == -signal.SIGKILL

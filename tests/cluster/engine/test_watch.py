@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.engine import watch as watch_module
-from cluster.engine.watch import ANSWER_S, ASK_AFTER_S, HEARTBEAT_S, Watch
+from cluster.engine.watch import ANSWER_S, ASK_IDLE_AFTER_S, HEARTBEAT_S, Watch
 from workers.progress import Progress
 
 STUCK_AFTER_S = 5.0
@@ -44,9 +44,9 @@ class World:
         self.ranks = [FakeRank(), FakeRank()]
         self.woken = 0
         group: Any = SimpleNamespace(ranks=self.ranks)
-        self.watch = Watch(group, self._wake, STUCK_AFTER_S, clock=lambda: self.now_s)
+        self.watch = Watch(group, self.wake, STUCK_AFTER_S, clock=lambda: self.now_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self.woken += 1
 
     def run(self, seconds: float, busy_since_s: float | None = None) -> str | None:
@@ -71,8 +71,41 @@ def test_a_death_wakes_the_supervisor_and_names_the_rank(world: World) -> None:
     assert world.watch.look(None) == "rank 1 died: worker exited"
 
 
+def test_a_death_that_the_kernel_tells_is_not_waited_for(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="eagleray.driver")
+    world.watch._is_gone(1)
+    assert world.woken == 1 and not world.watch.answers
+    assert world.watch.look(None) == "rank 1 died: its process has ended"
+    world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
+    assert "Ray says of rank 1: too little memory" in caplog.text
+
+
 def test_an_idle_group_that_answers_is_fine_for_ever(world: World) -> None:
     assert world.run(20 * STUCK_AFTER_S) is None and world.watch.answers
+
+
+def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped: set[int] = set()
+    monkeypatch.setattr(watch_module, "on_this_node", lambda processes: {0: 40, 1: 41})
+    monkeypatch.setattr(watch_module, "watch_here", lambda processes, ended: None)
+    monkeypatch.setattr(watch_module, "is_stopped_here", lambda process: process in stopped)
+    world = World()
+    world.watch = Watch(world.watch.group, world.wake, 1.0, clock=lambda: world.now_s)
+    assert world.run(10 * ASK_IDLE_AFTER_S) is None
+    assert [len(rank.asked) for rank in world.ranks] == [10, 10]
+    assert world.run(ASK_IDLE_AFTER_S, busy_since_s=world.now_s + 10) is None
+    assert len(world.ranks[0].asked) == 10 + ASK_IDLE_AFTER_S / HEARTBEAT_S
+    stopped.add(41)
+    world.ranks[1].answers = False
+    began_s = world.now_s
+    assert world.run(HEARTBEAT_S + ANSWER_S) is None and not world.watch.answers
+    why = world.run(10.0)
+    assert why is not None and why.startswith("rank 1 has not answered for 1 s")
+    assert world.now_s - began_s <= 1.0 + 3 * HEARTBEAT_S
 
 
 def test_a_step_may_take_any_time_while_counters_move(world: World) -> None:
@@ -110,7 +143,7 @@ def test_results_that_come_are_movement_too(world: World) -> None:
 def test_a_rank_that_does_not_answer_is_soon_not_ready_and_later_stuck(world: World) -> None:
     assert world.run(1.0) is None
     world.ranks[0].answers = False
-    assert world.run(ASK_AFTER_S + HEARTBEAT_S + ANSWER_S) is None
+    assert world.run(HEARTBEAT_S + ANSWER_S) is None
     assert not world.watch.answers
     why = world.run(3 * STUCK_AFTER_S)
     assert why is not None and why.startswith("rank 0 has not answered for 5 s (at step -1, ")
@@ -122,6 +155,15 @@ def test_a_rank_that_answers_again_is_fine(world: World) -> None:
     world.ranks[0].answers = True
     world.ranks[0].asked[-1].set_result(Progress())
     assert world.watch.answers and world.run(3 * STUCK_AFTER_S) is None
+
+
+def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
+    world.ranks[0].answers = False
+    assert world.run(HEARTBEAT_S) is None
+    [lost] = world.ranks[0].asked
+    lost.set_exception(ConnectionError("the call was lost"))
+    world.ranks[0].answers = True
+    assert world.run(3 * STUCK_AFTER_S) is None and world.watch.answers
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,31 @@ def test_gather_takes_tensors_that_are_not_contiguous(transport: str) -> None:
         3, lambda group: group.all_gather(torch.arange(6).view(2, 3).t()), transport=transport
     )
     assert gathered[0][1].tolist() == torch.arange(6).view(2, 3).t().tolist()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.parametrize(
+    ("transport", "num_left"), [("shared memory", 0), ("gloo", 4), (HIERARCHICAL, 2)]
+)
+def test_ranks_leave_gloo_once_loaded_where_they_do_not_need_it(
+    transport: str, num_left: int
+) -> None:
+    def num_threads_of_gloo() -> int:
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum(name.startswith("gloo") for name in names)
+
+    all_here = threading.Barrier(4)
+    before = num_threads_of_gloo()
+
+    def run(group: TensorParallelGroup) -> tuple[int, int]:
+        time.sleep(0.05 * group.rank)  # one leaves early, the others still meet
+        group.wait_until_loaded()
+        all_here.wait(10)
+        found = num_threads_of_gloo() - before
+        all_here.wait(10)
+        return found, int(group.all_reduce(torch.tensor([group.rank])))
+
+    assert on_ranks(4, run, transport=transport) == [(num_left, 6)] * 4
 
 
 def test_two_groups_at_once_do_not_touch() -> None:
