@@ -42,9 +42,9 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 0.02
 	$(BIN)/python -m tests.cluster.recovery.false_alarm
 
-# The pictures of the page in docs/.
+# The pictures of the page and of the dashboard in docs/.
 screenshots: $(VENV)/.ready
-	EAGLERAY_SCREENSHOTS=$(CURDIR)/docs $(BIN)/python -m pytest tests/cluster/serve/test_serve.py -k page
+	EAGLERAY_SCREENSHOTS=$(CURDIR)/docs $(BIN)/python -m pytest tests/cluster/serve -k "page or dashboard"
 
 bench: $(VENV)/.ready
 	for name in load_memory scheduler_scaling idle dispatch prefix_cache latency; do \
