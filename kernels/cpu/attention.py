@@ -18,7 +18,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu.dot_tile import LANES, PAIR, add_dots, add_rows
+from kernels.cpu.dot_tile import PAIR, add_dots, add_rows
 from kernels.cpu.fp8 import loaded
 from kernels.cpu.jit import (
     Array,
@@ -32,10 +32,12 @@ from kernels.cpu.jit import (
     widen,
 )
 from kernels.cpu.kv_layout import as_laid_out
-from kernels.cpu.matmul_tile import add_product
+from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
 from kernels.metadata import AttentionMetadata
 
 _TILE = 16  # queries of a tile
+# So many vectors of 16 sums fit into the registers, beside what is multiplied.
+_VECTORS_OF_FOUR_ROWS, _VECTORS_OF_TWO_ROWS = (2, 4) if has_wide_registers() else (1, 2)
 _BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
@@ -91,7 +93,7 @@ def _add_product(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int)
 def _choose_product(a_MK, b_KNW, c_MN, depth, ahead):  # type: ignore[no-untyped-def]
     if a_MK.dtype == types.uint16:
         return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_pairs(a_MK, b_KNW, c_MN, depth, ahead)
-    return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_widened(a_MK, b_KNW, c_MN, depth)
+    return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_widened(a_MK, b_KNW, c_MN, depth, ahead)
 
 
 @fast_jit
@@ -142,7 +144,7 @@ def _add_whole_pairs(
 
 
 @fast_jit
-def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int) -> None:
+def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int, ahead: int) -> None:
     """See `_add_product`."""
     rows, columns = c_MN.shape
     a, lda = a_MK.ctypes.data, a_MK.shape[1]
@@ -152,10 +154,10 @@ def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int) -> None:
     while column + 64 <= columns:
         row = 0
         while row + 4 <= rows:
-            for part in range(column, column + 64, 32):
+            for part in range(column, column + 64, LANES * _VECTORS_OF_FOUR_ROWS):
                 add_product(
                     4,
-                    2,
+                    _VECTORS_OF_FOUR_ROWS,
                     a + 4 * row * lda,
                     lda,
                     b + size * part,
@@ -163,22 +165,25 @@ def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int) -> None:
                     c + 4 * (row * columns + part),
                     columns,
                     depth,
+                    ahead + size * depth * part,
                     like,
                 )
             row += 4
         while row + 2 <= rows:
-            add_product(
-                2,
-                4,
-                a + 4 * row * lda,
-                lda,
-                b + size * column,
-                columns,
-                c + 4 * (row * columns + column),
-                columns,
-                depth,
-                like,
-            )
+            for part in range(column, column + 64, LANES * _VECTORS_OF_TWO_ROWS):
+                add_product(
+                    2,
+                    _VECTORS_OF_TWO_ROWS,
+                    a + 4 * row * lda,
+                    lda,
+                    b + size * part,
+                    columns,
+                    c + 4 * (row * columns + part),
+                    columns,
+                    depth,
+                    ahead + size * depth * part,
+                    like,
+                )
             row += 2
         if row < rows:
             add_product(
@@ -191,6 +196,7 @@ def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int) -> None:
                 c + 4 * (row * columns + column),
                 columns,
                 depth,
+                ahead + size * depth * column,
                 like,
             )
         column += 64

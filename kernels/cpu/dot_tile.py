@@ -20,10 +20,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.jit import exact_jit
+from kernels.cpu.matmul_tile import LANES, prefetch
 
 PAIR = 2  # bfloat16 per lane
 FOUR = 4  # 8-bit numbers per lane
-LANES = 16
 _LINE = 64  # bytes of a cache line
 
 
@@ -76,7 +76,7 @@ def add_dots(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, _, a, a_stride, b, b_stride, c, c_stride, num_dots, ahead = args
-        word, half, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+        word, half = ir.IntType(64), ir.IntType(32)
         bits = ir.VectorType(half, LANES)
         wide = ir.VectorType(ir.FloatType(), LANES) if in_floats else bits
         groups = ir.VectorType(_Bfloat16(), PAIR * LANES) if in_floats else bits
@@ -85,13 +85,7 @@ def add_dots(
             ir.FunctionType(wide, [wide, groups, groups]),
             "llvm.x86.avx512bf16.dpbf16ps.512" if in_floats else "llvm.x86.avx512.vpdpbusd.512",
         )
-        fetch = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte.as_pointer(), half, half, half]),
-            "llvm.prefetch.p0",
-        )
-        # Into the second-level cache: what waits for memory there does not hold up the first.
-        read, second_level, data = (ir.Constant(half, value) for value in (0, 2, 1))
+        fetch = prefetch(builder)
 
         def constant(value: int) -> Any:
             return ir.Constant(word, value)
@@ -132,9 +126,7 @@ def add_dots(
         ]
         fetched = builder.add(ahead, builder.mul(k, constant(_LINE * vectors)))
         for vector in range(vectors):
-            builder.call(
-                fetch, [at(fetched, constant(_LINE * vector), byte), read, second_level, data]
-            )
+            fetch(builder.add(fetched, constant(_LINE * vector)))
         new_sums = []
         for row in range(rows):
             group = broadcast(row, k)

@@ -13,7 +13,8 @@ import functools
 
 import torch
 
-from kernels.cpu.dot_tile import LANES, PAIR, has_dot_products
+from kernels.cpu.dot_tile import PAIR, has_dot_products
+from kernels.cpu.matmul_tile import LANES
 from kernels.interface import Shape
 
 

@@ -9,14 +9,42 @@ code is the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
 _FUSED = ("contract",)
+
+
+def has_wide_registers() -> bool:
+    """Whether a register holds 16 floats. Others hold a half or a quarter of it and are no more."""
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def prefetch(builder: Any) -> Callable[[Any], None]:
+    """Emits an instruction that fetches the cache line at an address, an int64 value, into the
+    second-level cache: what waits for memory there does not hold up the first.
+    """
+    half, byte = ir.IntType(32), ir.IntType(8)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [byte.as_pointer(), half, half, half]),
+        "llvm.prefetch.p0",
+    )
+    read, second_level, data = (ir.Constant(half, value) for value in (0, 2, 1))
+
+    def fetch(address: Any) -> None:
+        builder.call(
+            function, [builder.inttoptr(address, byte.as_pointer()), read, second_level, data]
+        )
+
+    return fetch
 
 
 @intrinsic(prefer_literal=True)
@@ -31,6 +59,7 @@ def add_product(
     c: Any,
     c_stride: Any,
     depth: Any,
+    ahead: Any,
     like: Any,
 ) -> Any:
     """c += a @ b for a tile of `num_rows` rows and `num_vectors` * 16 columns, both literal
@@ -38,15 +67,18 @@ def add_product(
 
     a: address of float32 [num_rows, depth], b: of [depth, columns] in the element type of `like`
     (uint16 stands for bfloat16), c: of float32 [num_rows, columns]. Strides are in elements,
-    between rows.
+    between rows. Meanwhile as many bytes as are read of b are fetched from the address `ahead` on,
+    which the caller is going to read next.
     """
     rows, vectors = num_rows.literal_value, num_vectors.literal_value
     is_bfloat16 = like == types.uint16
+    item = 2 if is_bfloat16 else 4
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, a, a_stride, b, b_stride, c, c_stride, depth, _ = args
+        _, _, a, a_stride, b, b_stride, c, c_stride, depth, ahead, _ = args
         word, single = ir.IntType(64), ir.FloatType()
         wide = ir.VectorType(single, LANES)
+        fetch = prefetch(builder)
 
         def constant(value: int) -> Any:
             return ir.Constant(word, value)
@@ -99,6 +131,9 @@ def add_product(
             total.add_incoming(start, before)
             sums.append(total)
         b_vectors = [load_b(k, vector) for vector in range(vectors)]
+        for vector in range(vectors):
+            place = builder.add(builder.mul(k, constant(vectors)), constant(vector))
+            fetch(builder.add(ahead, builder.mul(place, constant(LANES * item))))
         new_sums = []
         for row in range(rows):
             factor = load_a(row, k)
@@ -118,4 +153,4 @@ def add_product(
             builder.store(end, place, align=4)
         return context.get_dummy_value()
 
-    return types.void(num_rows, num_vectors, *([types.int64] * 7), like), generate
+    return types.void(num_rows, num_vectors, *([types.int64] * 8), like), generate

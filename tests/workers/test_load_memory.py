@@ -17,7 +17,8 @@ from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.rank_pool import WorkerPool
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
-from kernels.cpu.capabilities import has_bfloat16, has_int8
+from kernels.cpu.capabilities import has_int8
+from kernels.cpu.linear import packs
 from tests.workers.conftest import config_of
 from workers.models.checkpoint import expected_tensors
 
@@ -60,7 +61,7 @@ def test_rank_holds_its_share_and_no_more(
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
     stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
     # A tied embedding is held twice where it is packed: as rows, and for the product.
-    if dtype == "int8" or (dtype == "bfloat16" and has_bfloat16()):
+    if dtype == "int8" or packs(getattr(torch, dtype)):
         stored += getattr(torch, dtype).itemsize * 40_000 * 512
     for sizes in measured:
         print(
