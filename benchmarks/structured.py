@@ -27,7 +27,7 @@ from benchmarks.common import QWEN3_0_6B, alternate, model_or_random, write_resu
 from cluster import LLM, SamplingParams, StructuredOutputs
 from scheduler.errors import RequestError
 
-ROWS, PROMPT, OUTPUT = 16, 24, 96
+ROWS, PROMPT = 16, 24
 VOCABULARY, EOS = 151_000, 150_999
 TEXT = StructuredOutputs(
     json={
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--model", help="directory; random weights in the 0.6B shape if left out")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=int, default=96, help="tokens per sequence")
     parser.add_argument("--hostile", type=int, default=4)
     args = parser.parse_args()
     with model_or_random(args.model, QWEN3_0_6B) as model, tempfile.TemporaryDirectory() as made:
@@ -55,23 +56,23 @@ def main() -> None:
         with LLM(
             made, max_num_seqs=ROWS, max_model_len=1024, spares="off", log_level="error", **options
         ) as llm:
-            run(llm, [TEXT] * ROWS)  # starts the helpers
+            run(llm, [TEXT] * ROWS, args.output)  # starts the helpers
             runs = alternate(
                 {
-                    "free": lambda: run(llm, [None] * ROWS),
-                    "constrained": lambda: run(llm, [TEXT] * ROWS),
-                    "half": lambda: run(llm, [TEXT, None] * (ROWS // 2)),
+                    "free": lambda: run(llm, [None] * ROWS, args.output),
+                    "constrained": lambda: run(llm, [TEXT] * ROWS, args.output),
+                    "half": lambda: run(llm, [TEXT, None] * (ROWS // 2), args.output),
                 },
                 args.repeats,
             )
-            calm, stormy, refusals = asyncio.run(beside_hostile(llm, args.hostile))
+            calm, stormy, refusals = asyncio.run(beside_hostile(llm, args.hostile, 3 * args.output))
     speeds = {name: statistics.median(values) for name, values in runs.items()}
     write_result(
         "structured",
         "tokens per second of the free runs",
         {
             "rows": ROWS,
-            "output_tokens": OUTPUT,
+            "output_tokens": args.output,
             "tp": args.tp,
             "tokens_per_s": {name: [round(v, 1) for v in values] for name, values in runs.items()},
             "share_of_free": {name: round(v / speeds["free"], 3) for name, v in speeds.items()},
@@ -81,14 +82,14 @@ def main() -> None:
     )
 
 
-def run(llm: LLM, structures: list[StructuredOutputs | None]) -> float:
+def run(llm: LLM, structures: list[StructuredOutputs | None], max_tokens: int) -> float:
     """Output tokens per second of one sequence per structure."""
     prompts = [[row * 7 + place + 300 for place in range(PROMPT)] for row in range(len(structures))]
     params = [
         SamplingParams(
             temperature=1.0,
             seed=row,
-            max_tokens=OUTPUT,
+            max_tokens=max_tokens,
             structured_outputs=structure,
             ignore_eos=None if structure else True,
         )
@@ -99,7 +100,9 @@ def run(llm: LLM, structures: list[StructuredOutputs | None]) -> float:
     return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began)
 
 
-async def beside_hostile(llm: LLM, number: int) -> tuple[float, float, list[float]]:
+async def beside_hostile(
+    llm: LLM, number: int, max_tokens: int
+) -> tuple[float, float, list[float]]:
     """(99th percentile of gaps in ms alone, beside hostile grammars, seconds until each of those
     was refused)
     """
@@ -114,16 +117,16 @@ async def beside_hostile(llm: LLM, number: int) -> tuple[float, float, list[floa
             except RequestError:
                 refusals.append(time.perf_counter() - began)
 
-    alone = await gaps(llm)
-    stormy, _ = await asyncio.gather(gaps(llm), refuse())
+    alone = await gaps(llm, max_tokens)
+    stormy, _ = await asyncio.gather(gaps(llm, max_tokens), refuse())
     return _p99(alone), _p99(stormy), refusals
 
 
-async def gaps(llm: LLM) -> list[float]:
+async def gaps(llm: LLM, max_tokens: int) -> list[float]:
     """Milliseconds between the tokens of eight streams."""
 
     async def one(row: int) -> list[float]:
-        params = SamplingParams(temperature=1.0, seed=row, max_tokens=3 * OUTPUT, ignore_eos=True)
+        params = SamplingParams(temperature=1.0, seed=row, max_tokens=max_tokens, ignore_eos=True)
         moments = []
         async for _ in llm.astream([row * 7 + place + 300 for place in range(PROMPT)], params):
             moments.append(time.perf_counter())
