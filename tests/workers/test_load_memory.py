@@ -35,9 +35,11 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-# Threads of gloo and torch, the rotary table, allocator rounding: 5 to 12 MiB. Less than the
-# smallest fault, an embedding that is held once more in 8 bits: 19.5 MiB.
-SLACK_BYTES = 16 * MIB
+# Threads of gloo and torch, the rotary table: below 2 MiB. Less than the smallest fault: what
+# packing leaves in the heap, 8 to 21 MiB.
+SLACK_BYTES = 6 * MIB
+# What quantizing 256 rows takes in float32 besides. Less than an embedding in 8 bits, 19.5 MiB.
+QUANTIZING_BYTES = 10 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,8 @@ def test_rank_holds_its_share_and_no_more(
             f"of {stored / MIB:.1f} MiB, tp {size}",
         )
         assert abs(sizes["weights"] - stored / size) < 0.02 * stored
-        assert sizes["peak_added"] < sizes["weights"] + SLACK_BYTES
+        slack = SLACK_BYTES + (QUANTIZING_BYTES if dtype == "int8" else 0)
+        assert sizes["peak_added"] < sizes["weights"] + slack
         assert sizes["added"] > 0.5 * sizes["weights"], (
             "the weights must be memory of the rank, not a mapped file"
         )

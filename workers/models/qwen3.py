@@ -27,7 +27,7 @@ from workers.models.layers import (
     VocabParallelEmbedding,
 )
 from workers.models.rope import cos_sin_table
-from workers.models.weights import WeightFormat, WeightSlice
+from workers.models.weights import WeightFormat, WeightSlice, release_freed_memory
 from workers.parallel.group import TensorParallelGroup
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -223,6 +223,9 @@ class Qwen3:
                 layer.mlp.down,
             ):
                 matrix.pack()
-        if self.head.pack() and self.head.tied:
+                release_freed_memory()
+        copied = self.head.pack()
+        release_freed_memory()
+        if copied and self.head.tied:
             # Held twice: as rows for lookup, and packed for the product.
             self.weight_bytes += self.embedding.weight.nbytes
