@@ -254,6 +254,7 @@ def _config(rows: int, bound: int) -> ResolvedConfig:
         dtypes=TRITON.dtypes,
         fast_dtypes=TRITON.fast_dtypes,
         quantizations=(),
+        weight_dtypes=(),
         kv_cache_dtypes=(),
     )
 

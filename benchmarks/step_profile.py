@@ -24,6 +24,7 @@ from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
+from workers.batch.kv_cache import torch_dtype
 from workers.configuration import resolve_config
 from workers.roofline import Machine, layer_parameters, probe_cpu
 
@@ -120,7 +121,7 @@ def floors(
 ) -> dict[str, float]:
     """Least milliseconds of the parts that read or compute much."""
     model, held = config.model, config.quantization
-    item = 4 if config.dtype == "float32" else 2
+    item, of_weights = (torch_dtype(name).itemsize for name in (config.dtype, config.weight_dtype))
 
     def least_ms(num_bytes: float, flops: float) -> float:
         return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
@@ -128,9 +129,9 @@ def floors(
     layers, head = layer_parameters(model), model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
-        "products": least_ms(layers * (1 if held else item), 2 * layers * batch_size),
+        "products": least_ms(layers * (1 if held else of_weights), 2 * layers * batch_size),
         "vocabulary head": least_ms(
-            head * (1 if held and held.vocabulary else item), 2 * head * batch_size
+            head * (1 if held and held.vocabulary else of_weights), 2 * head * batch_size
         ),
         "paged_attention": least_ms(item * kv_row * batch_size * context, 0),
     }

@@ -210,6 +210,7 @@ class ResolvedConfig:
     model_dir: str
     device: str
     dtype: str
+    weight_dtype: str  # of matrices that are not quantized
     quantization: Quantization | None
     kv_cache_dtype: str
     attention_backend: str
@@ -242,14 +243,15 @@ def resolve(
     dtypes: tuple[str, ...],
     fast_dtypes: tuple[str, ...],
     quantizations: tuple[str, ...],
+    weight_dtypes: tuple[str, ...],
     kv_cache_dtypes: tuple[str, ...],
 ) -> ResolvedConfig:
     """Check the options against the checkpoint and the backend, and fill in what was left open.
 
     `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
     default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` what else its cache
-    can hold. A checkpoint's own dtype is used if
-    it is among `fast_dtypes`; otherwise float32 takes its place.
+    can hold. A checkpoint's own dtype is used if it is among `fast_dtypes`; otherwise float32 takes
+    its place, but its matrices keep their dtype if it is among `weight_dtypes`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)
@@ -291,6 +293,7 @@ def resolve(
         model_dir=str(model_dir),
         device=device,
         dtype=dtype,
+        weight_dtype=model.dtype if dtype == "float32" and model.dtype in weight_dtypes else dtype,
         quantization=quantization,
         kv_cache_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         attention_backend=attention_backend,

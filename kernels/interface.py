@@ -33,6 +33,7 @@ class Capabilities:
     description: how the log names it.
     dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for.
     quantizations: formats of weights it computes with, besides the dtypes.
+    weight_dtypes: what weights may be held in while it computes in float32, besides float32.
     kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
@@ -43,6 +44,7 @@ class Capabilities:
     dtypes: tuple[str, ...]
     fast_dtypes: tuple[str, ...]
     quantizations: tuple[str, ...] = ()
+    weight_dtypes: tuple[str, ...] = ()
     kv_cache_dtypes: tuple[str, ...] = ()
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
@@ -92,6 +94,31 @@ class Int8Kernels(Protocol):
         self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
     ) -> torch.Tensor:
         """x, quantized per row, @ weight.T + bias, [T, Y] in the dtype of x."""
+
+
+class MixedKernels(Protocol):
+    """Products of float32 with bfloat16 weights, in float32."""
+
+    panel: int  # a weight has a multiple of so many rows; the last ones may be padding
+
+    def first_step(self) -> list[Callable[[], object]]:
+        """As `Kernels.first_step`, for these kernels."""
+
+    def pack(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
+        """The weight in the layout `linear` wants, in its own memory, which is overwritten."""
+
+    def rows(self, packed: torch.Tensor, ids_T: torch.Tensor, /) -> torch.Tensor:
+        """[T, X] in float32, rows of the weight by number."""
+
+    def linear(
+        self,
+        x_TX: torch.Tensor,
+        packed: torch.Tensor,
+        size_out: int,
+        bias_Y: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
 
 
 class SamplingKernels(Protocol):
@@ -167,6 +194,7 @@ class Kernels(Protocol):
     capabilities: Capabilities
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
+    mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /

@@ -6,6 +6,7 @@ affects them.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a test model. The weights are split into at least `num_shards` files; `extra` is
-    passed to Qwen3Config.
+    """Sizes of a test model. The weights are stored in `dtype` and split into at least `num_shards`
+    files; `extra` is passed to Qwen3Config.
     """
 
     name: str
@@ -32,11 +33,14 @@ class Shape:
     tied: bool = False
     max_positions: int = 256
     num_shards: int = 1
+    dtype: torch.dtype = torch.float32
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
-    """Write a float32 checkpoint and return the transformers model it came from, in eval mode."""
+    """Write a checkpoint and return the transformers model it came from, in float32 and eval mode,
+    with the values that are stored.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config: Any = Qwen3Config(
@@ -56,9 +60,10 @@ def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        parameter.copy_(_draw(name, parameter, generator))
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(
+        parameter.copy_(_draw(name, parameter, generator).to(shape.dtype))
+    stored = copy.deepcopy(model).to(shape.dtype)
+    size = sum(parameter.nbytes for parameter in stored.parameters())
+    stored.save_pretrained(
         model_dir,
         max_shard_size=math.ceil(size / shape.num_shards) if shape.num_shards > 1 else "5GB",
     )

@@ -28,12 +28,12 @@ _LOWEST_PRIORITY = 19
 
 
 def compile_first_step(
-    kernels: Kernels, group: TensorParallelGroup, dtype: str, quantized: bool = False
+    kernels: Kernels, group: TensorParallelGroup, dtype: str, weight_dtype: str, quantized: bool
 ) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(kernels, group.size, dtype, quantized)
+    calls = _calls_of_first_step(kernels, group.size, dtype, weight_dtype, quantized)
     for i, call in enumerate(calls):
         turn, place = divmod(i, group.size)
         # Back and forth, because the slowest come first: 0, 1, 1, 0, 0, 1, 1, ...
@@ -46,16 +46,21 @@ def compile_first_step(
         group.progress.num_compiled += 1
 
 
-def load_first_step(kernels: Kernels, size: int, dtype: str, quantized: bool = False) -> None:
+def load_first_step(
+    kernels: Kernels, size: int, dtype: str, weight_dtype: str, quantized: bool
+) -> None:
     """Make the same kernels ready in a process without a group; they are cached already."""
-    for call in _calls_of_first_step(kernels, size, dtype, quantized):
+    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantized):
         call()
 
 
 def _calls_of_first_step(
-    kernels: Kernels, size: int, dtype: str, quantized: bool
+    kernels: Kernels, size: int, dtype: str, weight_dtype: str, quantized: bool
 ) -> list[Callable[[], object]]:
-    calls: list[Callable[[], object]] = list(kernels.first_step(torch_dtype(dtype)))
+    calls: list[Callable[[], object]] = []
+    if weight_dtype != dtype and kernels.mixed is not None:
+        calls += kernels.mixed.first_step()
+    calls += kernels.first_step(torch_dtype(dtype))
     if quantized and kernels.int8 is not None:
         calls += kernels.int8.first_step(torch_dtype(dtype))
     if size > 1 and calls:
@@ -112,8 +117,10 @@ def main() -> None:
     kernels.set_num_threads(1)
     dtype = args.dtype or kernels.capabilities.fast_dtypes[-1]
     if args.steps == FIRST_STEP:
-        compile_all_reduce()
-        for call in kernels.first_step(torch_dtype(dtype)):
+        weight_dtype = dtype
+        if dtype == "float32" and kernels.capabilities.weight_dtypes:
+            weight_dtype = kernels.capabilities.weight_dtypes[-1]
+        for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantized=False):
             call()
     else:
         for call in kernels.other_steps(torch_dtype(dtype)):

@@ -46,6 +46,7 @@ def resolve_config(
         block_size=backend.default_block_size,
         dtypes=backend.dtypes,
         fast_dtypes=backend.fast_dtypes,
+        weight_dtypes=backend.weight_dtypes,
         quantizations=backend.quantizations,
         kv_cache_dtypes=backend.kv_cache_dtypes,
     )

@@ -100,10 +100,12 @@ def floor_s(
     works: Sequence[Work],
     machine: Machine,
     quantization: Quantization | None = None,
+    weight_itemsize: int | None = None,
 ) -> float:
-    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in the cache,
-    and in the weights that are not quantized; see the top.
+    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in the cache
+    and `weight_itemsize` (None: as many) in the weights that are not quantized; see the top.
     """
+    weight_itemsize = weight_itemsize or itemsize
     num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)
     num_sampled = sum(w.num_output for w in works)
     decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
@@ -117,8 +119,8 @@ def floor_s(
     )
     num_steps = max((w.num_output for w in works), default=0)
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    in_layers *= itemsize if quantization is None else 1
-    in_head *= itemsize if quantization is None or not quantization.vocabulary else 1
+    in_layers *= weight_itemsize if quantization is None else 1
+    in_head *= weight_itemsize if quantization is None or not quantization.vocabulary else 1
     num_bytes = (in_layers + in_head) * num_steps + itemsize * kv_row * decoded
     return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
@@ -139,6 +141,7 @@ def report(
     total_s: float,
     machine: Machine | None,
     quantization: Quantization | None = None,
+    weight_dtype: str | None = None,
 ) -> dict[str, Any]:
     """The entry of a result: what the machine sustains, the floor, and its share of `total_s`;
     nulls and a reason where `machine` was not probed.
@@ -146,7 +149,8 @@ def report(
     if machine is None:
         names = ("memory_bytes_per_s", "flops_per_s", "floor_s", "share")
         return dict.fromkeys(names) | {"reason": "only CPUs are probed"}
-    least_s = floor_s(model, torch_dtype(dtype).itemsize, works, machine, quantization)
+    itemsize, of_weights = (torch_dtype(name).itemsize for name in (dtype, weight_dtype or dtype))
+    least_s = floor_s(model, itemsize, works, machine, quantization, of_weights)
     return {
         "memory_bytes_per_s": round(machine.memory_bytes_per_s),
         "flops_per_s": round(machine.flops_per_s),

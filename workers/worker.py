@@ -32,7 +32,7 @@ from workers.compilation import compile_first_step, compile_other_steps_beside, 
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
-from workers.models.loader import LoadingBar, fingerprint, load_weights
+from workers.models.loader import LoadingBar, fingerprint, held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -84,7 +84,7 @@ class Worker:
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
         size, quantized = config.engine.tensor_parallel_size, config.quantization is not None
-        load_first_step(kernels, size, config.dtype, quantized)
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized)
         if load and config.device == "cpu":
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = self._load(self._group, kernels)
@@ -111,7 +111,9 @@ class Worker:
             group.join(address, engine.start_timeout_s)
         with self._phase("compile"):
             quantized = self.config.quantization is not None
-            compile_first_step(kernels, group, self.config.dtype, quantized)
+            compile_first_step(
+                kernels, group, self.config.dtype, self.config.weight_dtype, quantized
+            )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
         group.share_memory(engine.start_timeout_s, engine.shared_memory)
@@ -314,7 +316,15 @@ class Worker:
         model_dir = local_checkpoint(config)
         self._checkpoint = fingerprint(model_dir)
         dtype, length = torch_dtype(config.dtype), config.max_model_len
-        model = Qwen3(config.model, group, kernels, dtype, length, config.quantization)
+        model = Qwen3(
+            config.model,
+            group,
+            kernels,
+            dtype,
+            length,
+            config.quantization,
+            held_dtype(model_dir, config.model, dtype, torch_dtype(config.weight_dtype)),
+        )
         bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
         def loaded(done: int, total: int) -> None:

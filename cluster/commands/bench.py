@@ -222,5 +222,6 @@ def _line(
             run.total_s,
             machine if device == "cpu" else None,
             config.quantization,
+            config.weight_dtype,
         ),
     }

@@ -12,7 +12,8 @@ from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
-from kernels.interface import Int8Kernels, Kernels, SamplingKernels
+from kernels.cpu.mixed import CpuMixed
+from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_places
 from kernels.reference.tables import look_up_reference, write_tokens_reference
@@ -26,6 +27,7 @@ class CpuKernels:
     capabilities = CPU
     sampling: SamplingKernels = sampling.CpuSampling()
     int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
+    mixed: MixedKernels | None = CpuMixed()
     kv_cache_shapes = staticmethod(head_major_shapes)
     pack_weight = staticmethod(linear.pack_weight)
     linear = staticmethod(linear.linear)

@@ -55,5 +55,6 @@ CPU = Capabilities(
     dtypes=("float32", "bfloat16"),
     fast_dtypes=("float32", "bfloat16") if has_bfloat16() else ("float32",),
     quantizations=("int8",) if has_int8() else (),
+    weight_dtypes=("bfloat16",),
     kv_cache_dtypes=("fp8_e4m3",),
 )

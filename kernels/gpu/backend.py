@@ -11,7 +11,7 @@ from kernels.gpu import attention, elementwise, tables
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.sampling import GpuSampling
-from kernels.interface import Capabilities, Int8Kernels, Kernels, SamplingKernels
+from kernels.interface import Capabilities, Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.reference.backend import no_decode_places, token_major_shapes
 
 
@@ -21,6 +21,7 @@ class TritonKernels:
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = GpuSampling()
     int8: Int8Kernels | None = None
+    mixed: MixedKernels | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
     linear = staticmethod(functional.linear)
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)

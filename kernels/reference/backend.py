@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from kernels.interface import Int8Kernels, Kernels, SamplingKernels, Shape
+from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels, Shape
 from kernels.reference import sampling
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
@@ -57,6 +57,7 @@ class ReferenceKernels:
     capabilities = REFERENCE
     sampling = REFERENCE_SAMPLING
     int8: Int8Kernels | None = ReferenceInt8()
+    mixed: MixedKernels | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
     set_num_threads = staticmethod(torch.set_num_threads)
     linear = staticmethod(functional.linear)

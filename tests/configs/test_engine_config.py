@@ -80,6 +80,7 @@ def resolved(
         dtypes=dtypes,
         fast_dtypes=dtypes,
         quantizations=("int8",),
+        weight_dtypes=("bfloat16",),
         kv_cache_dtypes=("fp8_e4m3",),
     )
 
@@ -259,6 +260,7 @@ def test_a_cache_of_8_bits_is_refused_where_the_kernels_lack_it() -> None:
             dtypes=("bfloat16",),
             fast_dtypes=("bfloat16",),
             quantizations=(),
+            weight_dtypes=(),
             kv_cache_dtypes=(),
         )
 
@@ -296,6 +298,7 @@ def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
             dtypes=("bfloat16",),
             fast_dtypes=("bfloat16",),
             quantizations=(),
+            weight_dtypes=(),
             kv_cache_dtypes=(),
         )
 
@@ -303,7 +306,12 @@ def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
 def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None:
     model = ModelConfig.from_dict(RAW)
     assert model.dtype == "bfloat16"
-    for asked, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
+    for asked, want, of_weights in (
+        ("auto", "float32", ()),
+        ("auto", "float32", ("bfloat16",)),
+        ("float32", "float32", ("bfloat16",)),
+        ("bfloat16", "bfloat16", ("bfloat16",)),
+    ):
         config = resolve(
             EngineConfig(dtype=asked),
             model,
@@ -314,9 +322,17 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
             dtypes=("float32", "bfloat16"),
             fast_dtypes=("float32",),
             quantizations=(),
+            weight_dtypes=of_weights,
             kv_cache_dtypes=(),
         )
         assert config.dtype == want
+        assert config.weight_dtype == (of_weights[0] if of_weights else want)
+
+
+def test_weights_of_another_dtype_are_converted_to_the_one_it_computes_in() -> None:
+    for stored, asked in (("float16", "float32"), ("float32", "bfloat16")):
+        config = resolved({"dtype": stored}, dtype=asked)
+        assert config.dtype == config.weight_dtype == asked
 
 
 def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> None:
@@ -335,6 +351,7 @@ def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> No
             dtypes=("bfloat16", "float16"),
             fast_dtypes=("bfloat16", "float16"),
             quantizations=(),
+            weight_dtypes=(),
             kv_cache_dtypes=(),
         )
 

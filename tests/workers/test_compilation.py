@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,6 +29,8 @@ class RecordedKernels:
     def __init__(self, ran: list[int | str]) -> None:
         self.ran = ran
 
+        self.mixed = SimpleNamespace(first_step=lambda: [partial(ran.append, "mixed")])
+
     def first_step(self, dtype: torch.dtype) -> list[Callable[[], object]]:
         return [partial(self.ran.append, i) for i in range(6)]
 
@@ -44,9 +47,12 @@ class RecordedGroup:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
 def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, weight_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wanted = {*range(6), *(["all_reduce"] if size > 1 else [])}
+    wanted |= {"mixed"} if weight_dtype == "bfloat16" else set()
     compiled: list[int | str] = []
     for rank in range(size):
         ran: list[int | str] = []
@@ -58,14 +64,14 @@ def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
             cast(Kernels, RecordedKernels(ran)),
             cast(TensorParallelGroup, RecordedGroup(rank, size, ran)),
             "float32",
+            weight_dtype,
+            quantized=False,
         )
         before = ran[: ran.index("barrier")]
-        assert set(ran) - {"barrier"} == {*range(6), *(["all_reduce"] if size > 1 else [])}
-        assert len(before) <= -(-7 // size)
+        assert set(ran) - {"barrier"} == wanted
+        assert len(before) <= -(-len(wanted) // size)
         compiled += before
-    assert sorted(map(str, compiled)) == sorted(
-        map(str, [*range(6), *(["all_reduce"] if size > 1 else [])])
-    )
+    assert sorted(map(str, compiled)) == sorted(map(str, wanted))
 
 
 def test_background_process_ends_with_the_rank_that_started_it(

@@ -49,6 +49,8 @@ SHAPES = [
     Shape(name="linear", extra={"rope_parameters": LINEAR}),
     Shape(name="attention_bias", extra={"attention_bias": True}),
     Shape(name="sharded_files", layers=3, num_shards=3),
+    Shape(name="bfloat16_tied", vocab=1003, tied=True, dtype=torch.bfloat16),
+    Shape(name="bfloat16_bias", dtype=torch.bfloat16, extra={"attention_bias": True}),
 ]
 
 
@@ -202,7 +204,9 @@ def test_greedy_tokens_equal_transformers(
     pool: WorkerPool, reference: Any, name: str, size: int
 ) -> None:
     expected: Reference = reference(name)
-    with executor_of(pool, config_of(expected.model_dir, tensor_parallel_size=size)) as executor:
+    with executor_of(
+        pool, config_of(expected.model_dir, tensor_parallel_size=size, dtype="float32")
+    ) as executor:
         outputs = Scenario(executor, expected.prompts).run()
     wrong, near = compare(expected, outputs)
     print(f"exactness {name} tp {size}: {len(wrong)} differences, near ties {near}")
@@ -220,7 +224,9 @@ def test_teacher_forced_logits_equal_transformers(
 ) -> None:
     expected: Reference = reference(name)
     tokens = [t for prompt in expected.prompts.values() for t in prompt][:40]
-    with executor_of(pool, config_of(expected.model_dir, tensor_parallel_size=size)) as executor:
+    with executor_of(
+        pool, config_of(expected.model_dir, tensor_parallel_size=size, dtype="float32")
+    ) as executor:
         ours = run_logits(executor, tokens)
     with torch.inference_mode():
         theirs = expected.model(torch.tensor([tokens])).logits[0].numpy()

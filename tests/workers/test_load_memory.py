@@ -43,28 +43,35 @@ QUANTIZING_BYTES = 10 * MIB
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_dir = tmp_path_factory.mktemp("large")
-    write_fast_checkpoint(model_dir, CONFIG, torch.float32)
-    return model_dir
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the dtype that is stored."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("float32", "bfloat16")}
+    for name, model_dir in found.items():
+        write_fast_checkpoint(model_dir, CONFIG | {"dtype": name}, getattr(torch, name))
+    return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rank_holds_its_share_and_no_more(
-    pool: WorkerPool, checkpoint: Path, size: int, dtype: str
+    pool: WorkerPool, checkpoints: dict[str, Path], size: int, dtype: str
 ) -> None:
+    """mixed: weights in bfloat16, products in float32."""
     if dtype == "int8" and not has_int8():
         pytest.skip("no dot products of 8-bit numbers here")
-    held = {"quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
-    config = config_of(checkpoint, tensor_parallel_size=size, **held)
+    checkpoint = checkpoints["bfloat16" if dtype == "mixed" else "float32"]
+    options = {"mixed": {"dtype": "float32"}, "int8": {"quantization": "int8"}}
+    held = getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
+    config = config_of(
+        checkpoint, tensor_parallel_size=size, **options.get(dtype, {"dtype": dtype})
+    )
     load(pool, config)  # the first time also loads numba and compiled kernels, some 40 MiB
     measured = load(pool, config)
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
-    stored = sum(map(math.prod, shapes)) * getattr(torch, dtype).itemsize
+    stored = sum(map(math.prod, shapes)) * held.itemsize
     # A tied embedding is held twice where it is packed: as rows, and for the product.
-    if dtype == "int8" or packs(getattr(torch, dtype)):
-        stored += getattr(torch, dtype).itemsize * 40_000 * 512
+    if dtype == "int8" or (dtype != "mixed" and packs(held)):
+        stored += held.itemsize * 40_000 * 512
     for sizes in measured:
         print(
             {name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()},

@@ -50,6 +50,16 @@ def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_dec
     assert roofline.floor_s(MODEL, 4, works, machine) == pytest.approx(num_bytes / 1000)
 
 
+def test_weights_may_be_of_another_size_than_the_cache() -> None:
+    num_bytes = 2 * 3 * (IN_LAYERS + IN_HEAD) + 4 * (5 + 6) * 2 * 2 * 8 * 2
+    machine = Machine(memory_bytes_per_s=1000.0, flops_per_s=1e30)
+    works = [Work(num_prompt=4, num_shared=0, num_output=3)]
+    floor = roofline.floor_s(MODEL, 4, works, machine, weight_itemsize=2)
+    assert floor == pytest.approx(num_bytes / 1000)
+    report = roofline.report(MODEL, "float32", works, 1.0, machine, weight_dtype="bfloat16")
+    assert report["floor_s"] == pytest.approx(floor, abs=1e-4)
+
+
 def test_the_floor_of_slow_arithmetic_is_products_and_attention() -> None:
     # 4 + 2 tokens run, 3 are sampled; contexts 1 + 2 + 3 + 4 + 5 + 6 in each of 2 layers, of 4
     # heads of 8.

@@ -30,7 +30,7 @@ _ROWS = 256  # quantized at a time
 
 Progress = Callable[[int, int], None]
 
-__all__ = ["LoadingBar", "Progress", "check_checkpoint", "load_weights"]
+__all__ = ["LoadingBar", "Progress", "check_checkpoint", "held_dtype", "load_weights"]
 
 
 def load_weights(
@@ -60,6 +60,23 @@ def load_weights(
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
     return done
+
+
+def held_dtype(
+    model_dir: Path, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> torch.dtype:
+    """What matrices that are not quantized can be held in without loss: `weight_dtype`, which is
+    bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
+    `ConfigError` (see `check_checkpoint`).
+    """
+    if weight_dtype is dtype:
+        return dtype
+    matrices = {
+        tensor.dtype
+        for name, tensor in check_checkpoint(model_dir, model).items()
+        if len(tensor.shape) == 2 and not name.endswith("_scale")
+    }
+    return weight_dtype if matrices <= {"BF16", "I8"} else dtype
 
 
 def fingerprint(model_dir: Path) -> str:

@@ -149,9 +149,15 @@ class Qwen3:
         dtype: torch.dtype,
         max_model_len: int,
         quantization: Quantization | None = None,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
+        """`weight_dtype`: of the matrices that are not quantized; None means `dtype`."""
         form = WeightFormat(
-            kernels=kernels, dtype=dtype, device=group.device, quantization=quantization
+            kernels=kernels,
+            dtype=dtype,
+            weight_dtype=weight_dtype or dtype,
+            device=group.device,
+            quantization=quantization,
         )
         self.model = model
         self.kernels = kernels

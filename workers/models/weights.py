@@ -1,7 +1,8 @@
 """A matrix of one rank: how it is filled from a checkpoint, and how it is multiplied by.
 
-Two forms: values in the engine's dtype, or 8-bit codes with a scale per row. A layer asks
-`WeightFormat` for its matrices and does not know which form it got. Memory is uninitialized until
+Three forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32, or
+8-bit codes with a scale per row. A layer asks `WeightFormat` for its matrices and does not know
+which form it got. Memory is uninitialized until
 the loader has filled every slice; then `packed` gives the form that is fastest to multiply by.
 
 Legend: T tokens, X features in, Y features out (rows).
@@ -18,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from configs.quantization import Quantization
-from kernels.interface import Int8Kernels, Int8Weight, Kernels
+from kernels.interface import Int8Kernels, Int8Weight, Kernels, MixedKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Weight(Protocol):
         """Make the rows from `first` on zero."""
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, X], rows by number. Not once packed."""
+        """[T, X], rows by number. Not of a packed copy."""
 
     def packed(self) -> Weight:
         """The same in the layout that `product` wants; perhaps itself. Call it once, after all
@@ -113,6 +114,48 @@ class PlainWeight:
 
     def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear(x_TX, self.values_YX, bias_Y)
+
+
+class MixedWeight:
+    """`Weight` of bfloat16 values, for products in float32. Packed in its own memory, so a tied
+    embedding is held once.
+    """
+
+    def __init__(
+        self, kernels: MixedKernels, num_rows: int, size_in: int, device: torch.device
+    ) -> None:
+        self.num_rows = num_rows
+        self._kernels = kernels
+        padded = -(-num_rows // kernels.panel) * kernels.panel
+        self._values_YX = torch.empty(padded, size_in, dtype=torch.bfloat16, device=device)
+        self._values_YX[num_rows:] = 0
+        self._packed: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._values_YX.nbytes
+
+    def slices(
+        self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
+    ) -> Iterator[WeightSlice]:
+        target = self._values_YX[first : first + count]
+        yield WeightSlice(f"{name}.weight", shape, target, dim, start)
+
+    def zero(self, first: int) -> None:
+        self._values_YX[first:].zero_()
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return self._kernels.rows(self._packed, ids_T)
+        return functional.embedding(ids_T, self._values_YX).to(torch.float32)
+
+    def packed(self) -> Weight:
+        self._packed = self._kernels.pack(self._values_YX)
+        return self
+
+    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+        assert self._packed is not None
+        return self._kernels.linear(x_TX, self._packed, self.num_rows, bias_Y)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +210,13 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How the matrices of a model are held. dtype: of everything that is not a matrix of codes."""
+    """How the matrices of a model are held. dtype: that of activations and vectors. weight_dtype:
+    that of matrices that are not quantized: `dtype`, or bfloat16 where the kernels are `mixed`.
+    """
 
     kernels: Kernels
     dtype: torch.dtype
+    weight_dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None = None
 
@@ -188,6 +234,10 @@ class WeightFormat:
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def _matrix(self, num_rows: int, size_in: int, quantization: Quantization | None) -> Weight:
+        if quantization is None and self.weight_dtype is not self.dtype:
+            mixed = self.kernels.mixed
+            assert mixed is not None, "the configuration was checked against the kernels"
+            return MixedWeight(mixed, num_rows, size_in, self.device)
         if quantization is None:
             values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.device)
             return PlainWeight(kernels=self.kernels, values_YX=values_YX)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_NAME, expected_tensors
-from workers.models.loader import LoadingBar, load_weights
+from workers.models.loader import LoadingBar, held_dtype, load_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import PlainWeight, Weight
 from workers.parallel.group import TensorParallelGroup
@@ -117,6 +117,39 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
     with path.open("r+b") as file:  # a mapping would show the same inode
         file.write(b"\xff" * path.stat().st_size)
     assert torch.equal(values(model.layers[0].mlp.down.weight), before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) -> None:
+    """Its rows are looked up in the packed weight. Each rank has a part, the last one padding."""
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True, vocab=1003, dtype=torch.bfloat16))
+    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    for rank in range(size):
+        group = TensorParallelGroup(rank, size, torch.device("cpu"))
+        model = Qwen3(config, group, select_backend("cpu"), torch.float32, 64, None, torch.bfloat16)
+        loaded = load_weights(model.slices(), tmp_path, config)
+        model.pack()
+        assert model.embedding.weight is model.head.weight
+        assert model.weight_bytes == loaded
+        first, count = model.embedding.first_id, model.embedding.num_ids
+        rows = model.embedding.weight.rows(torch.arange(model.embedding.shard))
+        wanted = stored["model.embed_tokens.weight"][first : first + count].to(torch.float32)
+        assert torch.equal(rows[:count], wanted) and not rows[count:].any()
+
+
+def test_matrices_are_held_in_bfloat16_only_if_all_are_stored_in_it(tmp_path: Path) -> None:
+    """config.json may say another dtype than the one in which weights are stored."""
+    make_checkpoint(tmp_path, Shape(name="stored", dtype=torch.bfloat16))
+    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
+    single, half = torch.float32, torch.bfloat16
+    assert held_dtype(tmp_path, config, single, half) is half
+    assert held_dtype(tmp_path, config, single, single) is single
+    tensors = load_file(path)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].float()}, path)
+    assert held_dtype(tmp_path, config, single, half) is half, "vectors are held in float32 anyway"
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
+        save_file(tensors | {name: tensors[name].float()}, path)
+        assert held_dtype(tmp_path, config, single, half) is single
 
 
 def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
