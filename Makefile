@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test test-nodes check simulate soak screenshots bench bench-throughput gpu-check clean
+.PHONY: run test test-programs test-nodes check simulate soak screenshots bench bench-throughput gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
@@ -15,7 +15,11 @@ run: $(VENV)/.ready
 # Tests that start engines run one after another, the others in two processes.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m "not engine"
-	$(BIN)/python -m pytest -m "engine and not nodes" tests/cluster
+	$(BIN)/python -m pytest -m "engine and not programs and not nodes" tests/cluster
+
+# The command line, the server, engines whose processes are killed: whole programs, which take long.
+test-programs: $(VENV)/.ready
+	$(BIN)/python -m pytest -m programs tests/cluster
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready

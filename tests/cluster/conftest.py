@@ -1,5 +1,5 @@
-"""What the tests with real actors share: a Ray that the "user" has started, a small checkpoint, one
-engine.
+"""What the tests with real actors share: a Ray that the "user" has started and a small
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": 4,
     "num_kv_blocks": 512,
     "max_num_seqs": 16,
+    "spares": "off",
 }
 
 
@@ -62,12 +63,3 @@ def users_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def llm(users_ray: None, small_model: SmallModel) -> Iterator[Any]:
-    """One engine at tp 2 for all tests that do not stop it."""
-    from cluster import LLM
-
-    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as engine:
-        yield engine

@@ -46,13 +46,17 @@ def cores_of_computing_threads(pid: int) -> list[set[int]]:
 
 def descendants(pid: int) -> set[int]:
     """The living children of a process, their children and so on."""
-    found: set[int] = set()
+    parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
         try:
-            if path.name.isdigit() and _parent_of(path) == pid:
-                found |= {int(path.name)} | descendants(int(path.name))
+            if path.name.isdigit():
+                parents[int(path.name)] = _parent_of(path)
         except OSError:  # it has ended
             continue
+    found, new = set[int](), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new}
+        found |= new
     return found
 
 
@@ -61,8 +65,11 @@ def _parent_of(path: Path) -> int:
 
 
 def processes(*names: str) -> set[int]:
-    """Living processes of our session whose command line begins with one of `names`."""
-    return {pid for pid in family(os.getsid(0)) if (command_of(pid) or "").startswith(names)}
+    """Living processes that this one has started, directly or not, and whose command line begins
+    with one of `names`.
+    """
+    ours = descendants(os.getpid())
+    return {pid for pid in ours if (command_of(pid) or "").startswith(names)}
 
 
 def _session_of(pid: int) -> int | None:

@@ -23,7 +23,7 @@ from configs.paths import CHECKOUT
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 LIMIT_S = 90.0
 Run = subprocess.Popen[str]

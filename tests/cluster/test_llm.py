@@ -9,6 +9,7 @@ import dataclasses
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(users_ray: None, small_model: SmallModel) -> Iterator[LLM]:
+    """One engine at tp 2 for all tests that do not stop it."""
+    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as engine:
+        yield engine
 
 
 def check_against_transformers(
@@ -326,7 +334,7 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
 ) -> None:
     model = shutil.copytree(small_model.path, tmp_path / "model")
     others = processes("ray::RankActor")
-    with LLM(model, tensor_parallel_size=2, spares="off", **OPTIONS) as engine:
+    with LLM(model, tensor_parallel_size=2, **OPTIONS) as engine:
         stream = engine.stream([1, 2, 3], ENDLESS)
         next(stream)
         weights = next(model.glob("*.safetensors"))

@@ -2,4 +2,6 @@
 
 import torch
 
+import tests.kernels.triton_interpreter  # noqa: F401
+
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -23,7 +23,7 @@ from tests.cluster.recovery.load import History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 CASES = cases(16, tokens=80)
 LIMIT_S = 60.0
 OPTIONS: dict[str, Any] = {

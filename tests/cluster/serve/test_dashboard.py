@@ -20,7 +20,7 @@ from configs.paths import CHECKOUT
 from tests.cluster.api.browser import browser
 from tests.cluster.serve.served import free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 DASHBOARD = json.loads((CHECKOUT / "configs" / "grafana.json").read_text())
 PAGE = Path(__file__).with_name("dashboard.html")

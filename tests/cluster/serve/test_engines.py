@@ -23,7 +23,7 @@ from tests.cluster.processes import processes, wait_until
 from tests.cluster.serve.served import LONG, num_leases, stats_of, wait_until_idle
 from tests.scheduler.helpers import make_request
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 
 def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(

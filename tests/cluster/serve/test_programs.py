@@ -26,7 +26,7 @@ from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import command_of, cores_of_computing_threads, family, wait_until
 from tests.cluster.serve.served import LONG, free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 
 class Program:

@@ -18,7 +18,7 @@ from scheduler.params import SamplingParams
 from tests.cluster.api.browser import Watched, browser
 from tests.cluster.serve.served import LONG, wait_until_idle
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SUM: Any = {"role": "user", "content": "What is 47 + 38?"}
 
 
