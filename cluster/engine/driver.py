@@ -15,7 +15,9 @@ import logging
 import pickle
 import sys
 import time
+from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 from cluster.engine.frontends import Frontends
 from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
@@ -23,7 +25,7 @@ from cluster.engine.processes import ProcessId, mark
 from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
 from cluster.engine.supervisor import Supervisor
-from cluster.engine.worker_group import RankMaker
+from cluster.engine.worker_group import RankHandle, RankMaker
 from cluster.grammar.matching import GrammarMatching
 from cluster.limits import limits_of
 from cluster.resources.placement import Placement
@@ -48,7 +50,10 @@ class Driver:
     rank_actor: type[RankActor] = RankActor
     make_supervisor: type[Supervisor] = Supervisor
 
-    def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
+    def __init__(
+        self, config: ResolvedConfig, placement: Placement, engine_id: str, ranks: Seq[Any] = ()
+    ) -> None:
+        """`ranks`: the actors of the first epoch's."""
         gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
@@ -60,6 +65,7 @@ class Driver:
             config.model.vocab_size,
             sorted(config.model.eos_token_ids),
         )
+        self._ranks = [RankHandle(actor) for actor in ranks]
         self._limits: SchedulerLimits | None = None
         self._engine_loop: EngineLoop | None = None
         self._supervisor: Supervisor | None = None
@@ -81,7 +87,7 @@ class Driver:
             on_lost=lambda epoch, _: self._loop().post(Lost(epoch=epoch)),
             on_dead=self._die,
         )
-        group, report = await asyncio.to_thread(self._supervisor.start)
+        group, report = await asyncio.to_thread(self._supervisor.start, self._ranks)
         self._limits = limits_of(self._config, report.num_blocks)
         ahead = self._config.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)

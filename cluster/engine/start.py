@@ -24,6 +24,7 @@ from cluster.engine.driver import Driver
 from cluster.engine.processes import end_marked
 from cluster.engine.recovery import Recovery, State, give_up_after_s
 from cluster.engine.report import EngineReport
+from cluster.engine.worker_group import RankMaker
 from cluster.ray_errors import CALL_TIMEOUT_S, call
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
@@ -99,7 +100,8 @@ def _start(
     for line in report.lines:
         logger.info(line)
     total = time.perf_counter() - began
-    seconds = {"ray": connected - began, **report.seconds, "all": total}
+    seconds = {"ray": connected - began, "processes": 0.0, **report.seconds}
+    seconds |= {"processes": total - sum(seconds.values()), "all": total}
     logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
 
@@ -185,8 +187,12 @@ class DriverOwner:
 
 def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -> Any:
     """A handle on a new driver actor, on the node of rank 0. It takes no bundle, so it outlives the
-    placement group when that has to be replaced.
+    placement group when that has to be replaced. The processes of its first ranks start beside its
+    own: that takes longest.
     """
+    places = placement.places()
+    maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
+    ranks = [maker.create(place).actor for place in places]
     return (
         ray.remote(Driver)
         .options(
@@ -195,11 +201,9 @@ def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                placement.places()[0].node_id, soft=False
-            ),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(places[0].node_id, soft=False),
         )
-        .remote(config, placement, engine_id)
+        .remote(config, placement, engine_id, ranks)
     )
 
 

@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.engine.processes import ProcessId
 from cluster.engine.recovery import Recovery, State, give_up_after_s
 from cluster.engine.spares import Spares
 from cluster.engine.watch import HEARTBEAT_S, Watch
-from cluster.engine.worker_group import GroupReport, RankMaker, WorkerGroup
+from cluster.engine.worker_group import GroupReport, RankHandle, RankMaker, WorkerGroup
 from scheduler.errors import ClientError, EaglerayError, EngineDeadError
 
 ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been ended
@@ -66,9 +67,11 @@ class Supervisor:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
-    def start(self) -> tuple[WorkerGroup, GroupReport]:
-        """The first group. Raises what kept it from starting, and leaves nothing."""
-        self._group = self.make_group(self._maker, epoch=0)
+    def start(self, ranks: Seq[RankHandle] = ()) -> tuple[WorkerGroup, GroupReport]:
+        """The first group, of `ranks` if they have been created. Raises what kept it from starting,
+        and leaves nothing.
+        """
+        self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
         try:
             self._first = self._group.start()
         except BaseException:

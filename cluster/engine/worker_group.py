@@ -33,8 +33,8 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """How the ranks came up: size of the cache in blocks, seconds by phase, lines for the log, and
-    what every later epoch must find again.
+    """How the ranks came up: size of the cache in blocks, their seconds by phase, lines for the
+    log, and what every later epoch must find again.
     """
 
     num_blocks: int
@@ -106,14 +106,20 @@ class WorkerGroup:
     """All ranks of one epoch; an `Executor` for `scheduler.engine.Engine`."""
 
     def __init__(
-        self, maker: RankMaker, epoch: int = 0, spares: Seq[RankHandle | None] = ()
+        self,
+        maker: RankMaker,
+        epoch: int = 0,
+        spares: Seq[RankHandle | None] = (),
+        ranks: Seq[RankHandle] = (),
     ) -> None:
-        """`spares`: for each rank a spare that takes its place, where there is one."""
+        """`spares`: for each rank a spare that takes its place, where there is one. `ranks`: all
+        ranks, if they have been created already.
+        """
         self.epoch = epoch
         self._maker = maker
         self._config = maker.config
         self._spares = [*spares, *[None] * (maker.size - len(spares))]
-        self.ranks: list[RankHandle] = []
+        self.ranks = [*ranks]
         self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
         self._is_closed = False
 
@@ -131,7 +137,8 @@ class WorkerGroup:
                 self._spares = [None] * self._maker.size
         places = self._maker.placement.places()
         began, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
-        self.ranks = [self._spare_at(place) or self._maker.create(place) for place in places]
+        if not self.ranks:
+            self.ranks = [self._spare_at(place) or self._maker.create(place) for place in places]
         if self._is_closed:
             end_ranks(self.ranks)
         try:
@@ -160,10 +167,9 @@ class WorkerGroup:
                 f"the ranks did not start within {limit_s:g} s: {self._phases()}"
             ) from None
         slowest = {name: max(r.seconds[name] for r in reports) for name in reports[0].seconds}
-        total = time.perf_counter() - began
         return GroupReport(
             num_blocks=num_blocks,
-            seconds={"processes": max(0.0, total - sum(slowest.values())), **slowest},
+            seconds=slowest,
             lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
             checkpoint=reports[0].checkpoint,
         )

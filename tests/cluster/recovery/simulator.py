@@ -99,7 +99,7 @@ class NoThread(threading.Thread):
 class Group:
     """The ranks of one epoch."""
 
-    def __init__(self, maker: Any, epoch: int = 0, spares: Any = ()) -> None:
+    def __init__(self, maker: Any, epoch: int = 0, spares: Any = (), ranks: Any = ()) -> None:
         self.world: World = maker.world
         self.epoch = epoch
         self.ranks: list[Any] = []
