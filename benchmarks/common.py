@@ -24,6 +24,8 @@ from benchmarks.checkpoints import write_fast_checkpoint
 
 T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
+_X86 = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
+_ARM = ("asimd", "bf16", "i8mm")
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -51,15 +53,17 @@ QWEN3_60M = _QWEN3 | {
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, versions."""
+    """Processor, those of its instructions that speed depends on, cores this process may use,
+    versions.
+    """
     info = Path("/proc/cpuinfo")
-    names = (
-        re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
-        if info.exists()
-        else []
-    )
+    told = info.read_text() if info.exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", told, re.MULTILINE)
+    has = set(flags[1].split()) if flags else set()
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": name[1] if name else platform.processor(),
+        "instructions": [each for each in _X86 + _ARM if each in has],
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -72,7 +73,11 @@ def start() -> Iterator[Callable[..., Program]]:
 def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Program]) -> None:
     program = start("--kv-cache-bytes", str(2**26), "--ray-address", "local")
     program.wait_until_ready()
-    assert len(family(program.process.pid)) > 5
+    here = family(program.process.pid)
+    assert len(here) > 5
+    [controller] = [p for p in here if (command_of(p) or "").startswith("ray::ServeController")]
+    settings = Path(f"/proc/{controller}/environ").read_bytes().split(b"\0")
+    assert b"RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.5" in settings
     started: list[str] = []
     finished: list[str] = []
 
