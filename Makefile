@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test test-programs test-nodes check simulate soak screenshots bench bench-throughput gpu-check clean
+.PHONY: run test test-programs test-nodes check simulate soak screenshots bench bench-throughput \
+    gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \

@@ -101,7 +101,8 @@ def _start(
         logger.info(line)
     total = time.perf_counter() - began
     seconds = {"ray": connected - began, "processes": 0.0, **report.seconds}
-    seconds |= {"processes": total - sum(seconds.values()), "all": total}
+    # Phases are those of the slowest rank, and while one is slow another one waits.
+    seconds |= {"processes": max(0.0, total - sum(seconds.values())), "all": total}
     logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
 

@@ -46,17 +46,13 @@ def cores_of_computing_threads(pid: int) -> list[set[int]]:
 
 def descendants(pid: int) -> set[int]:
     """The living children of a process, their children and so on."""
-    parents: dict[int, int] = {}
+    found: set[int] = set()
     for path in Path("/proc").iterdir():
         try:
-            if path.name.isdigit():
-                parents[int(path.name)] = _parent_of(path)
+            if path.name.isdigit() and _parent_of(path) == pid:
+                found |= {int(path.name)} | descendants(int(path.name))
         except OSError:  # it has ended
             continue
-    found, new = set[int](), {pid}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new}
-        found |= new
     return found
 
 
@@ -65,11 +61,8 @@ def _parent_of(path: Path) -> int:
 
 
 def processes(*names: str) -> set[int]:
-    """Living processes that this one has started, directly or not, and whose command line begins
-    with one of `names`.
-    """
-    ours = descendants(os.getpid())
-    return {pid for pid in ours if (command_of(pid) or "").startswith(names)}
+    """Living processes of our session whose command line begins with one of `names`."""
+    return {pid for pid in family(os.getsid(0)) if (command_of(pid) or "").startswith(names)}
 
 
 def _session_of(pid: int) -> int | None:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import ray
 import torch
 
 from cluster import LLM, Chunk, SamplingParams
+from cluster.engine.worker_group import RankHandle, RankMaker
+from cluster.resources.placement import Place
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
 from tests.cluster.conftest import OPTIONS, SmallModel
 from tests.cluster.processes import OURS, processes, wait_until
@@ -282,11 +284,20 @@ def test_a_frontend_that_stops_polling_has_its_requests_aborted(
 
 
 def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
-    users_ray: None, small_model: SmallModel
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first ranks are created here, beside the driver, which creates no others."""
+    created: dict[int, RankHandle] = {}  # held: Ray ends actors that nobody holds
+
+    class Noting(RankMaker):
+        def create(self, place: Place, spare_among: Sequence[Place] = ()) -> RankHandle:
+            created[place.rank] = super().create(place, spare_among)
+            return created[place.rank]
+
+    monkeypatch.setattr("cluster.engine.start.RankMaker", Noting)
     before = processes(*OURS)
     engine = LLM(small_model.path, tensor_parallel_size=2, **OPTIONS)
-    assert len(processes(*OURS) - before) == 3
+    assert list(created) == [0, 1] and len(processes(*OURS) - before) == 3
     engine.shutdown()
     engine.shutdown()
     with pytest.raises(EngineDeadError, match="was shut down"):
