@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +108,28 @@ def test_gather_takes_tensors_that_are_not_contiguous(transport: str) -> None:
 def test_ranks_leave_gloo_once_loaded_where_they_do_not_need_it(
     transport: str, num_left: int
 ) -> None:
-    def num_threads_of_gloo() -> int:
-        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-        return sum(name.startswith("gloo") for name in names)
-
     all_here = threading.Barrier(4)
-    before = num_threads_of_gloo()
+    before = threads_of_gloo()  # of earlier tests, which may be ending
 
     def run(group: TensorParallelGroup) -> tuple[int, int]:
         time.sleep(0.05 * group.rank)  # one leaves early, the others still meet
         group.wait_until_loaded()
         all_here.wait(10)
-        found = num_threads_of_gloo() - before
+        found = len(threads_of_gloo() - before)
         all_here.wait(10)
         return found, int(group.all_reduce(torch.tensor([group.rank])))
 
     assert on_ranks(4, run, transport=transport) == [(num_left, 6)] * 4
+
+
+def threads_of_gloo() -> set[str]:
+    """This process's threads that gloo started."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if (task / "comm").read_text().startswith("gloo"):
+                found.add(task.name)
+    return found
 
 
 def test_two_groups_at_once_do_not_touch() -> None:
