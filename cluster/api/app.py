@@ -84,6 +84,7 @@ class Exchange:
         self.status: int | None = None
         self.writer: Writer | None = None  # of the stream that has begun
         self.written_s = 0.0  # when something was last written
+        self._commented = False  # whether that was a comment
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
     async def body(self, most: int) -> bytes:
@@ -135,9 +136,21 @@ class Exchange:
             await self.start(200, "text/event-stream; charset=utf-8", headers)
         await self.write(data, more=more)
 
+    async def comment(self) -> None:
+        """Send a line that clients of a stream skip. Raises as `write`."""
+        await self.event(b": waiting\n\n")
+        self._commented = True
+
     async def write(self, data: bytes, *, more: bool) -> None:
-        """Send a part of the body. Raises `Gone` for a client that does not read."""
+        """Send a part of the body. Raises `Gone` for a client that does not read.
+
+        Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
+        take what follows for a part of it: so another comment, in the same part, ends that one.
+        """
         self.written_s = time.monotonic()
+        if self._commented:
+            self._commented = False
+            data = b":\n\n" + data
         await self._write({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _write(self, message: Message) -> None:
@@ -345,7 +358,7 @@ class Api:
             await asyncio.sleep(self.limits.keep_alive_s)
             if exchange.written_s == seen_s:
                 with contextlib.suppress(Gone):  # the stream's own write will say so
-                    await exchange.event(b": waiting\n\n")
+                    await exchange.comment()
 
     # -- the rest ----------------------------------------------------------------------------------
 

@@ -495,6 +495,24 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
         assert ": waiting" not in answer.text
 
 
+def test_comments_do_not_hold_up_a_client_that_strips_what_it_reads() -> None:
+    """Such as `vllm bench serve` 0.32, which takes what is left of an event when it is JSON."""
+    asked = {"prompt": "a", "stream": True, "max_tokens": 4}
+    with serve(step_s=0.4, limits=ApiLimits(keep_alive_s=0.1)) as server:
+        left, num_comments, num_events = "", 0, 0
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked) as answer:
+            for part in answer.iter_raw():
+                *whole, left = (left + part.decode().strip()).split("\n\n")
+                whole.append(left)
+                events = [event for event in whole if event.startswith("data: ")]
+                assert len(events) == part.count(b"data: "), (part, whole)
+                num_comments += part.startswith(b": waiting")
+                num_events += len(events)
+                left = "" if events else left
+    assert num_comments >= 3
+    assert num_events >= 3
+
+
 def test_an_answer_goes_on_where_the_last_message_ends(server: Server) -> None:
     path, wanted = server.url + "/v1/chat/completions", {"return_token_ids": True}
     begun = [USER, {"role": "assistant", "content": "That makes"}]
