@@ -77,7 +77,8 @@ def main() -> None:
         "floor_ms": {name: round(value, 2) for name, value in limits.items()},
         "share": round(sum(limits.values()) / step_ms, 3),
     }
-    write_result(args.name, __doc__.split("\n\n")[1].replace("\n", " "), values)
+    limit = __doc__.split("\n\n")[1].replace("\n", " ")
+    write_result(args.name, limit, values, module="step_profile")
 
 
 def _by_time(item: tuple[str, float]) -> float:
