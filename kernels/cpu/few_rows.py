@@ -1,8 +1,8 @@
 """Products of few rows with a bfloat16 weight in oneDNN's layout, by dot products of pairs.
 
-For a decode batch oneDNN's own product neither reads at memory speed nor computes at full speed.
-This one reads the same packed weight (`packed.py`). Sums of a row are taken in the same order
-whatever the number of rows.
+For a decode batch, alone or beside a piece of a prompt, oneDNN's own product neither reads at
+memory speed nor computes at full speed. This one reads the same packed weight (`packed.py`). Sums
+of a row are taken in the same order whatever the number of rows.
 
 Legend: T tokens, X features in, Y features out, P output features of a panel.
 """

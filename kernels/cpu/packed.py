@@ -33,10 +33,10 @@ _CHUNK = 32  # dot products: 8 KiB of weights
 
 @functools.cache
 def max_rows() -> int:
-    """Products of more rows than this are as fast, or faster, by oneDNN. With matrix instructions
-    (AMX) it computes faster, so only what memory bounds is left.
+    """Products of more rows than this are about as fast by oneDNN, or faster. With matrix
+    instructions (AMX) it computes faster, so only what memory bounds is left.
     """
-    return 8 if llvm.get_host_cpu_features().get("amx-bf16") else 32
+    return 8 if llvm.get_host_cpu_features().get("amx-bf16") else 96
 
 
 def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | None:
