@@ -3,8 +3,10 @@
 Plain processes run a batch, one per rank; a clock around each kernel of rank 0, and around its
 all-reduces, adds up the calls. `other` is what is left of the rank's step: Python, allocation,
 embedding, the batch's tables. The floor of a part is the larger of two times: reading its weights,
-or keys and values, at the memory speed measured before, and computing its products at the speed
-measured before, by torch; `share` is the sum of the floors over the time of the step.
+or keys and values, at the memory's speed, and computing its products at the processor's, as torch
+reaches them; `share` is the sum of the floors over the time of the step. A virtual machine's
+memory can be faster at one time than at another, so the speeds are measured just before the steps
+and just after, and the faster one counts.
 """
 
 from __future__ import annotations
@@ -54,15 +56,18 @@ def main() -> None:
             enable_prefix_caching=False,
         )
         config = resolve_config(options, ModelConfig.from_dir(Path(model)), Path(model), "cpu")
-        machine = probe_cpu(config.dtype, config.quantization)
         os.environ.setdefault(HUGE_PAGES, "1")  # as actors have it
         pool = WorkerPool(args.tp)
         try:
-            ms = measure(pool, config, args)
+            ms, machines = measure(pool, config, args)
         finally:
             pool.close()
     step_ms = ms.pop("step")
-    limits = floors(config, args.batch_size, args.context, machine)
+    fastest = Machine(
+        memory_bytes_per_s=max(m.memory_bytes_per_s for m in machines),
+        flops_per_s=max(m.flops_per_s for m in machines),
+    )
+    limits = floors(config, args.batch_size, args.context, fastest)
     values = {
         "batch_size": args.batch_size,
         "context": args.context,
@@ -70,8 +75,8 @@ def main() -> None:
         "threads_per_rank": threads_of(config),
         "quantization": args.quantization,
         "model": "0.6B shape" if args.model is None else Path(args.model).name,
-        "memory_bytes_per_s": round(machine.memory_bytes_per_s),
-        "flops_per_s": round(machine.flops_per_s),
+        "memory_bytes_per_s": [round(m.memory_bytes_per_s) for m in machines],
+        "flops_per_s": [round(m.flops_per_s) for m in machines],
         "ms_per_step": round(step_ms, 2),
         "ms": {name: round(value, 2) for name, value in sorted(ms.items(), key=_by_time)},
         "floor_ms": {name: round(value, 2) for name, value in limits.items()},
@@ -90,8 +95,12 @@ def threads_of(config: ResolvedConfig) -> int:
     return max(1, (os.cpu_count() or 1) // config.engine.tensor_parallel_size)
 
 
-def measure(pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per step by part, on rank 0, and of the whole step."""
+def measure(
+    pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace
+) -> tuple[dict[str, float], list[Machine]]:
+    """Milliseconds per step by part, on rank 0, and of the whole step; the machine's speeds before
+    and after.
+    """
     executor = PoolExecutor(pool, config, threads_of(config))
     scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
     engine = Engine(scheduler, executor, num_steps_ahead=0)
@@ -107,6 +116,7 @@ def measure(pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace) 
         )
     while any(seq.num_output_tokens < 2 for seq in (*scheduler.running, *scheduler.waiting)):
         engine.step()
+    before = probe_cpu(config.dtype, config.quantization)
     pool.call_all(args.tp, "start_clocks")
     began = time.perf_counter()
     for _ in range(args.steps):
@@ -114,7 +124,9 @@ def measure(pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace) 
     total = time.perf_counter() - began
     seconds: dict[str, float] = pool.call_all(args.tp, "read_clocks")[0]
     seconds["between steps"] = total - seconds.pop("launch")
-    return {name: 1000 * value / args.steps for name, value in (seconds | {"step": total}).items()}
+    after = probe_cpu(config.dtype, config.quantization)
+    seconds |= {"step": total}
+    return {name: 1000 * value / args.steps for name, value in seconds.items()}, [before, after]
 
 
 def floors(
