@@ -13,7 +13,9 @@ OURS = ("ray::RankActor", "ray::Driver")
 
 
 def command_of(pid: int) -> str | None:
-    """The command line of a living process; None for one that is gone or a zombie."""
+    """The command line of a living process; None for one that is gone, a zombie, or on its way out:
+    the system takes the memory, and the command line with it, a moment before it says zombie.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         command = (
@@ -21,7 +23,7 @@ def command_of(pid: int) -> str | None:
         )
     except (OSError, IndexError):
         return None
-    return None if state == "Z" else command
+    return None if state == "Z" else command or None
 
 
 def family(session: int) -> set[int]:
