@@ -52,13 +52,15 @@ def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
 def linear(
     x_TX: torch.Tensor, packed_YX: torch.Tensor, bias_Y: torch.Tensor | None
 ) -> torch.Tensor:
-    """x @ weight.T + bias, [T, Y]. A row of float32 has the same bits in any batch."""
+    """x @ weight.T + bias, [T, Y]. With packed float32 weights, a row has the same bits in any
+    batch.
+    """
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = vars(packed_YX).get(_ADDRESS)
     if address is not None and len(x_TX) <= max_rows():
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
-    alone = len(x_TX) == 1 and x_TX.shape[1] > _SPAN and x_TX.dtype is torch.float32
-    rows = x_TX.expand(2, -1) if alone else x_TX  # as fast: the weight is read once
-    product = torch.ops.mkldnn._linear_pointwise(rows, packed_YX, bias_Y, "none", [], "")
-    return cast(torch.Tensor, product)[: len(x_TX)]
+    if len(x_TX) == 1 and x_TX.shape[1] > _SPAN and x_TX.dtype is torch.float32:
+        return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]  # as fast: one read of the weight
+    product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
+    return cast(torch.Tensor, product)

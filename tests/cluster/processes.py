@@ -13,9 +13,7 @@ OURS = ("ray::RankActor", "ray::Driver")
 
 
 def command_of(pid: int) -> str | None:
-    """The command line of a living process; None for one that is gone, a zombie, or on its way out:
-    the system takes the memory, and the command line with it, a moment before it says zombie.
-    """
+    """The command line of a living process; None for one that is gone or a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         command = (
@@ -23,7 +21,7 @@ def command_of(pid: int) -> str | None:
         )
     except (OSError, IndexError):
         return None
-    return None if state == "Z" else command or None
+    return None if state == "Z" else command
 
 
 def family(session: int) -> set[int]:

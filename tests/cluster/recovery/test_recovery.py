@@ -85,7 +85,7 @@ def test_ranks_are_killed_under_load(
     load.wait_for_news(10.0)
     dead = kill(engine, "rank 1")
     load.wait_for_news(10.0)
-    assert command_of(dead) is None
+    wait_until(lambda: command_of(dead) is None, "the end of the killed rank")
     for point, action in (
         ("forward.0", "kill 3"),
         ("collective.1", "kill 5"),
