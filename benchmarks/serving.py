@@ -27,7 +27,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.http_load import Timings, free_port, run_streams, running
-from cluster.resources.session import LOCAL_RAY
+from cluster.resources.local_ray import LOCAL_RAY
 from configs.paths import CHECKOUT
 
 PROMPT_TOKENS = 32

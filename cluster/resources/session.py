@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from cluster.resources.addresses import (
     listens,
     same_address,
 )
+from cluster.resources.local_ray import only_what_engines_use
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError
 
@@ -32,22 +33,6 @@ from scheduler.errors import ConfigError
 MIN_LOCAL_CPUS = 16
 # Set by Ray for programs that `ray job submit` runs.
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# Settings of a local cluster that we start, unless the environment sets them.
-LOCAL_RAY = {
-    # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it
-    # shares with a rank.
-    "RAY_worker_niceness": "0",
-    # The raylet retries its first connection after one second; here it retries soon, for the same
-    # total time.
-    "RAY_raylet_client_connect_timeout_milliseconds": "20",
-    "RAY_raylet_client_num_connect_attempts": "500",
-    # Processes started in advance could not serve our actors, which have a runtime environment.
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-    # Serve's controller looks at its applications ten times per second otherwise: with what it asks
-    # of Ray, 4% of a core.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-}
 
 
 class RaySession:
@@ -153,11 +138,11 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     check_arguments(sys.argv)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)
-    environment: dict[str, str] = {}
+    surroundings: AbstractContextManager[None] = nullcontext()
     if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
         options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
-        environment = LOCAL_RAY
+        surroundings = only_what_engines_use()
         failed = "start a local Ray"
         advice = (
             "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough"
@@ -174,7 +159,7 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
         failed = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:
-        with _environment(environment):
+        with surroundings:
             ray.init(address=address, **options, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
@@ -186,18 +171,6 @@ def find_address(address: str | None) -> str:
     this machine; otherwise "local", a new one.
     """
     return address or os.environ.get("RAY_ADDRESS") or cluster_on_this_machine() or "local"
-
-
-@contextmanager
-def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes started inside, where they are not set already."""
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 def check_arguments(arguments: list[str]) -> None:
