@@ -61,5 +61,5 @@ def only_what_engines_use() -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def _start_nothing(node: Any, **_: Any) -> None:
-    node._webui_url = None  # set by start_api_server, read by `ray.init`
+def _start_nothing(node: Node, **_: Any) -> None:
+    """In place of a method of `IDLE_PROCESSES`."""

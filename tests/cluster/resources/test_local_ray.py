@@ -1,6 +1,4 @@
-"""A local Ray of our own has the processes that engines use, and its program's Ray class is as it
-was.
-"""
+"""A local Ray of our own starts only what engines use; what is replaced for that is put back."""
 
 from __future__ import annotations
 
