@@ -34,12 +34,9 @@ def compile_first_step(
     same time.
     """
     calls = _calls_of_first_step(kernels, group.size, dtype, weight_dtype, quantized)
-    for i, call in enumerate(calls):
-        turn, place = divmod(i, group.size)
-        # Back and forth, because the slowest come first: 0, 1, 1, 0, 0, 1, 1, ...
-        if group.rank == (place if turn % 2 == 0 else group.size - 1 - place):
-            call()
-            group.progress.num_compiled += 1
+    for call in group.share_out("compile", calls):  # the slowest come first
+        call()
+        group.progress.num_compiled += 1
     group.barrier()
     for call in calls:
         call()
@@ -57,12 +54,11 @@ def load_first_step(
 def _calls_of_first_step(
     kernels: Kernels, size: int, dtype: str, weight_dtype: str, quantized: bool
 ) -> list[Callable[[], object]]:
-    calls: list[Callable[[], object]] = []
+    calls = kernels.first_step(torch_dtype(dtype))
     if weight_dtype != dtype and kernels.mixed is not None:
-        calls += kernels.mixed.first_step()
-    calls += kernels.first_step(torch_dtype(dtype))
+        calls[1:1] = kernels.mixed.first_step()
     if quantized and kernels.int8 is not None:
-        calls += kernels.int8.first_step(torch_dtype(dtype))
+        calls[1:1] = kernels.int8.first_step(torch_dtype(dtype))
     if size > 1 and calls:
         calls.insert(1, compile_all_reduce)
     return calls

@@ -79,8 +79,8 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
     positions = torch.zeros(1, dtype=torch.int32)
     products = [few_rows.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
     return [
-        *products,
         lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
+        *products,
         lambda: elementwise.qk_norm_rope_store(
             qkv, weight, weight, 1e-6, table, positions, k_cache, v_cache, attn.slot_mapping_T
         ),

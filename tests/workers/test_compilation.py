@@ -36,11 +36,16 @@ class RecordedKernels:
 
 
 class RecordedGroup:
-    """Stands in for one rank of a group; its barrier only says that the rank came to it."""
+    """Stands in for one rank of a group whose ranks all come in turn; its barrier only says that
+    the rank came to it.
+    """
 
     def __init__(self, rank: int, size: int, ran: list[int | str]) -> None:
         self.rank, self.size, self.ran = rank, size, ran
         self.progress = Progress()
+
+    def share_out(self, name: str, tasks: list[Any]) -> list[Any]:
+        return tasks[self.rank :: self.size]
 
     def barrier(self) -> None:
         self.ran.append("barrier")

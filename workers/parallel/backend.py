@@ -120,6 +120,13 @@ class TorchTransport:
         )
         return out_R
 
+    def next_number(self, name: str) -> int:
+        """0, 1, 2, ...: each to the first rank that asks."""
+        try:
+            return int(self.store.add(name, 1)) - 1
+        except RuntimeError as error:
+            raise WorkerError(f"{self._who}: rank 0 is gone: {error}") from None
+
     def set_timeout(self, timeout_s: float) -> None:
         """Limit of every operation from now on."""
         if self._backend is not None:

@@ -14,7 +14,8 @@ Legend: R ranks of the group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from workers.parallel.transport import Transport
 from workers.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TensorParallelGroup:
@@ -120,6 +123,18 @@ class TensorParallelGroup:
         if self._backend is None:
             raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
         self._backend.all_reduce(torch.zeros(1, device=self.device)).cpu()
+
+    def share_out(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
+        """Those of `tasks` that are this rank's: whichever rank is free takes the next one. Every
+        rank names the same ones, while loading and once per `name`.
+        """
+        if self.size == 1:
+            yield from tasks
+            return
+        if self._backend is None:
+            raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
+        while (place := self._backend.next_number(name)) < len(tasks):
+            yield tasks[place]
 
     def wait_until_loaded(self) -> None:
         """The last barrier. Then ranks on CPUs that share memory leave gloo, whose thread wakes a

@@ -178,6 +178,28 @@ def test_a_failure_between_hosts_ends_the_wait_within_one() -> None:
     assert all(on_ranks(3, run, transport=HIERARCHICAL))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_task_is_one_ranks_and_a_slow_rank_gets_fewer(size: int) -> None:
+    others_are_done = threading.Barrier(size)
+
+    def run(group: TensorParallelGroup) -> list[str]:
+        mine = []
+        for task in group.share_out("letters", "abcdefgh"):
+            mine.append(task)
+            if len(mine) == 1:
+                group.barrier()
+                if group.rank == 1:
+                    others_are_done.wait(10.0)
+        if group.rank != 1:
+            others_are_done.wait(10.0)
+        return mine
+
+    parts = on_ranks(size, run)
+    assert sorted(task for part in parts for task in part) == list("abcdefgh")
+    assert all(part == sorted(part) for part in parts)
+    assert [len(part) for part in parts[1:2]] == [1] * (size > 1)
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(
