@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import ray
 import torch
 
 from cluster import LLM, Chunk, SamplingParams
+from cluster.commands.lose_rank import processes_of
 from cluster.engine.worker_group import RankHandle, RankMaker
 from cluster.resources.placement import Place
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
@@ -344,7 +346,6 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
     users_ray: None, small_model: SmallModel, tmp_path: Path
 ) -> None:
     model = shutil.copytree(small_model.path, tmp_path / "model")
-    others = processes("ray::RankActor")
     with LLM(model, tensor_parallel_size=2, **OPTIONS) as engine:
         stream = engine.stream([1, 2, 3], ENDLESS)
         next(stream)
@@ -352,7 +353,7 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
         # Another file, as a download would put there: the old one is mapped.
         (model / "new").write_bytes(weights.read_bytes()[:-1000] + bytes(1000))
         (model / "new").replace(weights)
-        os.kill(max(processes("ray::RankActor") - others), 9)
+        os.kill(processes_of(engine)["rank 1"].pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"the files of the checkpoint have changed"):
             list(stream)

@@ -33,6 +33,7 @@ from scheduler.errors import EngineError
 from tests.cluster.processes import command_of, wait_until
 
 SLEEP = "import time; time.sleep(60)"
+MARK = f"of-a-test-in-{os.getpid()}"  # another process may run the same tests
 MARKED = """
 import os, sys, faulthandler, signal, time
 descriptor = os.memfd_create("eagleray-" + sys.argv[1])
@@ -55,7 +56,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def marked() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", MARKED, "of-a-test"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", MARKED, MARK], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     descriptor = int(process.stdout.readline())
@@ -146,9 +147,9 @@ def test_a_mark_finds_the_processes_of_one_engine(
     marked: tuple[subprocess.Popen[str], ProcessId],
 ) -> None:
     process, _ = marked
-    assert marked_here("of-a-test") == [process.pid]
+    assert marked_here(MARK) == [process.pid]
     assert marked_here("of-another") == []
-    end_marked_here("of-a-test")
+    end_marked_here(MARK)
     assert command_of(process.pid) is None
 
 
@@ -172,4 +173,4 @@ def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monkeypatch.setattr(processes, "marked_here", lambda engine_id: [gone.pid])
-    end_marked_here("of-a-test")
+    end_marked_here(MARK)
