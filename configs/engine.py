@@ -120,7 +120,7 @@ class EngineConfig:
     max_decode_slowdown: float = option(
         3.0,
         flag="--max-decode-slowdown",
-        help="A CPU's step with prompts takes at most so many times one without; 0: no limit.",
+        help="A step with prompts takes at most so many times one without; 0: no limit.",
         above=1,
         or_zero=True,
         at_most=1000,

@@ -122,8 +122,9 @@ class StepResult:
     entry per sampling row.
 
     `digest` is a CRC-32 of the token ids: every rank computes one, and all must agree. `seconds`
-    holds the time of each part of the step by name; `rank_seconds` the whole time of each rank,
-    once the results of all are known.
+    holds the time of each part of the step on the host by name, `device_s` the time on a device
+    that runs beside the host; `rank_seconds` the whole time of each rank, once the results of all
+    are known.
     """
 
     step_id: int
@@ -133,7 +134,13 @@ class StepResult:
     token_ids: array[int]
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    device_s: float | None = None
     rank_seconds: tuple[float, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """What whoever decodes has waited for this step."""
+        return sum(self.seconds.values()) if self.device_s is None else self.device_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,7 +233,7 @@ class Scheduler:
         self.pace.observe(
             record.num_decoding,
             record.num_tokens - record.num_decoding,
-            sum(result.seconds.values()),
+            result.step_s,
         )
         for part, seconds in result.seconds.items():
             of_parts = self.stats.step_seconds

@@ -140,6 +140,14 @@ class Device:
         """
         return list(tensors), None
 
+    def event(self) -> Event | None:
+        """The end of what was launched so far; None if it has run when a call returns."""
+        return None
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """Time of the device between two of its events that have passed. GPU only."""
+        raise NotImplementedError(f"{self.torch} has no events")
+
     def wait(self, event: Event | None, limit_s: float, what: str) -> None:
         """Return when the event has completed. Raises `StepTimeoutError` after `limit_s`."""
         deadline = time.monotonic() + limit_s
@@ -200,9 +208,15 @@ class CudaDevice(Device):
             _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
-        copied: Event = torch.cuda.Event()
-        copied.record()  # type: ignore[attr-defined]
-        return copies, copied
+        return copies, self.event()
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event(enable_timing=True)
+        event.record()  # type: ignore[attr-defined]
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3
 
     def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
         self._capturing.wait_stream(torch.cuda.current_stream(self.torch))

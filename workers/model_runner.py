@@ -40,13 +40,16 @@ _BYTES_PER_ROW = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A launched step. Its tensors are on the host once `copied` has passed."""
+    """A launched step. Its tensors are on the host once `ended` has passed; `began` is the end of
+    what was launched before it.
+    """
 
     device: Device
     num_rows: int = 0
     token_ids_R: torch.Tensor | None = None
     logprobs: SampledLogprobs | None = None
-    copied: Event | None = None
+    began: Event | None = None
+    ended: Event | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     def finish(
@@ -55,11 +58,19 @@ class PendingStep:
         """(token ids, logprobs where requested). Waits for the device. Raises `StepTimeoutError`
         after `limit_s`.
         """
+        self.device.wait(self.ended, limit_s, what)
         if self.token_ids_R is None:
             return ints(), None
-        self.device.wait(self.copied, limit_s, what)
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
         return token_ids, to_logprobs(self.logprobs, self.num_rows)
+
+    def device_s(self) -> float | None:
+        """Seconds from the step before, or from the launch if that is later, to the end of this
+        one, which has passed; None if the device is the host.
+        """
+        if self.began is None or self.ended is None:
+            return None
+        return self.device.seconds_between(self.began, self.ended)
 
 
 class ModelRunner:
@@ -103,7 +114,7 @@ class ModelRunner:
         `wait_for_mask` raises, which is called for a plan with masked rows once its logits are
         launched.
         """
-        started = time.perf_counter()
+        started, began = time.perf_counter(), self.device.event()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -121,18 +132,19 @@ class ModelRunner:
         forwarded = time.perf_counter()
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
         if not len(rows.sampling_slots_R):
-            return PendingStep(device=self.device, seconds=seconds)
+            ended = self.device.event()
+            return PendingStep(device=self.device, began=began, ended=ended, seconds=seconds)
         logits_RV, masks = self.model.logits(hidden_RE), None
         if plan.masked:
-            began = time.perf_counter()
+            asked = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
             masks = self.sampler.row_masks(wait_for_mask())
-            seconds["mask"] = time.perf_counter() - began
+            seconds["mask"] = time.perf_counter() - asked
             forwarded += seconds["mask"]
         sampled = self.sampler.sample(logits_RV, batch, masks)
         self.state.write_sampled(slots_R, positions_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
-        return self._to_host(sampled, seconds)
+        return self._to_host(sampled, began, seconds)
 
     def clear(self) -> None:
         """Empty the batch, for a new epoch. What the cache holds is never read again before it is
@@ -181,14 +193,16 @@ class ModelRunner:
 
         return forward
 
-    def _to_host(self, sampled: SampledTokens, seconds: dict[str, float]) -> PendingStep:
+    def _to_host(
+        self, sampled: SampledTokens, began: Event | None, seconds: dict[str, float]
+    ) -> PendingStep:
         logprobs = sampled.logprobs
         wanted = (
             []
             if logprobs is None
             else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
         )
-        (tokens, *parts), copied = self.device.to_host(sampled.token_ids_B, *wanted)
+        (tokens, *parts), ended = self.device.to_host(sampled.token_ids_B, *wanted)
         if logprobs is not None:
             logprob_L, top_ids_LM, top_logprobs_LM = parts
             logprobs = replace(
@@ -202,7 +216,8 @@ class ModelRunner:
             num_rows=len(tokens),
             token_ids_R=tokens,
             logprobs=logprobs,
-            copied=copied,
+            began=began,
+            ended=ended,
             seconds=seconds,
         )
 

@@ -221,9 +221,9 @@ class Worker:
                 f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
             ) from outcome
         faults.reach("reply", self.rank)
-        started = time.perf_counter()
         # One after another, as the device runs them: a step's clock starts when its turn comes.
         with self._finishing:
+            started = time.perf_counter()
             token_ids, logprobs = outcome.finish(
                 limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
             )
@@ -235,6 +235,7 @@ class Worker:
             digest=zlib.crc32(token_ids.tobytes()),
             logprobs=logprobs if self.rank == 0 else None,
             seconds=outcome.seconds | {"wait": time.perf_counter() - started},
+            device_s=outcome.device_s(),
         )
 
     def reset(self, epoch: int) -> None:

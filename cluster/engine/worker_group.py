@@ -204,7 +204,7 @@ class WorkerGroup:
             raise WorkerError(
                 f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}"
             )
-        rank_seconds = tuple(sum(result.seconds.values()) for result in results)
+        rank_seconds = tuple(result.step_s for result in results)
         return dataclasses.replace(results[0], rank_seconds=rank_seconds)
 
     def close(self) -> None:

@@ -61,6 +61,15 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
         assert copied.tolist() == [step + 1] * 8
 
 
+def test_time_between_events_is_that_of_the_device(device: CudaDevice) -> None:
+    first = device.event()
+    torch.cuda._sleep(LONG // 10)
+    last = device.event()
+    assert not last.query(), "recording does not wait"
+    device.wait(last, 20.0, "the end")
+    assert 0.02 < device.seconds_between(first, last) < 1.0
+
+
 def test_graphs_read_what_stands_in_their_tensors_and_share_memory(device: CudaDevice) -> None:
     inputs, output = torch.ones(MIB, device=device.torch), torch.zeros(MIB, device=device.torch)
 

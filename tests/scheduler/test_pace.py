@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from scheduler import records
@@ -29,21 +31,32 @@ def seconds_of(plan: StepPlan) -> float:
     return BASE_S + ROW_S * num_decoding + TOKEN_S * (sum(plan.num_new_tokens) - num_decoding)
 
 
-def run(scheduler: Scheduler, num_steps: int) -> list[StepPlan]:
-    """Steps one after the other, each with its seconds."""
+def run(scheduler: Scheduler, num_steps: int, on_device: bool = False) -> list[StepPlan]:
+    """Steps one after the other, each with its seconds. `on_device`: those of the host are only of
+    launches, and of waiting for other steps.
+    """
     plans = []
     for _ in range(num_steps):
         plan = must_schedule(scheduler)
         tokens = ints([9] * sum(plan.samples))
-        seconds = {"forward": 0.9 * seconds_of(plan), "sample": 0.1 * seconds_of(plan)}
-        scheduler.apply(
-            StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=tokens, seconds=seconds)
+        step_s = seconds_of(plan)
+        result = StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            token_ids=tokens,
+            seconds={"forward": 0.9 * step_s, "sample": 0.1 * step_s},
         )
+        if on_device:
+            seconds = {"forward": 0.002, "wait": 0.003 * (plan.step_id % 5)}
+            result = dataclasses.replace(result, seconds=seconds, device_s=step_s)
+        scheduler.apply(result)
         plans.append(plan)
     return plans
 
 
-def scheduler_with_decodes(slowdown: float, pace: type[Pace] = Pace) -> Scheduler:
+def scheduler_with_decodes(
+    slowdown: float, pace: type[Pace] = Pace, on_device: bool = False
+) -> Scheduler:
     """Eight sequences decode, and long prompts wait."""
     limits = make_limits(
         num_blocks=4000,
@@ -56,25 +69,26 @@ def scheduler_with_decodes(slowdown: float, pace: type[Pace] = Pace) -> Schedule
     scheduler.pace = pace(slowdown, CAP)
     for row in range(8):
         scheduler.add(make_request(f"decode-{row}", [row + 1] * 5, max_tokens=900))
-    run(scheduler, 6)
+    run(scheduler, 6, on_device)
     for row in range(4):
         scheduler.add(make_request(f"prompt-{row}", [20 + row] * 1500, max_tokens=9))
     return scheduler
 
 
-def check_converged(pace: type[Pace]) -> None:
+def check_converged(pace: type[Pace], on_device: bool = False) -> None:
     """After ten steps, six of them without prompts, a step with prompts takes between 2.7 and 3
     times one without.
     """
-    scheduler = scheduler_with_decodes(3.0, pace)
-    *_, last = run(scheduler, 4)
+    scheduler = scheduler_with_decodes(3.0, pace, on_device)
+    *_, last = run(scheduler, 4, on_device)
     assert len(last.slots) > 8, "no prompt beside the decodes"
     alone_s = BASE_S + last.num_new_tokens.count(1) * ROW_S
     assert 2.7 * alone_s <= seconds_of(last) <= 3.0 * alone_s, seconds_of(last) / alone_s
 
 
-def test_steps_beside_decodes_take_the_allowed_time_after_ten_steps() -> None:
-    check_converged(Pace)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_beside_decodes_take_the_allowed_time_after_ten_steps(on_device: bool) -> None:
+    check_converged(Pace, on_device)
 
 
 def test_a_slope_with_decodes_in_it_is_caught() -> None:

@@ -76,9 +76,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class LateEvent:
-    """An event that passes when told to."""
+    """An event that passes when told to, at `at_s` by the device's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_s: float = 0.0) -> None:
+        self.at_s = at_s
         self.passed = False
         self.num_looks = 0
 
@@ -101,7 +102,8 @@ class FakeGpu(Device):
         self.graphs: list[FakeGraph] = []
         self.uploads: list[int] = []  # bytes of each copy to the device
         self.total, self.free, self.reserved, self.peak = total, free, reserved, peak
-        self.event: LateEvent | None = None
+        self.late: LateEvent | None = None
+        self.moments_s: list[float] = []  # of the events to come
         self._operations: list[Operation] | None = None
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
@@ -119,7 +121,18 @@ class FakeGpu(Device):
         fill(target.numpy())
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
-        return [tensor.clone() for tensor in tensors], self.event
+        return [tensor.clone() for tensor in tensors], self.event()
+
+    def event(self) -> Event | None:
+        if self.late is not None or not self.moments_s:
+            return self.late
+        event = LateEvent(self.moments_s.pop(0))
+        event.passed = True
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        assert first.passed and last.passed, "the time of an event is known once it has passed"
+        return float(last.at_s - first.at_s)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> FakeGraph:
         assert beside is (self.graphs[0] if self.graphs else None), (

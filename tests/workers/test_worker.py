@@ -135,7 +135,7 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
             device=Device(torch.device("cpu")),
             num_rows=1,
             token_ids_R=torch.tensor([i]),
-            copied=event,
+            ended=event,
         )
         worker._outcomes[0, i] = pending
     with ThreadPoolExecutor() as threads:

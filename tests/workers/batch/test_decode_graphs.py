@@ -344,17 +344,39 @@ def test_triton_behind_graphs_for_short_and_for_long_rows(
 def test_a_device_that_does_not_finish_is_given_up_with_a_name(make: Any) -> None:
     gpu = FakeGpu()
     runner, planner = make(gpu, 2), Planner(BLOCK_SIZE)
-    gpu.event = LateEvent()
+    gpu.late = LateEvent()
     row = Row([1, 2], 2)
     planner.admit(row, slot=0)
     pending = runner.run(planner.step([(row, 2)]))
-    assert gpu.event.num_looks == 0, "launching never waits"
+    assert gpu.late.num_looks == 0, "launching never waits"
     with pytest.raises(
         StepTimeoutError, match=r"step 7 of rank 1 did not finish on cpu within 0\.05 s"
     ):
         pending.finish(0.05, "step 7 of rank 1")
-    gpu.event.passed = True
+    gpu.late.passed = True
     assert len(pending.finish(0.05, "step 7 of rank 1")[0]) == 1
+
+
+def test_a_step_is_timed_by_the_device(make: Any) -> None:
+    """Also one that samples nothing, as most pieces of a prompt do, and it is waited for too."""
+    gpu = FakeGpu()
+    runner, planner = make(gpu, 2), Planner(BLOCK_SIZE)
+    row = Row([1, 2, 3, 4, 5], 5)
+    planner.admit(row, slot=0)
+    gpu.moments_s = [10.0, 10.25, 20.0, 20.5]
+    first, second = (runner.run(planner.step([(row, n)])) for n in (2, 3))
+    assert len(first.finish(1.0, "a step")[0]) == 0 and first.device_s() == 0.25
+    assert len(second.finish(1.0, "a step")[0]) == 1 and second.device_s() == 0.5
+
+    gpu.late = LateEvent()
+    planner.take(1, second.finish(1.0, "a step")[0])
+    other = Row([1, 2], 2)
+    planner.admit(other, slot=1)
+    pending = runner.run(planner.step([(other, 1)]))
+    with pytest.raises(StepTimeoutError, match="step 8 did not finish"):
+        pending.finish(0.05, "step 8")
+    gpu.late.passed = True
+    assert len(pending.finish(0.05, "step 8")[0]) == 0
 
 
 # The recorder itself
