@@ -13,9 +13,9 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# Tests that start engines run one after another, the others in two processes.
+# Tests that start engines run one after another, the others in three processes, since some wait.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not engine"
+	$(BIN)/python -m pytest -n 3 -m "not engine"
 	$(BIN)/python -m pytest -m "engine and not programs and not nodes" tests/cluster
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
