@@ -8,9 +8,11 @@ processor and model, so it is learned from the steps that have run:
 
 `base` is the median of the last steps without prompts, by the number of rows; `slope` that of the
 steps with prompts, after `base` is taken off. Then a step takes `max_decode_slowdown` times as long
-as one that only decodes. If the first sequences decode while prompts still arrive, there is no step
-without prompts to learn from; then one with few prompt tokens gives a first guess of `base`. Has no
-clock: seconds come with the results, so a replay decides the same.
+as one that only decodes. While prompts arrive there may be no step without them to learn from, and
+`base` grows with the rows: what is not seen as its growth would be taken for the prompts' cost. So
+where no number of rows near this one has run, a step gets few prompt tokens, and what it takes
+without them is a guess of `base`. Has no clock: seconds come with the results, so a replay decides
+the same.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from statistics import median
 
 FEWEST_TOKENS = 32  # per step, so that prompts get on whatever they cost
 _REMEMBERED = 9
+_NEAR = 1.5  # times as many rows, or as few
 
 
 class Pace:
@@ -31,28 +34,35 @@ class Pace:
         self._decode_s: dict[int, deque[float]] = {}  # by number of rows
         self._token_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._bases: dict[int, float] = {}
-        self._guessed_s: float | None = None  # the base, before it was ever seen
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step has taken so long."""
         if not self.max_decode_slowdown or seconds <= 0:
             return
-        if num_prompt_tokens:
-            if num_decoding and num_prompt_tokens <= FEWEST_TOKENS and self._token_s:
-                self._guessed_s = max(
-                    seconds / 2, seconds - num_prompt_tokens * median(self._token_s)
-                )
+        if not num_prompt_tokens:
+            self._remember_base(num_decoding, seconds)
+        elif num_prompt_tokens <= FEWEST_TOKENS and self._token_s and self._is_new(num_decoding):
+            without = seconds - num_prompt_tokens * median(self._token_s)
+            self._remember_base(num_decoding, max(seconds / 2, without))
+        else:
             own = seconds - (self.base_s(num_decoding) or 0.0)
             self._token_s.append(max(0.0, own) / num_prompt_tokens)
-        else:
-            remembered = self._decode_s.setdefault(num_decoding, deque(maxlen=_REMEMBERED))
-            remembered.append(seconds)
-            self._bases[num_decoding] = median(remembered)
+
+    def _remember_base(self, num_decoding: int, seconds: float) -> None:
+        remembered = self._decode_s.setdefault(num_decoding, deque(maxlen=_REMEMBERED))
+        remembered.append(seconds)
+        self._bases[num_decoding] = median(remembered)
+
+    def _is_new(self, num_decoding: int) -> bool:
+        """Whether rows decode, and no number of them near this one has run without prompts."""
+        return num_decoding > 0 and not any(
+            num_decoding <= _NEAR * rows and rows <= _NEAR * num_decoding for rows in self._bases
+        )
 
     def base_s(self, num_decoding: int) -> float | None:
         """What a step of so many decoding rows takes: that of the nearest number that has run."""
-        if not self._bases:
-            return self._guessed_s
+        if not num_decoding or not self._bases:
+            return None
         if num_decoding in self._bases:
             return self._bases[num_decoding]
         return self._bases[min(self._bases, key=lambda rows: abs(rows - num_decoding))]
@@ -62,7 +72,7 @@ class Pace:
         if not self.max_decode_slowdown or not num_decoding or not self._token_s:
             return self.most_tokens
         base = self.base_s(num_decoding)
-        if base is None:
+        if base is None or self._is_new(num_decoding):
             return min(self.most_tokens, FEWEST_TOKENS)
         allowed_s, token_s = (self.max_decode_slowdown - 1) * base, median(self._token_s)
         if self.most_tokens * token_s <= allowed_s:

@@ -96,6 +96,64 @@ def test_a_slope_with_decodes_in_it_is_caught() -> None:
         check_converged(CountsDecodesIntoTheSlope)
 
 
+class TakesTheNearestHoweverFar(Pace):
+    """The base of one row stands for that of thirty."""
+
+    def _is_new(self, num_decoding: int) -> bool:
+        return not self._bases
+
+
+def check_many_that_arrive_at_once(pace: type[Pace]) -> None:
+    """One sequence decodes, then thirty prompts come: rows get more, and no step is without
+    prompts. Each row costs a sixth of the base, so at the end a step may hold what it may hold
+    where the base is known.
+    """
+    limits = make_limits(
+        num_blocks=4000,
+        max_num_seqs=40,
+        max_num_batched_tokens=CAP,
+        max_model_len=2000,
+        max_decode_slowdown=3.0,
+    )
+    scheduler = Scheduler(limits)
+    scheduler.pace = pace(3.0, CAP)
+    scheduler.add(make_request("decode", [1] * 5, max_tokens=900))
+
+    def run_steps(num_steps: int) -> list[StepPlan]:
+        plans = []
+        for _ in range(num_steps):
+            plan = must_schedule(scheduler)
+            num_decoding = plan.num_new_tokens.count(1)
+            step_s = 0.006 + 0.001 * num_decoding
+            step_s += 0.00015 * (sum(plan.num_new_tokens) - num_decoding)
+            scheduler.apply(
+                StepResult(
+                    step_id=plan.step_id,
+                    epoch=plan.epoch,
+                    token_ids=ints([9] * sum(plan.samples)),
+                    seconds={"forward": step_s},
+                )
+            )
+            plans.append(plan)
+        return plans
+
+    run_steps(4)
+    for row in range(30):
+        scheduler.add(make_request(f"prompt-{row}", [20 + row] * 150, max_tokens=900))
+    plans = run_steps(120)
+    late = [plan for plan in plans if plan.num_new_tokens.count(1) >= 20 and len(plan.slots) > 20]
+    held = [sum(plan.num_new_tokens) - plan.num_new_tokens.count(1) for plan in late]
+    allowed = 2 * (0.006 + 0.001 * 20) / 0.00015
+    assert max(held) > 0.7 * allowed, held
+    assert all(tokens < 1.5 * allowed for tokens in held), held
+
+
+def test_where_rows_get_more_while_prompts_arrive_their_cost_is_not_the_prompts() -> None:
+    check_many_that_arrive_at_once(Pace)
+    with pytest.raises(AssertionError):
+        check_many_that_arrive_at_once(TakesTheNearestHoweverFar)
+
+
 def test_without_a_limit_or_without_decodes_a_step_is_full() -> None:
     assert {sum(plan.num_new_tokens) for plan in run(scheduler_with_decodes(0.0), 5)} == {CAP}
     scheduler = scheduler_with_decodes(3.0)
