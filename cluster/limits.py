@@ -16,6 +16,5 @@ def limits_of(config: ResolvedConfig, num_blocks: int) -> SchedulerLimits:
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,
         enable_prefix_caching=config.engine.enable_prefix_caching,
-        # The parts of a GPU's step are the times of launches, which say nothing of its duration.
         max_decode_slowdown=config.engine.max_decode_slowdown,
     )

@@ -60,7 +60,9 @@ class Pace:
         )
 
     def base_s(self, num_decoding: int) -> float | None:
-        """What a step of so many decoding rows takes: that of the nearest number that has run."""
+        """What a step of so many decoding rows takes: that of the nearest number that has run. None
+        if none has, or no row decodes.
+        """
         if not num_decoding or not self._bases:
             return None
         if num_decoding in self._bases:

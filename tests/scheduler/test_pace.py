@@ -12,7 +12,7 @@ from scheduler.pace import FEWEST_TOKENS, Pace
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import make_limits, make_request, must_schedule
 
-BASE_S, ROW_S, TOKEN_S = 0.060, 0.001, 0.0005
+BASE_S, ROW_S, TOKEN_S = COSTS = 0.060, 0.001, 0.0005
 CAP = 512
 
 
@@ -25,13 +25,19 @@ class CountsDecodesIntoTheSlope(Pace):
             self._token_s.append(seconds / num_decoding)
 
 
-def seconds_of(plan: StepPlan) -> float:
+def seconds_of(plan: StepPlan, costs: tuple[float, float, float] = COSTS) -> float:
     """What a step of this plan takes on a machine of these costs."""
+    base_s, row_s, token_s = costs
     num_decoding = plan.num_new_tokens.count(1)
-    return BASE_S + ROW_S * num_decoding + TOKEN_S * (sum(plan.num_new_tokens) - num_decoding)
+    return base_s + row_s * num_decoding + token_s * (sum(plan.num_new_tokens) - num_decoding)
 
 
-def run(scheduler: Scheduler, num_steps: int, on_device: bool = False) -> list[StepPlan]:
+def run(
+    scheduler: Scheduler,
+    num_steps: int,
+    on_device: bool = False,
+    costs: tuple[float, float, float] = COSTS,
+) -> list[StepPlan]:
     """Steps one after the other, each with its seconds. `on_device`: those of the host are only of
     launches, and of waiting for other steps.
     """
@@ -39,7 +45,7 @@ def run(scheduler: Scheduler, num_steps: int, on_device: bool = False) -> list[S
     for _ in range(num_steps):
         plan = must_schedule(scheduler)
         tokens = ints([9] * sum(plan.samples))
-        step_s = seconds_of(plan)
+        step_s = seconds_of(plan, costs)
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
@@ -119,28 +125,11 @@ def check_many_that_arrive_at_once(pace: type[Pace]) -> None:
     scheduler.pace = pace(3.0, CAP)
     scheduler.add(make_request("decode", [1] * 5, max_tokens=900))
 
-    def run_steps(num_steps: int) -> list[StepPlan]:
-        plans = []
-        for _ in range(num_steps):
-            plan = must_schedule(scheduler)
-            num_decoding = plan.num_new_tokens.count(1)
-            step_s = 0.006 + 0.001 * num_decoding
-            step_s += 0.00015 * (sum(plan.num_new_tokens) - num_decoding)
-            scheduler.apply(
-                StepResult(
-                    step_id=plan.step_id,
-                    epoch=plan.epoch,
-                    token_ids=ints([9] * sum(plan.samples)),
-                    seconds={"forward": step_s},
-                )
-            )
-            plans.append(plan)
-        return plans
-
-    run_steps(4)
+    costs = 0.006, 0.001, 0.00015
+    run(scheduler, 4, costs=costs)
     for row in range(30):
         scheduler.add(make_request(f"prompt-{row}", [20 + row] * 150, max_tokens=900))
-    plans = run_steps(120)
+    plans = run(scheduler, 120, costs=costs)
     late = [plan for plan in plans if plan.num_new_tokens.count(1) >= 20 and len(plan.slots) > 20]
     held = [sum(plan.num_new_tokens) - plan.num_new_tokens.count(1) for plan in late]
     allowed = 2 * (0.006 + 0.001 * 20) / 0.00015
