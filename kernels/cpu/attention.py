@@ -21,18 +21,21 @@ from numba.extending import overload
 from kernels.cpu.dot_tile import PAIR, add_dots, add_rows
 from kernels.cpu.fp8 import loaded
 from kernels.cpu.jit import (
+    FAST,
     Array,
     as_array,
     exp_nonpositive,
+    fast_entry_jit,
     fast_jit,
-    fast_parallel_jit,
     float_of_ordered,
+    inlined_jit,
     narrow,
     ordered_bits,
     widen,
 )
 from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
+from kernels.cpu.parallel import parallel_for
 from kernels.metadata import AttentionMetadata
 
 _TILE = 16  # queries of a tile
@@ -66,7 +69,7 @@ def paged_attention(
     return out_THD
 
 
-@fast_jit
+@inlined_jit
 def _tiles(starts_B1: Array, tile: int) -> Array:
     """Tiles as (row, first query in the row, number of queries)."""
     total = 0
@@ -89,26 +92,19 @@ def _add_product(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int)
     raise NotImplementedError("for compiled code")
 
 
-@overload(_add_product)  # the signatures must match exactly, so none is annotated
-def _choose_product(a_MK, b_KNW, c_MN, depth, ahead):  # type: ignore[no-untyped-def]
-    if a_MK.dtype == types.uint16:
-        return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_pairs(a_MK, b_KNW, c_MN, depth, ahead)
-    return lambda a_MK, b_KNW, c_MN, depth, ahead: _add_widened(a_MK, b_KNW, c_MN, depth, ahead)
-
-
-@fast_jit
 def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
     """See `_add_product`. The last of an odd number of elements is multiplied alone: what lies
     beside it may be anything.
     """
     num_pairs = depth // PAIR
-    _add_whole_pairs(a_MK.ctypes.data, a_MK.shape[1], b_KNW, c_MN, num_pairs, ahead)
+    a = np.int64(a_MK.ctypes.data)
+    _add_whole_pairs(a, a_MK.shape[1], b_KNW, c_MN, num_pairs, ahead)
     if depth % PAIR:
         last_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
         for n in range(b_KNW.shape[1]):
             last_1NW[0, n, 0], last_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
-        start = a_MK.ctypes.data + 2 * PAIR * num_pairs
-        _add_whole_pairs(start, a_MK.shape[1], last_1NW, c_MN, 1, ahead)
+        start = a + 2 * PAIR * num_pairs
+        _add_whole_pairs(start, a_MK.shape[1], last_1NW, c_MN, np.int64(1), ahead)
 
 
 @fast_jit
@@ -143,13 +139,12 @@ def _add_whole_pairs(
         column += LANES
 
 
-@fast_jit
-def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int, ahead: int) -> None:
+def _add_widened(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
     """See `_add_product`."""
     rows, columns = c_MN.shape
     a, lda = a_MK.ctypes.data, a_MK.shape[1]
-    b, c, like = b_KN1.ctypes.data, c_MN.ctypes.data, b_KN1[0, 0, 0]
-    size = b_KN1.itemsize
+    b, c, like = b_KNW.ctypes.data, c_MN.ctypes.data, b_KNW[0, 0, 0]
+    size = b_KNW.itemsize
     column = 0
     while column + 64 <= columns:
         row = 0
@@ -203,10 +198,16 @@ def _add_widened(a_MK: Array, b_KN1: Array, c_MN: Array, depth: int, ahead: int)
     for row in range(rows):  # columns beyond a multiple of 64
         for k in range(depth):
             for n in range(column, columns):
-                c_MN[row, n] += a_MK[row, k] * widen(b_KN1[k, n, 0])
+                c_MN[row, n] += a_MK[row, k] * widen(b_KNW[k, n, 0])
 
 
-@fast_jit
+@overload(_add_product, jit_options={"fastmath": FAST})
+def _choose_product(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
+    # numba wants the signature of what is returned, down to the annotations.
+    return _add_pairs if a_MK.dtype == types.uint16 else _add_widened  # type: ignore[return-value]
+
+
+@inlined_jit
 def _softmax_block(
     s_MP: Array,
     p_MP: Array,
@@ -246,7 +247,7 @@ def _softmax_block(
             p_MP[m, p] = narrow(np.float32(0), p_MP[0, 0])
 
 
-@fast_jit
+@inlined_jit
 def _attend_tile(
     q_THD: Array,
     k_NKDPW: Array,
@@ -269,18 +270,19 @@ def _attend_tile(
     group = heads // kv_heads
     rows = num_queries * group
     q_MD = np.empty((rows, dim), like.dtype)
-    acc_MD = np.zeros((rows, dim), np.float32)
+    acc_MD = np.empty((rows, dim), np.float32)
     s_MP = np.empty((rows, size), np.float32)
     p_MP = np.empty((rows, size), like.dtype)
-    max_M = np.full(rows, -np.inf, np.float32)
-    sum_M = np.zeros(rows, np.float32)
+    max_M, sum_M = np.empty(rows, np.float32), np.empty(rows, np.float32)
     ends_M = np.empty(rows, np.int64)
     for i in range(num_queries):
         for g in range(group):
-            ends_M[i * group + g] = first_position + i + 1
+            m = i * group + g
+            ends_M[m], max_M[m], sum_M[m] = first_position + i + 1, -np.inf, 0
             for d in range(dim):
+                acc_MD[m, d] = 0
                 query = widen(q_THD[first_token + i, head * group + g, d])
-                q_MD[i * group + g, d] = narrow(query, q_MD[0, 0])
+                q_MD[m, d] = narrow(query, q_MD[0, 0])
     end = first_position + num_queries
     num_blocks = (end + size - 1) // size
     for block in range(num_blocks):
@@ -304,7 +306,48 @@ def _attend_tile(
                 )
 
 
-@fast_parallel_jit
+@fast_jit
+def _attend(
+    index: int,
+    tiles: Array,
+    heads_each: int,
+    q_THD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
+    out_THD: Array,
+    starts_B1: Array,
+    lens_B: Array,
+    table_BW: Array,
+    scale: np.float32,
+    like: Array,
+) -> None:
+    """Task `index`: the tiles of the first `heads_each` heads come first, by tile, then by head."""
+    num_tiles = len(tiles)
+    heads, place = index // (num_tiles * heads_each), index % (num_tiles * heads_each)
+    row, first_query, num_queries = tiles[place // heads_each]
+    start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
+    head = heads * heads_each + place % heads_each
+    next_place = place + 1 if place + 1 < num_tiles * heads_each else place
+    next_row = tiles[next_place // heads_each, 0]
+    next_block = np.int64(table_BW[next_row, 0])
+    next_head = heads * heads_each + next_place % heads_each
+    _attend_tile(
+        q_THD,
+        k_NKDPW,
+        v_NKPDW,
+        out_THD,
+        start + np.int64(first_query),
+        np.int64(num_queries),
+        np.int64(lens_B[row]) - (end - start) + np.int64(first_query),
+        table_BW[row],
+        head,
+        scale,
+        like,
+        k_NKDPW[next_block, next_head].ctypes.data,
+    )
+
+
+@fast_entry_jit
 def _paged_attention(
     q_THD: Array,
     k_NKDPW: Array,
@@ -319,33 +362,24 @@ def _paged_attention(
 ) -> None:
     """`like`: an array of what products multiply, bfloat16 or float32."""
     tiles = _tiles(starts_B1, _TILE)
-    num_tiles = len(tiles)
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths; of a row, a thread reads the heads one after the other, as they lie in a block.
     kv_heads = k_NKDPW.shape[1]
     heads_each = kv_heads // num_threads if kv_heads % num_threads == 0 else 1
-    for index in numba.prange(kv_heads * num_tiles):
-        # An index of `prange` is unsigned, which would compile its helpers a second time.
-        task = np.int64(index)
-        heads, place = task // (num_tiles * heads_each), task % (num_tiles * heads_each)
-        row, first_query, num_queries = tiles[place // heads_each]
-        start, end = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
-        head = heads * heads_each + place % heads_each
-        next_place = place + 1 if place + 1 < num_tiles * heads_each else place
-        next_row = tiles[next_place // heads_each, 0]
-        next_block = np.int64(table_BW[next_row, 0])
-        next_head = heads * heads_each + next_place % heads_each
-        _attend_tile(
+    parallel_for(
+        kv_heads * len(tiles),
+        _attend,
+        (
+            tiles,
+            heads_each,
             q_THD,
             k_NKDPW,
             v_NKPDW,
             out_THD,
-            start + np.int64(first_query),
-            np.int64(num_queries),
-            np.int64(lens_B[row]) - (end - start) + np.int64(first_query),
-            table_BW[row],
-            head,
+            starts_B1,
+            lens_B,
+            table_BW,
             scale,
             like,
-            k_NKDPW[next_block, next_head].ctypes.data,
-        )
+        ),
+    )

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.cpu import attention, elementwise, few_rows, jit, linear, sampling
+from kernels.cpu import attention, elementwise, few_rows, linear, parallel, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.int8 import CpuInt8
@@ -40,13 +40,9 @@ class CpuKernels:
     look_up = staticmethod(look_up_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
-    def __init__(self) -> None:
-        jit.share_torch_threads()
-
     def set_num_threads(self, num_threads: int, /) -> None:
         """Threads of torch and of numba."""
-        # In this order: numba, when it starts its threads, gives torch's OpenMP all cores.
-        jit.set_num_threads(num_threads)
+        parallel.set_num_threads(num_threads)
         torch.set_num_threads(num_threads)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import torch
 
@@ -22,12 +21,14 @@ from kernels.cpu.jit import (
     Array,
     as_array,
     exp_nonpositive,
+    fast_entry_jit,
     fast_jit,
-    fast_parallel_jit,
+    inlined_jit,
     narrow,
     widen,
 )
 from kernels.cpu.kv_layout import as_laid_out
+from kernels.cpu.parallel import parallel_for
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -92,7 +93,7 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-@fast_jit
+@inlined_jit
 def _norm_row(x_E: Array, weight_E: Array, eps: np.float32, out_E: Array) -> None:
     total = np.float32(0)
     for e in range(len(x_E)):
@@ -103,19 +104,37 @@ def _norm_row(x_E: Array, weight_E: Array, eps: np.float32, out_E: Array) -> Non
         out_E[e] = narrow(widen(x_E[e]) * scale * widen(weight_E[e]), out_E[e])
 
 
-@fast_parallel_jit
-def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> None:
-    for t in numba.prange(len(x_TE)):
-        _norm_row(x_TE[t], weight_E, eps, out_TE[t])
-
-
 @fast_jit
+def _norm_token(t: int, x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> None:
+    _norm_row(x_TE[t], weight_E, eps, out_TE[t])
+
+
+@fast_entry_jit
+def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> None:
+    parallel_for(len(x_TE), _norm_token, (x_TE, weight_E, eps, out_TE))
+
+
+@inlined_jit
 def _add_row(x_E: Array, residual_E: Array, total_E: Array) -> None:
     for e in range(len(x_E)):
         total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
 
 
-@fast_parallel_jit
+@fast_jit
+def _add_and_norm_token(
+    t: int,
+    x_TE: Array,
+    residual_TE: Array,
+    weight_E: Array,
+    eps: np.float32,
+    out_TE: Array,
+    total_TE: Array,
+) -> None:
+    _add_row(x_TE[t], residual_TE[t], total_TE[t])
+    _norm_row(total_TE[t], weight_E, eps, out_TE[t])
+
+
+@fast_entry_jit
 def _add_rms_norm(
     x_TE: Array,
     residual_TE: Array,
@@ -124,9 +143,8 @@ def _add_rms_norm(
     out_TE: Array,
     total_TE: Array,
 ) -> None:
-    for t in numba.prange(len(x_TE)):
-        _add_row(x_TE[t], residual_TE[t], total_TE[t])
-        _norm_row(total_TE[t], weight_E, eps, out_TE[t])
+    arguments = (x_TE, residual_TE, weight_E, eps, out_TE, total_TE)
+    parallel_for(len(x_TE), _add_and_norm_token, arguments)
 
 
 @fast_jit
@@ -153,19 +171,23 @@ def _norm_rope_head(
 
 @fast_jit
 def _store_token(
-    qkv_XD: Array,
+    t: int,
+    qkv_TXD: Array,
     q_weight_D: Array,
     k_weight_D: Array,
     eps: np.float32,
-    cos_sin_D: Array,
+    cos_sin_LD: Array,
+    positions_T: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
-    slot: int,
-    q_HD: Array,
+    slots_T: Array,
+    q_THD: Array,
 ) -> None:
-    """All heads of one token: queries to `q_HD`, keys and values to `slot` of the caches, nowhere
-    if it is -1.
+    """All heads of one token: queries to `q_THD`, keys and values to the token's slot of the
+    caches, nowhere if it is -1.
     """
+    qkv_XD, q_HD, slot = qkv_TXD[t], q_THD[t], slots_T[t]
+    cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, dim = q_HD.shape
     kv_heads, _, size, width = k_NKDPW.shape[1:]
     turned_D = np.empty(dim, np.float32)
@@ -188,7 +210,7 @@ def _store_token(
             v_NKPDW[block, k, row, d, side] = stored_as(value, v_NKPDW[0, 0, 0, 0, 0])
 
 
-@fast_parallel_jit
+@fast_entry_jit
 def _qk_norm_rope_store(
     qkv_TXD: Array,
     q_weight_D: Array,
@@ -201,23 +223,14 @@ def _qk_norm_rope_store(
     slots_T: Array,
     q_THD: Array,
 ) -> None:
-    for t in numba.prange(len(qkv_TXD)):
-        cos_sin_D = cos_sin_LD[positions_T[t]]
-        _store_token(
-            qkv_TXD[t],
-            q_weight_D,
-            k_weight_D,
-            eps,
-            cos_sin_D,
-            k_NKDPW,
-            v_NKPDW,
-            slots_T[t],
-            q_THD[t],
-        )
+    weights, rotary = (q_weight_D, k_weight_D, eps), (cos_sin_LD, positions_T)
+    caches = (k_NKDPW, v_NKPDW, slots_T)
+    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 
 
 @fast_jit
-def _silu_and_mul_row(gate_up_2F: Array, out_F: Array) -> None:
+def _silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
+    gate_up_2F, out_F = gate_up_T2F[t], out_TF[t]
     width = len(out_F)
     for f in range(width):
         gate = widen(gate_up_2F[f])
@@ -226,7 +239,6 @@ def _silu_and_mul_row(gate_up_2F: Array, out_F: Array) -> None:
         out_F[f] = narrow(gate * sigmoid * widen(gate_up_2F[width + f]), out_F[f])
 
 
-@fast_parallel_jit
+@fast_entry_jit
 def _silu_and_mul(gate_up_T2F: Array, out_TF: Array) -> None:
-    for t in numba.prange(len(out_TF)):
-        _silu_and_mul_row(gate_up_T2F[t], out_TF[t])
+    parallel_for(len(out_TF), _silu_and_mul_token, (gate_up_T2F, out_TF))

@@ -9,13 +9,13 @@ Legend: T tokens, X features in, Y features out, P output features of a panel.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
-from kernels.cpu.dot_tile import PAIR
-from kernels.cpu.jit import Array, as_array, exact_parallel_jit, narrow, widen
+from kernels.cpu.dot_tile import PAIR, add_rows
+from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, narrow, widen
 from kernels.cpu.packed import PANEL, add_panel, row_bytes
+from kernels.cpu.parallel import parallel_for
 
 _ALIGNMENT = 64
 
@@ -36,28 +36,33 @@ def linear(
 _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 
-@exact_parallel_jit
-def _linear(x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array) -> None:
+@exact_jit
+def _multiply_panel(
+    panel: int, x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array
+) -> None:
     rows, size_out = out_TY.shape
     size_in = x_TX.shape[1]
-    for index in numba.prange((size_out + PANEL - 1) // PANEL):
-        panel = np.int64(index)
-        room = np.zeros(rows * PANEL + _ALIGNMENT, np.float32)
-        skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
-        sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
-        start = address + panel * PANEL * stride
-        add_panel(
-            PAIR, x_TX.ctypes.data, 2 * size_in, start, sums_TP.ctypes.data, rows, size_in // PAIR
-        )
-        # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        first = np.uint64(panel * PANEL)
-        count = min(np.uint64(PANEL), np.uint64(size_out) - first)
-        for t in range(rows):
-            for p in range(count):
-                value = sums_TP[t, p]
-                if len(bias_Y):
-                    value += widen(bias_Y[first + p])
-                out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+    room = np.zeros(rows * PANEL + _ALIGNMENT, np.float32)
+    skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
+    sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
+    start = address + panel * PANEL * stride
+    x, sums = np.int64(x_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
+    add_panel(add_rows, x, 2 * size_in, start, sums, rows, size_in // PAIR)
+    # Unsigned, because an index that may be negative keeps a loop from being vectorized.
+    first = np.uint64(panel * PANEL)
+    count = min(np.uint64(PANEL), np.uint64(size_out) - first)
+    for t in range(rows):
+        for p in range(count):
+            value = sums_TP[t, p]
+            if len(bias_Y):
+                value += widen(bias_Y[first + p])
+            out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+
+
+@exact_entry_jit
+def _linear(x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array) -> None:
+    num_panels = (out_TY.shape[1] + PANEL - 1) // PANEL
+    parallel_for(num_panels, _multiply_panel, (x_TX, address, stride, bias_Y, out_TY))
 
 
 def run_once() -> None:

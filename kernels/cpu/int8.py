@@ -13,22 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numba
 import numpy as np
 import torch
 
-from kernels.cpu.dot_tile import FOUR, has_dot_products
+from kernels.cpu.dot_tile import FOUR, add_int8_rows, has_dot_products
 from kernels.cpu.jit import (
     Array,
     as_array,
     bits_of_float,
+    exact_entry_jit,
     exact_jit,
-    exact_parallel_jit,
     float_of_bits,
     narrow,
     widen,
 )
 from kernels.cpu.packed import PANEL, add_panel, max_rows, packed_address, row_bytes
+from kernels.cpu.parallel import parallel_for
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import LARGEST, TINY
 
@@ -111,24 +111,67 @@ def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
     return np.float32(largest / np.float32(LARGEST))
 
 
-@exact_parallel_jit
+@exact_jit
+def _quantize_token(t: int, x_TX: Array, codes_TX: Array, scale_T: Array) -> None:
+    scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
+
+
+@exact_entry_jit
 def _quantize(x_TX: Array, codes_TX: Array, scale_T: Array) -> None:
-    for t in numba.prange(len(x_TX)):
-        scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
+    parallel_for(len(x_TX), _quantize_token, (x_TX, codes_TX, scale_T))
 
 
-@exact_parallel_jit
+@exact_jit
+def _scale_token(
+    t: int, sums_TY: Array, scale_T: Array, scale_Y: Array, bias_Y: Array, out_TY: Array
+) -> None:
+    sums_Y, scale_t, out_Y = sums_TY[t], scale_T[t], out_TY[t]
+    for y in range(len(out_Y)):
+        value = sums_Y[y] * scale_Y[y] * scale_t
+        if len(bias_Y):
+            value += bias_Y[y]
+        out_Y[y] = narrow(value, out_TY[0, 0])
+
+
+@exact_entry_jit
 def _scale(sums_TY: Array, scale_T: Array, scale_Y: Array, bias_Y: Array, out_TY: Array) -> None:
-    for t in numba.prange(len(out_TY)):
-        sums_Y, scale_t, out_Y = sums_TY[t], scale_T[t], out_TY[t]
-        for y in range(len(out_Y)):
-            value = sums_Y[y] * scale_Y[y] * scale_t
+    parallel_for(len(out_TY), _scale_token, (sums_TY, scale_T, scale_Y, bias_Y, out_TY))
+
+
+@exact_jit
+def _multiply_panel(
+    panel: int,
+    codes_TX: Array,
+    scale_T: Array,
+    address: int,
+    stride: int,
+    excess_Y: Array,
+    scale_Y: Array,
+    bias_Y: Array,
+    out_TY: Array,
+) -> None:
+    rows, size_out = out_TY.shape
+    size_in = codes_TX.shape[1]
+    room = np.zeros(rows * PANEL + _ALIGNMENT, np.int32)
+    skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
+    sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
+    start = address + panel * PANEL * stride
+    codes, sums = np.int64(codes_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
+    add_panel(add_int8_rows, codes, size_in, start, sums, rows, size_in // FOUR)
+    # Unsigned, because an index that may be negative keeps a loop from being vectorized.
+    first = np.uint64(panel * PANEL)
+    count = min(np.uint64(PANEL), np.uint64(size_out) - first)
+    for t in range(rows):
+        scale_t = scale_T[t]
+        for p in range(count):
+            total = np.float32(sums_TP[t, p] - excess_Y[first + p])
+            value = total * scale_Y[first + p] * scale_t
             if len(bias_Y):
-                value += bias_Y[y]
-            out_Y[y] = narrow(value, out_TY[0, 0])
+                value += bias_Y[first + p]
+            out_TY[t, first + p] = narrow(value, out_TY[0, 0])
 
 
-@exact_parallel_jit
+@exact_entry_jit
 def _few_rows(
     x_TX: Array,
     codes_TX: Array,
@@ -140,27 +183,10 @@ def _few_rows(
     bias_Y: Array,
     out_TY: Array,
 ) -> None:
-    rows, size_out = out_TY.shape
-    size_in = x_TX.shape[1]
-    for t in range(rows):
+    for t in range(len(x_TX)):
         scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
-    for index in numba.prange((size_out + PANEL - 1) // PANEL):
-        panel = np.int64(index)
-        room = np.zeros(rows * PANEL + _ALIGNMENT, np.int32)
-        skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
-        sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
-        start = address + panel * PANEL * stride
-        add_panel(
-            FOUR, codes_TX.ctypes.data, size_in, start, sums_TP.ctypes.data, rows, size_in // FOUR
-        )
-        # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        first = np.uint64(panel * PANEL)
-        count = min(np.uint64(PANEL), np.uint64(size_out) - first)
-        for t in range(rows):
-            scale_t = scale_T[t]
-            for p in range(count):
-                total = np.float32(sums_TP[t, p] - excess_Y[first + p])
-                value = total * scale_Y[first + p] * scale_t
-                if len(bias_Y):
-                    value += bias_Y[first + p]
-                out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+    parallel_for(
+        (out_TY.shape[1] + PANEL - 1) // PANEL,
+        _multiply_panel,
+        (codes_TX, scale_T, address, stride, excess_Y, scale_Y, bias_Y, out_TY),
+    )

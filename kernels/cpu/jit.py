@@ -3,15 +3,12 @@ vectorizes.
 
 Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to
 float32 on load and rounded once on store. Compiled code is cached (`cache.py`), so it is compiled
-once per machine and version. The `prange` loops run on torch's OpenMP threads; with a second pool
-of threads, each pool would spin while the other works.
+once per machine and version.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -36,32 +33,14 @@ _jit = functools.partial(
     numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True
 )
 # `exact_*` for loops whose results must not depend on where a loop is cut into vectors: without
-# reassociation or
-# contraction. `*_jit` is for functions that only compiled code calls: a wrapper for Python takes
-# time to compile.
-exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
+# reassociation or contraction. `*_entry_jit` is for what Python calls, since a wrapper for Python
+# takes time to compile. `inlined_jit` is for helpers that are called in one place: each function
+# that is compiled on its own is compiled again as a part of its callers.
 exact_entry_jit = _jit
-exact_parallel_jit = functools.partial(_jit, parallel=True)
+exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
+fast_entry_jit = functools.partial(_jit, fastmath=FAST)
 fast_jit = functools.partial(_jit, fastmath=FAST, no_cpython_wrapper=True)
-fast_parallel_jit = functools.partial(_jit, parallel=True, fastmath=FAST)
-
-
-def share_torch_threads() -> None:
-    """Let numba's OpenMP layer find torch's OpenMP library before any other, so that both use the
-    same pool of threads.
-
-    Call before the first kernel runs. Where torch brings no libgomp (macOS), numba uses its own
-    threads.
-    """
-    for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        numba.config.THREADING_LAYER = "omp"
-        return
-
-
-def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads for kernels that the calling thread runs from now on."""
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+inlined_jit = functools.partial(numba.njit, inline="always")
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -91,7 +70,7 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@numba.njit(inline="always")
+@inlined_jit
 def ordered_bits(value: np.float32) -> np.int32:
     """An int32 that is greater for a greater float. A maximum of integers vectorizes, one of floats
     does not, because of NaN.
@@ -100,7 +79,7 @@ def ordered_bits(value: np.float32) -> np.int32:
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
-@numba.njit(inline="always")
+@inlined_jit
 def float_of_ordered(ordered: np.int32) -> np.float32:
     """The inverse of `ordered_bits`."""
     bits = np.uint32(ordered ^ ((ordered >> np.int32(31)) & np.int32(0x7FFFFFFF)))
@@ -171,7 +150,7 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _LOWEST = np.float32(-87.0)
 
 
-@numba.njit(inline="always")
+@inlined_jit
 def exp_nonpositive(x: np.float32) -> np.float32:
     """exp(x) for x <= 0, float32, within 2 units in the last place; 0 below -87 (and for -inf).
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numba
 import numpy as np
 import torch
 
-from kernels.cpu.jit import Array, as_array, exact_jit, exact_parallel_jit
+from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
 from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
+from kernels.cpu.parallel import parallel_for
 
 PANEL = LANES
 _ITEM, _SINGLE = 2, 4  # bytes of a weight, and of everything else
@@ -69,41 +69,50 @@ class CpuMixed:
         return out_TY
 
 
-@exact_parallel_jit
+@exact_jit
+def _pack_panel(panel: int, panels_NXP: Array) -> None:
+    size_in, size = panels_NXP.shape[1:]
+    rows_PX = panels_NXP[panel].copy().reshape(size, size_in)
+    for i in range(size_in):
+        for p in range(size):
+            panels_NXP[panel, i, p] = rows_PX[p, i]
+
+
+@exact_entry_jit
 def _pack(panels_NXP: Array) -> None:
     """In place: a panel's rows are transposed."""
-    size_in, size = panels_NXP.shape[1:]
-    for n in numba.prange(len(panels_NXP)):
-        rows_PX = panels_NXP[n].copy().reshape(size, size_in)
-        for i in range(size_in):
-            for p in range(size):
-                panels_NXP[n, i, p] = rows_PX[p, i]
+    parallel_for(len(panels_NXP), _pack_panel, (panels_NXP,))
 
 
-@exact_parallel_jit
-def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
+@exact_jit
+def _multiply_panel(
+    panel: int, x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array
+) -> None:
     (rows, size_in), size_out = x_TX.shape, out_TY.shape[1]
-    for index in numba.prange(len(panels_NXP)):
-        panel = np.int64(index)
-        totals_TP = np.zeros((rows, PANEL), np.float32)
-        sums_TP = np.empty((rows, PANEL), np.float32)
-        for first_of_span in range(0, size_in, _SPAN):
-            sums_TP[:] = 0
-            for first in range(first_of_span, min(first_of_span + _SPAN, size_in), _CHUNK):
-                depth = min(_CHUNK, size_in - first)
-                x = x_TX.ctypes.data + _SINGLE * first
-                chunk = panels_NXP.ctypes.data + _ITEM * PANEL * (panel * size_in + first)
-                _add_chunk(x, size_in, chunk, sums_TP.ctypes.data, rows, depth, panels_NXP[0, 0, 0])
-            totals_TP += sums_TP
-        # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        start = np.uint64(panel * PANEL)
-        width = min(np.uint64(PANEL), np.uint64(size_out) - start)
-        for t in range(rows):
-            for p in range(width):
-                value = totals_TP[t, p]
-                if len(bias_Y):
-                    value += bias_Y[start + p]
-                out_TY[t, start + p] = value
+    totals_TP = np.zeros((rows, PANEL), np.float32)
+    sums_TP = np.empty((rows, PANEL), np.float32)
+    for first_of_span in range(0, size_in, _SPAN):
+        sums_TP[:] = 0
+        for first in range(first_of_span, min(first_of_span + _SPAN, size_in), _CHUNK):
+            depth = min(_CHUNK, size_in - first)
+            x = x_TX.ctypes.data + _SINGLE * first
+            chunk = panels_NXP.ctypes.data + _ITEM * PANEL * (panel * size_in + first)
+            _add_chunk(x, size_in, chunk, sums_TP.ctypes.data, rows, depth, panels_NXP[0, 0, 0])
+        totals_TP += sums_TP
+    # Unsigned, because an index that may be negative keeps a loop from being vectorized.
+    start = np.uint64(panel * PANEL)
+    width = min(np.uint64(PANEL), np.uint64(size_out) - start)
+    for t in range(rows):
+        for p in range(width):
+            value = totals_TP[t, p]
+            if len(bias_Y):
+                value += bias_Y[start + p]
+            out_TY[t, start + p] = value
+
+
+@exact_entry_jit
+def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
+    parallel_for(len(panels_NXP), _multiply_panel, (x_TX, panels_NXP, bias_Y, out_TY))
 
 
 @exact_jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ import numpy as np
 import torch
 from llvmlite import binding as llvm
 
-from kernels.cpu.dot_tile import PAIR, add_int8_rows, add_rows
-from kernels.cpu.jit import as_array, exact_jit
+from kernels.cpu.jit import as_array, inlined_jit
 
 PANEL = 64
 ROW_BYTES = 4 * PANEL  # of the sums of one row in a panel
@@ -102,19 +102,17 @@ def _capsule_pointer() -> Any:
     return function
 
 
-@exact_jit
+@inlined_jit
 def add_panel(
-    lane: int, x: int, x_bytes: int, panel: int, sums: int, rows: int, num_dots: int
+    add: Callable[..., None], x: int, x_bytes: int, panel: int, sums: int, rows: int, num_dots: int
 ) -> None:
-    """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `lane` is PAIR, int32 of
-    8-bit numbers if it is FOUR. `x_bytes` lie between rows of x. All but sizes are addresses.
+    """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `add` is `add_rows`,
+    int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` lie between rows of x. All but sizes
+    are addresses.
     """
     for first in range(0, num_dots, _CHUNK):
         count = min(_CHUNK, num_dots - first)
         chunk = panel + first * _DOT_BYTES
         ahead = chunk + count * _DOT_BYTES
         at_x = x + _LANE_BYTES * first
-        if lane == PAIR:
-            add_rows(at_x, x_bytes, chunk, _DOT_BYTES, sums, ROW_BYTES, rows, count, ahead)
-        else:
-            add_int8_rows(at_x, x_bytes, chunk, _DOT_BYTES, sums, ROW_BYTES, rows, count, ahead)
+        add(at_x, x_bytes, chunk, _DOT_BYTES, sums, ROW_BYTES, rows, count, ahead)

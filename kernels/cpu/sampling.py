@@ -25,11 +25,12 @@ from kernels.cpu.jit import (
     bits_of_float,
     exact_entry_jit,
     exact_jit,
-    exact_parallel_jit,
     exp_nonpositive,
     float_of_bits,
+    inlined_jit,
     widen,
 )
+from kernels.cpu.parallel import parallel_for
 from kernels.interface import GapRows
 from kernels.reference import sampling
 from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
@@ -216,7 +217,20 @@ def _value_of_key(key):  # type: ignore[no-untyped-def]
     return of_float32
 
 
-@exact_jit
+@inlined_jit
+def _num_tasks(num_blocks: int) -> int:
+    """Of one row."""
+    return (num_blocks + _TASK - 1) // _TASK
+
+
+@inlined_jit
+def _row_and_block(task: int, num_blocks: int) -> tuple[int, int]:
+    """The row of a task, and the first of its blocks."""
+    num_tasks = _num_tasks(num_blocks)
+    return task // num_tasks, task % num_tasks * _TASK
+
+
+@inlined_jit
 def _largest(logits: Array) -> Any:
     """The largest logit of a block, float32."""
     largest = _order_key(logits[0])
@@ -227,8 +241,10 @@ def _largest(logits: Array) -> Any:
 
 
 @exact_jit
-def _largest_of_blocks(logits_V: Array, first: int, block_max_X: Array) -> None:
-    """The largest logit of each of `_TASK` blocks from `first` on."""
+def _largest_of_blocks(task: int, logits_BV: Array, block_max_BX: Array) -> None:
+    """The largest logit of each of `_TASK` blocks of one row."""
+    row, first = _row_and_block(task, block_max_BX.shape[1])
+    logits_V, block_max_X = logits_BV[row], block_max_BX[row]
     for block in range(first, min(first + _TASK, len(block_max_X))):
         block_max_X[block] = _largest(logits_V[block * BLOCK : (block + 1) * BLOCK])
 
@@ -246,14 +262,10 @@ def _best_of_row(logits_V: Array, block_max_X: Array) -> Any:
     return block_max_X[best], best * BLOCK
 
 
-@exact_parallel_jit
+@exact_entry_jit
 def _row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Array) -> None:
     num_rows, num_blocks = block_max_BX.shape
-    num_tasks = (num_blocks + _TASK - 1) // _TASK
-    for index in numba.prange(num_rows * num_tasks):
-        task = np.int64(index)
-        row = task // num_tasks
-        _largest_of_blocks(logits_BV[row], task % num_tasks * _TASK, block_max_BX[row])
+    parallel_for(num_rows * _num_tasks(num_blocks), _largest_of_blocks, (logits_BV, block_max_BX))
     for row in range(num_rows):
         max_B[row], column_B[row] = _best_of_row(logits_BV[row], block_max_BX[row])
 
@@ -261,12 +273,12 @@ def _row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Arr
 # Weights
 
 
-@numba.njit(inline="always")
+@inlined_jit
 def _gap(logit: Any, largest: Any, temperature: Any) -> Any:
     return (largest - logit) / temperature
 
 
-@numba.njit(inline="always")
+@inlined_jit
 def _weight(gap: Any, limit: Any) -> Any:
     """The one function from gap to weight; a NaN gap lies within no limit."""
     weight = np.int64(exp_nonpositive(-gap) * _ONE)
@@ -283,18 +295,20 @@ def _sum_of_weights(logits: Array, largest: Any, temperature: Any, limit: Any) -
 
 @exact_jit
 def _weights_of_blocks(
-    logits_V: Array,
-    block_max_X: Array,
-    largest: Any,
-    temperature: Any,
-    limit: Any,
-    first: int,
-    sums_X: Array,
+    task: int,
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    limit_R: Array,
+    sums_RX: Array,
 ) -> None:
-    """The weight of each of `_TASK` blocks from `first` on; a block beyond the limit is not
-    read.
-    """
-    limit = min(limit, _WEIGHTLESS)
+    """The weight of each of `_TASK` blocks of one row; a block beyond the limit is not read."""
+    r, first = _row_and_block(task, sums_RX.shape[1])
+    row, sums_X = rows_R[r], sums_RX[r]
+    logits_V, block_max_X = logits_BV[row], block_max_BX[row]
+    largest, temperature, limit = max_R[r], temperature_R[r], min(limit_R[r], _WEIGHTLESS)
     for block in range(first, min(first + _TASK, len(sums_X))):
         sums_X[block] = 0
         if _gap(block_max_X[block], largest, temperature) <= limit:
@@ -302,7 +316,7 @@ def _weights_of_blocks(
             sums_X[block] = _sum_of_weights(logits, largest, temperature, limit)
 
 
-@exact_parallel_jit
+@exact_entry_jit
 def _block_weights(
     logits_BV: Array,
     block_max_BX: Array,
@@ -314,20 +328,11 @@ def _block_weights(
     total_R: Array,
 ) -> None:
     num_rows, num_blocks = sums_RX.shape
-    num_tasks = (num_blocks + _TASK - 1) // _TASK
-    for index in numba.prange(num_rows * num_tasks):
-        task = np.int64(index)
-        r, first = task // num_tasks, task % num_tasks * _TASK
-        row = rows_R[r]
-        _weights_of_blocks(
-            logits_BV[row],
-            block_max_BX[row],
-            max_R[r],
-            temperature_R[r],
-            limit_R[r],
-            first,
-            sums_RX[r],
-        )
+    parallel_for(
+        num_rows * _num_tasks(num_blocks),
+        _weights_of_blocks,
+        (logits_BV, block_max_BX, rows_R, max_R, temperature_R, limit_R, sums_RX),
+    )
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()
 
@@ -428,8 +433,17 @@ def _gaps_within(
 
 @exact_jit
 def _list_row(
-    logits_V: Array, block_max_X: Array, largest: Any, temperature: Any, top_k: int, list_K: Array
+    r: int,
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    top_k_R: Array,
+    list_RK: Array,
 ) -> None:
+    logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
+    largest, temperature, top_k, list_K = max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
     nearest = np.full(top_k, _INFINITY, np.float32)
@@ -446,7 +460,7 @@ def _list_row(
         list_K[top_k - 1] += _count_equal(gaps, last) - _count_equal(nearest, last)
 
 
-@exact_parallel_jit
+@exact_entry_jit
 def _list_nearest(
     logits_BV: Array,
     block_max_BX: Array,
@@ -456,11 +470,11 @@ def _list_nearest(
     top_k_R: Array,
     list_RK: Array,
 ) -> None:
-    for r in numba.prange(len(rows_R)):
-        row = rows_R[r]
-        _list_row(
-            logits_BV[row], block_max_BX[row], max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
-        )
+    parallel_for(
+        len(rows_R),
+        _list_row,
+        (logits_BV, block_max_BX, rows_R, max_R, temperature_R, top_k_R, list_RK),
+    )
 
 
 @exact_jit
@@ -539,20 +553,25 @@ def _weights_of(gaps: Array, limit: Any, out: Array) -> None:
 
 @exact_jit
 def _count_part(
-    logits_V: Array,
-    block_max_X: Array,
-    largest: Any,
-    temperature: Any,
-    within: Any,
-    prefix: int,
+    task: int,
+    logits_BV: Array,
+    block_max_BX: Array,
+    rows_R: Array,
+    max_R: Array,
+    temperature_R: Array,
+    within_R: Array,
+    prefix_R: Array,
     shift: int,
     num_bits: int,
     by_weight: bool,
-    part: int,
-    histogram_SX: Array,
+    histogram_RSX: Array,
 ) -> None:
     """Count one part of a row's blocks into its own histogram."""
-    num_parts, num_bins = histogram_SX.shape
+    num_parts, num_bins = histogram_RSX.shape[1:]
+    r, part = task // num_parts, task % num_parts
+    logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
+    largest, temperature, within, prefix = max_R[r], temperature_R[r], within_R[r], prefix_R[r]
+    histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
     gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
@@ -565,10 +584,10 @@ def _count_part(
                 _weights_of(gaps[:size], within, amounts)
             for i in range(size):
                 digit = (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)
-                histogram_SX[part, digit] += amounts[i]
+                histogram_X[digit] += amounts[i]
 
 
-@exact_parallel_jit
+@exact_entry_jit
 def _gap_histogram(
     logits_BV: Array,
     block_max_BX: Array,
@@ -583,43 +602,40 @@ def _gap_histogram(
     histogram_RSX: Array,
 ) -> None:
     num_rows, num_parts, _ = histogram_RSX.shape
-    for index in numba.prange(num_rows * num_parts):
-        task = np.int64(index)
-        r = task // num_parts
-        row = rows_R[r]
-        _count_part(
-            logits_BV[row],
-            block_max_BX[row],
-            max_R[r],
-            temperature_R[r],
-            within_R[r],
-            prefix_R[r],
-            shift,
-            num_bits,
-            by_weight,
-            task % num_parts,
-            histogram_RSX[r],
-        )
+    parallel_for(
+        num_rows * num_parts,
+        _count_part,
+        (
+            *(logits_BV, block_max_BX, rows_R, max_R, temperature_R, within_R, prefix_R),
+            *(shift, num_bits, by_weight, histogram_RSX),
+        ),
+    )
 
 
-@exact_parallel_jit
+@exact_jit
+def _mask_row(
+    r: int, logits_BV: Array, rows_R: Array, words_RW: Array, first: int, nothing: Any
+) -> None:
+    num_columns = logits_BV.shape[1]
+    logits_V, words_W = logits_BV[rows_R[r]], words_RW[r]
+    for w in range(len(words_W)):
+        word = words_W[w]
+        if word == -1:  # all of them are allowed
+            continue
+        column = np.int64(32 * w - first)
+        if column >= 0 and column + 32 <= num_columns:
+            for bit in range(32):  # a constant, so that it becomes a few instructions
+                logit = logits_V[column + bit]
+                logits_V[column + bit] = logit if (word >> np.int32(bit)) & 1 else nothing
+            continue
+        for bit in range(max(np.int64(0), -column), min(np.int64(32), num_columns - column)):
+            if not (word >> np.int32(bit)) & 1:
+                logits_V[column + bit] = nothing
+
+
+@exact_entry_jit
 def _mask_columns(
     logits_BV: Array, rows_R: Array, words_RW: Array, first: int, nothing: Any
 ) -> None:
     """`nothing`: minus infinity, as the logits store it."""
-    num_columns = logits_BV.shape[1]
-    for r in numba.prange(len(rows_R)):
-        logits_V, words_W = logits_BV[rows_R[r]], words_RW[r]
-        for w in range(len(words_W)):
-            word = words_W[w]
-            if word == -1:  # all of them are allowed
-                continue
-            column = np.int64(32 * w - first)
-            if column >= 0 and column + 32 <= num_columns:
-                for bit in range(32):  # a constant, so that it becomes a few instructions
-                    logit = logits_V[column + bit]
-                    logits_V[column + bit] = logit if (word >> np.int32(bit)) & 1 else nothing
-                continue
-            for bit in range(max(np.int64(0), -column), min(np.int64(32), num_columns - column)):
-                if not (word >> np.int32(bit)) & 1:
-                    logits_V[column + bit] = nothing
+    parallel_for(len(rows_R), _mask_row, (logits_BV, rows_R, words_RW, first, nothing))

@@ -33,7 +33,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.jit import exact_entry_jit, exact_jit, narrow, widen
+from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit, narrow, widen
 
 PART_BYTES = 128 * 1024
 _LINE = 128  # two cache lines: processors fetch them in pairs
@@ -114,17 +114,17 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@exact_jit
+@inlined_jit
 def _published(base: int, rank: int) -> int:
     return base + _LINE * (1 + 2 * rank)
 
 
-@exact_jit
+@inlined_jit
 def _closed(base: int, rank: int) -> int:
     return base + _LINE * (2 + 2 * rank)
 
 
-@exact_jit
+@inlined_jit
 def _buffer(base: int, size: int, rank: int, part: int) -> int:
     return base + _LINE * (1 + 2 * size) + BUFFER_BYTES * (2 * rank + part % 2)
 
@@ -167,7 +167,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
     return 0
 
 
-@exact_jit
+@inlined_jit
 def _why_waiting(base: int, size: int, awaited: int, part: int) -> int:
     for peer in range(size):
         if _load_acquire(_closed(base, peer)) and _load_acquire(_published(base, peer)) < part:
@@ -175,7 +175,7 @@ def _why_waiting(base: int, size: int, awaited: int, part: int) -> int:
     return WAITS * OUTCOME + awaited
 
 
-@exact_jit
+@inlined_jit
 def _copy(source: int, target: int, num_bytes: int) -> None:
     source_bytes = numba.carray(_pointer(source), num_bytes, np.uint8)
     target_bytes = numba.carray(_pointer(target), num_bytes, np.uint8)
@@ -183,7 +183,7 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
         target_bytes[i] = source_bytes[i]
 
 
-@exact_jit
+@inlined_jit
 def _combine(
     base: int, size: int, part: int, target: int, length: int, stride: int, kind: int
 ) -> None:

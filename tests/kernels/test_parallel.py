@@ -1,0 +1,98 @@
+"""`parallel_for` runs every task once, a run of tasks per thread, without Python's lock."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from kernels.cpu import parallel
+from kernels.cpu.parallel import parallel_for
+
+NUM_THREADS = numba.config.NUMBA_NUM_THREADS
+
+
+@numba.njit
+def note_thread(index: int, thread_T: Any, counts: tuple[int, Any]) -> None:
+    thread_T[index] = numba.get_thread_id()
+    counts[1][index] += counts[0]
+
+
+@numba.njit(nogil=True)
+def note_threads(thread_T: Any, count: int, count_T: Any) -> None:
+    parallel_for(len(thread_T), note_thread, (thread_T, (count, count_T)))
+
+
+@numba.njit
+def refuse(index: int, refused: int) -> None:
+    if index == refused:
+        raise ValueError("refused")
+
+
+@numba.njit
+def refuse_one(num_tasks: int, refused: int) -> None:
+    parallel_for(num_tasks, refuse, (refused,))
+
+
+@numba.njit(nogil=True)
+def loop_until(ended: Any, num_loops: Any) -> None:
+    while not ended[0]:
+        parallel_for(2, refuse, (-1,))
+        num_loops[0] += 1
+
+
+@pytest.fixture(params=range(1, NUM_THREADS + 1))
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    parallel.set_num_threads(request.param)
+    yield request.param
+    parallel.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 3, 7, 64, 1001])
+def test_every_task_runs_once_and_each_thread_takes_one_run_of_tasks(
+    num_tasks: int, num_threads: int
+) -> None:
+    thread_T, count_T = np.full(num_tasks, -1), np.zeros(num_tasks, np.int64)
+    note_threads(thread_T, 3, count_T)
+    assert (count_T == 3).all()
+    runs = [int(thread_T[0])] if num_tasks else []
+    runs += [int(b) for a, b in itertools.pairwise(thread_T) if a != b]
+    assert len(runs) == len(set(runs)) == min(num_tasks, num_threads)
+    lengths = [int((thread_T == thread).sum()) for thread in runs]
+    assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("refused", [0, 5, 9])
+def test_an_error_in_a_task_is_raised_by_the_caller(refused: int, num_threads: int) -> None:
+    with pytest.raises(RuntimeError, match="a task of a parallel loop raised an error"):
+        refuse_one(10, refused)
+    refuse_one(10, 10)
+
+
+def test_loops_go_on_while_another_thread_holds_the_lock_of_the_interpreter() -> None:
+    ended, num_loops = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    loop_until(np.ones(1, np.int64), num_loops)  # compiles it
+
+    def loop() -> None:
+        parallel.set_num_threads(1)
+        loop_until(ended, num_loops)
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    limit_s = time.monotonic() + 30
+    while not num_loops[0]:
+        assert time.monotonic() < limit_s, "the thread did not begin to loop within 30 s"
+        time.sleep(0.01)
+    before = int(num_loops[0])
+    sum(range(20_000_000))  # one call into C: the lock is not given away meanwhile
+    during = int(num_loops[0]) - before
+    ended[0] = 1
+    thread.join(30)
+    assert not thread.is_alive()
+    assert during > 3
