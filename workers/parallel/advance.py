@@ -49,8 +49,9 @@ WAITS, CLOSED, DIFFERS = 1, 2, 3
 # The state of a rank, which `advance` keeps between calls.
 BASE, RANK, SIZE, PART, OFFSET, STATE_SIZE = range(6)
 
-# Kinds of operations.
-GATHER, BROADCAST, SUM_FLOAT32, SUM_BFLOAT16, SUM_INT64, MAX_FLOAT32, MAX_INT64, LEAVE = range(8)
+# Kinds of operations. Two of them gather what the caller then adds or compares, under a label of
+# their own.
+GATHER, GATHER_TO_ADD, GATHER_TO_COMPARE, BROADCAST, SUM_FLOAT32, SUM_BFLOAT16, LEAVE = range(7)
 
 
 def compile_advance() -> None:
@@ -188,42 +189,33 @@ def _combine(
     base: int, size: int, part: int, target: int, length: int, stride: int, kind: int
 ) -> None:
     first, step = _buffer(base, size, 0, part) + _LINE, 2 * BUFFER_BYTES
-    maximum = kind in (MAX_FLOAT32, MAX_INT64)
-    if kind == GATHER:
-        for peer in range(size):
-            _copy(first + step * peer, target + stride * peer, length)
+    if kind == SUM_BFLOAT16:
+        _sum(first, step, size, target, length, np.uint16, 2)
+    elif kind == SUM_FLOAT32:
+        _sum(first, step, size, target, length, np.float32, 4)
     elif kind == BROADCAST:
         _copy(first, target, length)
-    elif kind == SUM_BFLOAT16:
-        _fold(first, step, size, target, length, np.uint16, np.float32, maximum)
-    elif kind in (SUM_INT64, MAX_INT64):
-        _fold(first, step, size, target, length, np.int64, np.int64, maximum)
     else:
-        _fold(first, step, size, target, length, np.float32, np.float32, maximum)
+        for peer in range(size):
+            _copy(first + step * peer, target + stride * peer, length)
 
 
 @exact_jit
-def _fold(
-    first: int, step: int, size: int, target: int, length: int, dtype: Any, wide: Any, maximum: bool
+def _sum(
+    first: int, step: int, size: int, target: int, length: int, dtype: Any, item_bytes: int
 ) -> None:
-    """The sum or maximum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes
-    apart.
-    """
-    folded = np.empty(_TILE, wide)
-    item_bytes = np.empty(0, dtype).itemsize
+    """The sum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes apart."""
+    total = np.empty(_TILE, np.float32)
     for start in range(0, length, _TILE * item_bytes):
         count = min(_TILE, (length - start) // item_bytes)
         for peer in range(size):
             theirs = numba.carray(_pointer(first + step * peer + start), count, dtype)
             if peer == 0:
                 for i in range(count):
-                    folded[i] = widen(theirs[i])
-            elif maximum:
-                for i in range(count):
-                    folded[i] = max(folded[i], widen(theirs[i]))
+                    total[i] = widen(theirs[i])
             else:
                 for i in range(count):
-                    folded[i] += widen(theirs[i])
+                    total[i] += widen(theirs[i])
         out = numba.carray(_pointer(target + start), count, dtype)
         for i in range(count):
-            out[i] = narrow(folded[i], out[0])
+            out[i] = narrow(total[i], out[0])

@@ -33,14 +33,13 @@ from workers.parallel.advance import (
     CLOSED,
     DIFFERS,
     GATHER,
+    GATHER_TO_ADD,
+    GATHER_TO_COMPARE,
     LEAVE,
-    MAX_FLOAT32,
-    MAX_INT64,
     OUTCOME,
     PART,
     SUM_BFLOAT16,
     SUM_FLOAT32,
-    SUM_INT64,
     advance,
     compile_advance,
     segment_bytes,
@@ -50,9 +49,9 @@ _YIELD_S = 0.002  # a waiting rank yields for this long, then sleeps between che
 _MAX_SLEEP_S = 0.001
 _LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
 
-_SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16, torch.int64: SUM_INT64}
-_MAXIMA = {torch.float32: MAX_FLOAT32, torch.int64: MAX_INT64}
-_THROUGH = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int32: torch.int64}
+_SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16}
+_INTEGERS = (torch.int64, torch.int32)
+_REDUCIBLE = (*_SUMS, torch.float16, *_INTEGERS)
 
 Exchange = Callable[[str], list[str]]
 
@@ -147,18 +146,25 @@ class SharedMemoryReducer:
         calls another operation or does not arrive within `timeout_s`; the group cannot be used
         afterwards.
         """
-        return self._reduce("all_reduce", tensor, _SUMS)
+        name = "all_reduce"
+        _check_reducible(name, tensor.dtype)
+        if tensor.dtype in _INTEGERS:
+            return tensor.copy_(self._gather(name, tensor, GATHER_TO_ADD).sum(dim=0))
+        kind = _SUMS.get(tensor.dtype, SUM_FLOAT32)
+        summed = tensor.to(tensor.dtype if tensor.dtype in _SUMS else torch.float32).contiguous()
+        address = summed.data_ptr()
+        self._run(name, address, address, summed.nbytes, kind)
+        return tensor if summed is tensor else tensor.copy_(summed)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`. Dtypes and errors as `all_reduce`."""
-        return self._reduce("all_reduce_max", tensor, _MAXIMA)
+        name = "all_reduce_max"
+        _check_reducible(name, tensor.dtype)
+        return tensor.copy_(self._gather(name, tensor, GATHER_TO_COMPARE).amax(dim=0))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order. Any dtype, on the CPU. Errors as `all_reduce`."""
-        tensor = tensor.contiguous()
-        out_R = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
-        self._run("all_gather", tensor.data_ptr(), out_R.data_ptr(), tensor.nbytes, GATHER)
-        return out_R
+        return self._gather("all_gather", tensor, GATHER)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has in `tensor`: contiguous, of any dtype, on the CPU.
@@ -175,22 +181,11 @@ class SharedMemoryReducer:
         """Leave; ranks that wait for this one fail at once. Never waits for a peer."""
         self._leave("has left its tensor-parallel group")
 
-    def _reduce(
-        self, name: str, tensor: torch.Tensor, kinds: dict[torch.dtype, int]
-    ) -> torch.Tensor:
-        kind = kinds.get(tensor.dtype)
-        if kind is None or not tensor.is_contiguous():
-            through = tensor.dtype if kind is not None else _THROUGH.get(tensor.dtype)
-            if through is None:
-                possible = ", ".join(map(str, {*kinds, *_THROUGH}))
-                raise ValueError(
-                    f"{name} of {tensor.dtype} between CPU ranks is not possible; possible are"
-                    f" {possible}"
-                )
-            return tensor.copy_(self._reduce(name, tensor.to(through).contiguous(), kinds))
-        address = tensor.data_ptr()
-        self._run(name, address, address, tensor.nbytes, kind)
-        return tensor
+    def _gather(self, name: str, tensor: torch.Tensor, kind: int) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        out_R = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype)
+        self._run(name, tensor.data_ptr(), out_R.data_ptr(), tensor.nbytes, kind)
+        return out_R
 
     def _run(self, name: str, source: int, target: int, num_bytes: int, kind: int) -> None:
         memory = self._memory  # this reference keeps it mapped, even if another thread closes
@@ -273,3 +268,11 @@ class SharedMemoryReducer:
             for descriptor in self._watched:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
+
+
+def _check_reducible(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _REDUCIBLE:
+        raise ValueError(
+            f"{name} of {dtype} between CPU ranks is not possible; possible are"
+            f" {', '.join(map(str, _REDUCIBLE))}"
+        )
