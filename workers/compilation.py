@@ -78,15 +78,9 @@ def compile_other_steps_beside(dtype: str) -> subprocess.Popen[bytes] | None:
     """
     if _marker(dtype).exists():
         return None
-    command = [
-        sys.executable,
-        "-m",
-        __name__,
-        OTHER_STEPS,
-        "--dtype",
-        dtype,
-        "--while-stdin-is-open",
-    ]
+    command = ["nice", "-n", str(_LOWEST_PRIORITY)]  # imports take a second of a core already
+    command += [sys.executable, "-m", __name__, OTHER_STEPS, "--dtype", dtype]
+    command += ["--while-stdin-is-open"]
     return subprocess.Popen(
         command,
         cwd=CHECKOUT,
@@ -106,7 +100,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.while_stdin_is_open:
-        os.nice(_LOWEST_PRIORITY)
+        if hasattr(os, "SCHED_IDLE"):  # a rank that wakes up gets its core back at once
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         threading.Thread(target=_exit_with_starter, daemon=True).start()
     gc.disable()  # compiling creates many objects and leaves none that matter
     kernels = select_backend("cpu", "cpu")
