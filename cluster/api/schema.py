@@ -1,7 +1,7 @@
 """The requests of the API: what each field may be, and which fields of OpenAI's are known without
-being honoured.
+being honored.
 
-Every field is in one of three lists: those of a model here are honoured; those of `WITHOUT_EFFECT`
+Every field is in one of three lists: those of a model here are honored; those of `WITHOUT_EFFECT`
 are accepted as far as they ask for nothing; all others are refused by name. A model of another API
 may have lists of its own. The values of sampling
 parameters are checked by `SamplingParams`, which knows their limits.
@@ -303,7 +303,8 @@ def read(model: type[Request], body: bytes) -> Request:
     except pydantic.ValidationError as error:
         errors = error.errors(include_url=False, include_context=False)
         field = errors[0]["loc"][:1]
-        # Where a value may be of several kinds, each says what it lacks; the deepest came furthest.
+        # For a union, pydantic lists the errors of every alternative. The one that was meant is
+        # most likely the one whose error lies deepest.
         found = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
         # Names of kinds, "str" or "list[...]", are no part of the place.
         place = [str(part) for part in found["loc"] if part != "str" and "[" not in str(part)]
@@ -315,7 +316,7 @@ def read(model: type[Request], body: bytes) -> Request:
 
 
 def _check_other(name: str, value: Any, model: type[Model]) -> None:
-    """Raise `RequestError` unless a field that is not honoured asks for nothing."""
+    """Raise `RequestError` unless a field that is not honored asks for nothing."""
     if name in model.WITHOUT_EFFECT:
         is_possible, advice = model.WITHOUT_EFFECT[name]
         if value is None or is_possible(value):

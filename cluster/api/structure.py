@@ -8,7 +8,7 @@ from cluster.grammar.formats import (
     calls_possible,
     calls_required,
     format_of,
-    honoured,
+    honored,
     one_of,
 )
 from scheduler.errors import RequestError
@@ -52,7 +52,7 @@ def tool_format(tool: Tool) -> ToolFormat:
     if function.parameters is None:
         return ToolFormat(name=function.name, schema=None)
     try:
-        schema = honoured(function.parameters, f"the parameters of {function.name}")
+        schema = honored(function.parameters, f"the parameters of {function.name}")
     except RequestError:
         if function.strict:
             raise

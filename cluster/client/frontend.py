@@ -168,7 +168,7 @@ class Frontend:
         self._thread.join(limit_s)
 
     def _check_reachable(self) -> None:
-        """Guards calls to an actor: they would start a new Ray if ours has been shut down."""
+        """Check before each call to an actor: after Ray was shut down, it would start a new Ray."""
         if self._closed or not self._is_reachable():
             raise EngineDeadError("the engine was shut down; start a new one")
 

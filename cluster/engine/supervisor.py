@@ -69,7 +69,7 @@ class Supervisor:
 
     def start(self, ranks: Seq[RankHandle] = ()) -> tuple[WorkerGroup, GroupReport]:
         """The first group, of `ranks` if they have been created. Raises what kept it from starting,
-        and leaves nothing.
+        and then leaves nothing running.
         """
         self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
         try:

@@ -1,7 +1,7 @@
 """From what a request asks its output to be like to a structural tag, the language of xgrammar
 (xgrammar.mlc.ai, "Structural Tag").
 
-What xgrammar would read without honouring is refused here, by name. Imports nothing of xgrammar.
+What xgrammar would read without honoring is refused here, by name. Imports nothing of xgrammar.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANNOTATIONS = {
 }
 # With what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
 _PLAIN, _SCHEMA, _LIST, _BY_NAME = range(4)
-_HONOURED = {
+_HONORED = {
     "type": _PLAIN,
     "enum": _PLAIN,
     "const": _PLAIN,
@@ -48,14 +48,14 @@ _HONOURED = {
     "prefixItems": _LIST,
     "anyOf": _LIST,
 }
-# Beside these keywords some others cannot be honoured, or not all of them.
+# Beside these keywords some others cannot be honored, or not all of them.
 _ALONE = {
     "pattern": {"minLength", "maxLength", "format"},
     "format": {"minLength", "maxLength"},
-    "$ref": set(_HONOURED) - {"$ref", "$defs", "definitions"},
-    "anyOf": set(_HONOURED) - {"anyOf", "$defs", "definitions"},
-    "enum": set(_HONOURED) - {"enum", "type", "$defs", "definitions"},
-    "const": set(_HONOURED) - {"const", "type", "$defs", "definitions"},
+    "$ref": set(_HONORED) - {"$ref", "$defs", "definitions"},
+    "anyOf": set(_HONORED) - {"anyOf", "$defs", "definitions"},
+    "enum": set(_HONORED) - {"enum", "type", "$defs", "definitions"},
+    "const": set(_HONORED) - {"const", "type", "$defs", "definitions"},
 }
 # Without a type these would have no effect.
 _OF_TYPE: dict[str, tuple[str, ...]] = {
@@ -100,7 +100,7 @@ class ToolFormat:
 def format_of(wanted: StructuredOutputs) -> Format:
     """The format of the answer alone. Raises `RequestError` naming what is not possible."""
     if wanted.json is not None:
-        return _json(honoured(_schema(wanted.json), "json"))
+        return _json(honored(_schema(wanted.json), "json"))
     if wanted.json_object:
         return _json(_ANY_OBJECT)
     if wanted.regex is not None:
@@ -157,9 +157,9 @@ def source_of(answer: Format) -> str:
     return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 
-def honoured(schema: object, where: str, depth: int = 0) -> Any:
-    """A JSON schema in the words that xgrammar honours. Raises `RequestError` naming what it would
-    read without honouring.
+def honored(schema: object, where: str, depth: int = 0) -> Any:
+    """A JSON schema in the words that xgrammar honors. Raises `RequestError` naming what it would
+    read without honoring.
     """
     if isinstance(schema, bool):
         return schema
@@ -185,30 +185,30 @@ def honoured(schema: object, where: str, depth: int = 0) -> Any:
 
 def _part(schema: Mapping[str, Any], keyword: str, value: object, where: str, depth: int) -> Any:
     """The value of a keyword, rewritten."""
-    kind = _HONOURED.get(keyword)
+    kind = _HONORED.get(keyword)
     if kind is None:
         raise _refused(
             f"{where}: this keyword of JSON schemas is not supported; supported are"
-            f" {', '.join(sorted(_HONOURED))}"
+            f" {', '.join(sorted(_HONORED))}"
         )
     others = _ALONE.get(keyword, set()) & schema.keys()
     if others:
-        raise _refused(f"{where} cannot be honoured together with {min(others)!r}")
+        raise _refused(f"{where} cannot be honored together with {min(others)!r}")
     if kind == _SCHEMA:
-        return honoured(value, where, depth + 1)
+        return honored(value, where, depth + 1)
     if kind == _LIST:
         if not isinstance(value, list) or not value:
             raise _refused(f"{where} must be a list of schemas")
-        return [honoured(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
+        return [honored(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
     if kind == _BY_NAME:
         if not isinstance(value, Mapping):
             raise _refused(f"{where} must map names to schemas")
-        return {name: honoured(each, f"{where}.{name}", depth + 1) for name, each in value.items()}
+        return {name: honored(each, f"{where}.{name}", depth + 1) for name, each in value.items()}
     return value
 
 
 def _check_values(schema: dict[str, Any], where: str) -> None:
-    """Raise `RequestError` for values of keywords that cannot be honoured."""
+    """Raise `RequestError` for values of keywords that cannot be honored."""
     name = schema.get("format")
     if name is not None and name not in FORMATS:
         raise _refused(
@@ -242,7 +242,7 @@ def _check_values(schema: dict[str, Any], where: str) -> None:
 
 
 def _check_pattern(pattern: object, where: str) -> None:
-    """Raise `RequestError` unless it is text in the part of the syntax that is honoured."""
+    """Raise `RequestError` unless it is text in the part of the syntax that is honored."""
     if not isinstance(pattern, str):
         raise _refused(f"{where} must be text, got {_shown(pattern)}")
     if re.search(r"\(\?(?!:)", pattern):

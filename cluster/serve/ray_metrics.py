@@ -40,7 +40,7 @@ class RayMetrics:
 async def report_from_time_to_time(
     replica: str, families: Callable[[], Awaitable[list[Family]]]
 ) -> NoReturn:
-    """Hand a replica's numbers to Ray's metrics for ever."""
+    """Hand a replica's numbers to Ray's metrics forever."""
     to_ray = RayMetrics(replica)
     while True:
         await asyncio.sleep(PERIOD_S)

@@ -410,9 +410,9 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.model.model(input_ids=tokens).last_hidden_state[:, :-1]
             targets = labels[:, 1:]
-            learnt = targets != IGNORED
-            logits = self.model.lm_head(hidden[learnt])
-        loss = torch.nn.functional.cross_entropy(logits.float(), targets[learnt])
+            learned = targets != IGNORED
+            logits = self.model.lm_head(hidden[learned])
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets[learned])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:

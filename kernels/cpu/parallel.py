@@ -25,9 +25,9 @@ _POINTER = _BYTE.as_pointer()
 
 @intrinsic
 def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any) -> Any:
-    """Call `task(index, *arguments)` for each int64 index below `num_tasks`. Each thread takes a
-    run of indices of equal length. `task` is a compiled function without a result, `arguments` a
-    tuple.
+    """Call `task(index, *arguments)` for each int64 index below `num_tasks`. `task` is a compiled
+    function without a result, `arguments` a tuple. Each thread takes one run of consecutive
+    indices; the lengths of the runs differ by one at most.
 
     Raises `RuntimeError` in the calling kernel, after all threads have ended, when a task raised.
     """

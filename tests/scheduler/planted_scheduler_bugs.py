@@ -249,7 +249,7 @@ class NoQuarantine(Scheduler):
 
 
 class NeverConvicts(Scheduler):
-    """What kills ranks does so for ever."""
+    """What kills ranks does so forever."""
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         super()._strike(blamed)

@@ -59,8 +59,8 @@ class Weight(Protocol):
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
     ) -> Iterator[WeightSlice]:
-        """What fills `count` rows from row `first` on with the part of the checkpoint's matrix
-        `name`, of the full `shape`, that begins at `start` along `dim`.
+        """The slices that fill `count` rows, from row `first` on, with the part of the checkpoint's
+        matrix `name`, of the full `shape`, that begins at `start` along `dim`.
         """
 
     def zero(self, first: int) -> None:
@@ -75,7 +75,7 @@ class Weight(Protocol):
         """
 
     def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
-        """x @ weight.T + bias, [T, Y]. Only once packed."""
+        """x @ weight.T + bias, [T, Y]. The weight must be packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

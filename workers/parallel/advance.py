@@ -1,4 +1,4 @@
-"""The compiled loop of the shared-memory all-reduce, and the argument why it needs no locks.
+"""The compiled loop of the shared-memory all-reduce, and the reason why it needs no locks.
 
 The segment holds a token that identifies it; two words per rank, `published` and `closed`, each on
 cache lines of its own; and two buffers per rank, each with a label and room for one part of a

@@ -7,7 +7,7 @@ in the order of the ranks; with eight, the switch adds, and each rank hands the 
 all. Either way the bits are the same everywhere. (Eight ranks that each let the switch add
 everything might not get the same bits.) What is larger, or of another dtype, goes through NCCL.
 
-A kernel whose peer has died waits for it for ever: its step is then late at `Device.wait`, or the
+A kernel whose peer has died waits for it forever: its step is then late at `Device.wait`, or the
 driver has heard of the death, and the process is ended.
 """
 

@@ -1,5 +1,5 @@
 """The requests of Anthropic's Messages API (docs.anthropic.com, "Messages"), as far as they are
-honoured; other fields and blocks are refused by name.
+honored; other fields and blocks are refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's Responses API, as far as they are honoured; everything that needs
+"""The requests of OpenAI's Responses API, as far as they are honored; everything that needs
 something stored, and tools that the server would run, are refused by name.
 """
 

@@ -121,7 +121,7 @@ def walk(
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Any:
-    """A schema of keywords that are honoured."""
+    """A schema of keywords that are honored."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     kind = rng.choice(kinds + (["object"] * 5 + ["array", "array", "anyOf", "types"]) * (depth > 0))
     if kind == "string":

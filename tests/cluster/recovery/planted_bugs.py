@@ -125,7 +125,7 @@ class LosesWhatItKept(EngineLoop):
 
 
 class NeverTriesAgain(Recovery):
-    """After a second failure it waits for ever."""
+    """After a second failure it waits forever."""
 
     def retry(self) -> bool:
         return False
