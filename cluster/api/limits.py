@@ -27,7 +27,7 @@ class ApiLimits:
 
 
 class Admission:
-    """Counts open outputs. One event loop."""
+    """Counts open outputs. Used from one event loop only."""
 
     def __init__(self, limits: ApiLimits) -> None:
         self.limits = limits

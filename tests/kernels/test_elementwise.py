@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and activation: references against formulae written here, CPU versions
+"""Norms, rotary embedding and activation: references against formulas written here, CPU versions
 against references.
 """
 

@@ -119,7 +119,7 @@ def test_tokens_without_logprobs_leave_a_gap_after_earlier_ones() -> None:
     assert only(mailbox.collect(0)).logprobs == [logprob(-1.0), None, None]
 
 
-# Acknowledgement
+# Acknowledgment
 
 
 def test_what_was_acknowledged_is_not_sent_again() -> None:
@@ -165,7 +165,7 @@ def test_a_repeated_token_is_known_by_its_index() -> None:
     assert only(mailbox.collect(received)).first_index == 1
 
 
-def test_an_acknowledgement_of_an_older_reply_clears_nothing() -> None:
+def test_an_acknowledgment_of_an_older_reply_clears_nothing() -> None:
     mailbox = Mailbox()
     old = mailbox.collect(0).up_to
     mailbox.put("a", tokens(0, 11))

@@ -146,8 +146,8 @@ class ForgetsWhatWasSent(Mailbox):
         return super().collect(acknowledged)
 
 
-class TakesAnyAcknowledgement(Mailbox):
-    """An old acknowledgement is taken for one of the last reply."""
+class TakesAnyAcknowledgment(Mailbox):
+    """An old acknowledgment is taken for one of the last reply."""
 
     def collect(self, acknowledged: int) -> Deltas:
         return super().collect(self._sent_number if acknowledged else 0)
