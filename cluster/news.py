@@ -14,7 +14,7 @@ from scheduler.messages import Deltas, TokenLogprobs
 
 @dataclass(slots=True)
 class News:
-    """What is new of one request: tokens from output index `first_index` on, and how it ended, if
+    """What is new in one request: tokens from output index `first_index` on, and how it ended, if
     it did.
     """
 

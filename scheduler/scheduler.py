@@ -313,7 +313,7 @@ class Scheduler:
         return [seq for seq in blamed if seq.strikes >= CONVICTED_STRIKES]
 
     def _clear_suspects(self) -> None:
-        """Whoever has ended or got a token is no suspect any more, and waits in line again."""
+        """A sequence that has ended or got a token is no longer suspect; it waits in line again."""
         seq = self.suspects[0]
         if seq.status is not FINISHED and len(seq.token_ids) <= seq.tokens_at_strike:
             return

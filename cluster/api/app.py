@@ -1,6 +1,6 @@
 """The APIs as an ASGI application over one client of an engine; no Ray, no torch.
 
-One table names the paths. Every answer, also to what nobody foresaw, has a JSON body from
+One table names the paths. Every answer, even to an unforeseen error, has a JSON body from
 `errors.py`. A request that waits or streams is watched: when its client leaves, it is aborted, and
 its blocks are free a step later.
 """
@@ -177,7 +177,7 @@ class Exchange:
 
 
 class Api:
-    """The ASGI application. One event loop."""
+    """The ASGI application. Used from one event loop only."""
 
     def __init__(
         self,

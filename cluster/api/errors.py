@@ -48,7 +48,7 @@ def status_of(error: BaseException) -> int:
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
-    """OpenAI's error body. The words of an error that nobody foresaw stay in the log."""
+    """OpenAI's error body. The message of an unforeseen error is only logged."""
     if isinstance(error, HttpError):
         return _body(str(error), "invalid_request_error", error.parameter, error.code)
     kind, _, name, code = next(row for row in TABLE if isinstance(error, row[0]))

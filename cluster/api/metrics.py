@@ -50,7 +50,7 @@ class Family:
 
 
 class ApiMetrics:
-    """Counters of one API process. One event loop."""
+    """Counters of one API process. Used from one event loop only."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=True)

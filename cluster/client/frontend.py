@@ -200,7 +200,7 @@ class Frontend:
                 time.sleep(LOST_CALL_PAUSE_S)
 
     def _accept(self, driver: Any, requests: list[Request]) -> bool:
-        """Note that the driver has these requests. False if it is the driver no more."""
+        """Note that the driver has these requests. False if it is no longer the driver."""
         with self._changed:
             if driver is not self._driver:
                 return False
@@ -360,7 +360,7 @@ class Frontend:
         self._finish(failed, "abort")
 
     def _take_accepted(self) -> list[Generation]:
-        """The generations that the driver had; they are followed no more."""
+        """The generations that the driver had; they are no longer followed."""
         with self._changed:
             accepted = {id(g): g for i, (g, _) in self._active.items() if i in self._accepted}
             self._forget(list(accepted.values()))

@@ -17,7 +17,7 @@ from scheduler.messages import Request, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of output `index`. The last one has a `finish_reason`: stop, length, abort or
+    """What is new in output `index`. The last one has a `finish_reason`: stop, length, abort or
     error.
     """
 

@@ -60,7 +60,7 @@ class EngineProcesses:
 
     @property
     def driver(self) -> Any:
-        """The driver actor. It is another one after its death."""
+        """The driver actor. After its death it is a new one."""
         return self._owner.driver
 
     def places(self) -> list[Place]:

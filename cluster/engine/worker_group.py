@@ -70,7 +70,7 @@ class RankMaker:
         self._rank_actor = rank_actor
 
     def note_gpus(self, place: Place, gpus: list[str]) -> None:
-        """Those that Ray gave a process there that is no spare."""
+        """The GPUs that Ray gave to a process there that is not a spare."""
         self._gpus[place.node_id, place.bundle] = gpus
 
     def gpus_of_node(self, node_id: str, places: Seq[Place]) -> list[str]:
@@ -188,7 +188,7 @@ class WorkerGroup:
                 rank.actor.mask.remote(data)
 
     def result(self, step_id: int) -> StepResult:
-        """Wait for a step on every rank; the result of the step before was read already.
+        """Wait for a step on every rank; the result of the step before has already been read.
 
         Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a late
         rank enough time to report that itself.

@@ -99,8 +99,9 @@ class EngineReplica:
         return self._engine.report.limits
 
     async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
-        """Yields the engine, and ends when it is canceled, or at once without a driver. Whoever
-        wants to avoid this engine and comes all the same has no other, and waits for its driver.
+        """Yields the engine, and ends when it is canceled, or at once without a driver. A caller
+        that wanted to avoid this engine but got it anyway has no other one, so it waits for this
+        driver.
         """
         if self._finding is None or self._finding.done():
             finding = asyncio.to_thread(self._engine.frontend.live_driver)

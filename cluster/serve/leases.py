@@ -1,6 +1,6 @@
 """One lease, from the side that asks for it. On the event loop alone.
 
-A call that Ray Serve is asked to cancel before it has been answered may run on all the same, with
+A call that Ray Serve is asked to cancel before it has been answered may keep running anyway, with
 nothing left that could cancel it. So whoever wants a lease no longer goes on at once, but the call
 is canceled when the lease is there.
 """

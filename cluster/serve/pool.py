@@ -109,7 +109,7 @@ class EnginePool:
                 frontend = held.frontend if held is not None else None
             if frontend is not None:
                 by_frontend.setdefault(frontend, []).append(generation)
-            else:  # it has ended, or moves: then it is finished where it comes to
+            else:  # it has ended, or moves: then it is finished where it arrives
                 for output in generation.outputs:
                     if output.completion.finish_reason is None:
                         output.abort()

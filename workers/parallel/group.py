@@ -125,8 +125,8 @@ class TensorParallelGroup:
         self._backend.all_reduce(torch.zeros(1, device=self.device)).cpu()
 
     def share_out(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
-        """Those of `tasks` that are this rank's: whichever rank is free takes the next one. Every
-        rank names the same ones, while loading and once per `name`.
+        """The tasks that this rank is to run: whichever rank is free takes the next one. Every rank
+        passes the same tasks, while loading, once per `name`.
         """
         if self.size == 1:
             yield from tasks

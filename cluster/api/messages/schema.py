@@ -12,9 +12,7 @@ from cluster.api.schema import Model
 
 
 class Block(Model):
-    """Base of the blocks. Where a client wants its own cache to begin changes nothing here: every
-    prefix is cached.
-    """
+    """Base of the blocks. `cache_control` changes nothing: every prefix is cached."""
 
     cache_control: dict[str, Any] | None = None
 

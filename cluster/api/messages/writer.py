@@ -141,7 +141,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> Any:
-    """The arguments, which are JSON, as an object; what is none stays visible."""
+    """The arguments, which are JSON, as an object; what is not JSON stays visible."""
     value = json.loads(call.arguments)
     return value if isinstance(value, dict) else {"arguments": value}
 

@@ -21,8 +21,8 @@ from cluster.client.tokenizer import Tokenizer
 
 
 class ResponseWriter:
-    """Answers one request of one output. Whole answers are made of the items that events would
-    have told of.
+    """Answers one request of one output. A whole answer consists of the same items that the events
+    of a stream describe.
     """
 
     def __init__(
