@@ -23,7 +23,7 @@ _X86_INT8 = ({"avx512_vnni"}, {"avx_vnni"})
 
 
 def _flags() -> set[str] | None:
-    """What /proc/cpuinfo says of an x86 processor; None if that is not to be had."""
+    """What /proc/cpuinfo says of an x86 processor; None if it cannot be read."""
     if platform.machine() != "x86_64":
         return None
     try:

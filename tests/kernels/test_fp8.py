@@ -81,7 +81,7 @@ def test_every_number_is_stored_as_the_reference_stores_it(
     kernels.qk_norm_rope_store(*moved, *got, slots.to(device))  # type: ignore[call-arg, arg-type]
     keys, values = from_cpu(got[0], got[1], dtype) if kernels is CPU else got
     assert torch.equal(values.cpu(), want[1])
-    # A rotation that rounds differently before may round to the other side of a middle.
+    # After another rotation a key may lie on the other side of the middle of two numbers.
     got_keys, want_keys = from_fp8(keys.cpu()), from_fp8(want[0])
     torch.testing.assert_close(got_keys, want_keys, atol=0.01, rtol=2**-3)
     assert (got_keys != want_keys).float().mean() < 0.02
