@@ -120,9 +120,7 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return
-        if self._backend is None:
-            raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
-        self._backend.all_reduce(torch.zeros(1, device=self.device)).cpu()
+        self._joined(self._backend).all_reduce(torch.zeros(1, device=self.device)).cpu()
 
     def share_out(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
         """The tasks that this rank is to run: whichever rank is free takes the next one. Every rank
@@ -131,9 +129,8 @@ class TensorParallelGroup:
         if self.size == 1:
             yield from tasks
             return
-        if self._backend is None:
-            raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
-        while (place := self._backend.next_number(name)) < len(tasks):
+        backend = self._joined(self._backend)
+        while (place := backend.next_number(name)) < len(tasks):
             yield tasks[place]
 
     def wait_until_loaded(self) -> None:
@@ -221,9 +218,12 @@ class TensorParallelGroup:
 
     @property
     def _transport(self) -> Transport:
-        if self._chosen is None:
+        return self._joined(self._chosen)
+
+    def _joined(self, transport: T | None) -> T:
+        if transport is None:
             raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
-        return self._chosen
+        return transport
 
     def _transports(self) -> list[Transport]:
         """Each once: the barrier's may be the chosen one."""
