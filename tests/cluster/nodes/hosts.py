@@ -9,11 +9,13 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from configs.paths import CHECKOUT
 from tests.cluster.processes import descendants, wait_until
 
 SWITCH = "eagleray0"
@@ -33,6 +35,9 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} is not installed (Debian: iproute2, util-linux)"
+    for place in (CHECKOUT, Path(sys.prefix)):
+        if place.is_relative_to("/tmp"):
+            return f"hosts do not see {place}: each has a /tmp of its own"
     made = subprocess.run(
         ["unshare", "--net", "--pid", "--mount", "--uts", "--fork", "true"],
         capture_output=True,
