@@ -430,6 +430,17 @@ def test_ranks_that_ask_for_different_sizes_are_told(three: Ranks) -> None:
         assert "runs another operation, or one of another size" in message
 
 
+def test_ranks_that_ask_for_different_operations_of_one_size_are_told() -> None:
+    def run(reducer: SharedMemoryReducer) -> str:
+        operations = (reducer.all_reduce, reducer.all_reduce_max, reducer.all_gather)
+        with pytest.raises(WorkerError) as error:
+            operations[reducer.rank](torch.zeros(2, dtype=torch.int64))
+        return str(error.value)
+
+    for message in in_threads(3, run):
+        assert "runs another operation" in message
+
+
 def test_closing_from_another_thread_ends_a_wait() -> None:
     def run(reducer: SharedMemoryReducer) -> str:
         if reducer.rank == 1:
