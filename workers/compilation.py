@@ -78,8 +78,7 @@ def compile_other_steps_beside(dtype: str) -> subprocess.Popen[bytes] | None:
     """
     if _marker(dtype).exists():
         return None
-    command = ["nice", "-n", str(_LOWEST_PRIORITY)]  # imports take a second of a core already
-    command += [sys.executable, "-m", __name__, OTHER_STEPS, "--dtype", dtype]
+    command = [sys.executable, "-m", __name__, OTHER_STEPS, "--dtype", dtype]
     command += ["--while-stdin-is-open"]
     return subprocess.Popen(
         command,
@@ -100,8 +99,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.while_stdin_is_open:
-        if hasattr(os, "SCHED_IDLE"):  # a rank that wakes up gets its core back at once
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.nice(_LOWEST_PRIORITY)  # after the imports: a process that gets no core cannot end
         threading.Thread(target=_exit_with_starter, daemon=True).start()
     gc.disable()  # compiling creates many objects and leaves none that matter
     kernels = select_backend("cpu", "cpu")

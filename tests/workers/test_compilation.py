@@ -86,9 +86,7 @@ def test_background_process_ends_with_the_rank_that_started_it(
     process = compile_other_steps_beside("float32")
     assert process is not None and process.stdin is not None
     pid = process.pid
-    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19, "the lowest priority", 30.0)
-    if hasattr(os, "SCHED_IDLE"):
-        wait_until(lambda: os.sched_getscheduler(pid) == os.SCHED_IDLE, "the idle class", 60.0)
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19, "the lowest priority", 60.0)
     assert process.poll() is None
     process.stdin.close()  # as the end of the rank does
     assert process.wait(10) == 0
