@@ -80,7 +80,10 @@ async def run_in_process(llm: Any, each: list[dict[str, Any]]) -> Timings:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"tensor_parallel_size": args.tp, "max_model_len": 1024, "kv_cache_bytes": 2**30}
+    # Some seconds after its start an engine makes its spares, which would fall into one way or the
+    # other.
+    options = {"max_model_len": 1024, "kv_cache_bytes": 2**30, "spares": "off"}
+    return {"tensor_parallel_size": args.tp} | options
 
 
 def serve_uvicorn(args: argparse.Namespace) -> None:
@@ -106,7 +109,7 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
         command += ["--model", args.model, "--tp", str(args.tp)]
     elif way == "direct":
         command = [sys.executable, "launch.py", "serve", "--port", str(port), "--model", args.model]
-        command += ["--tp", str(args.tp), "--max-model-len", "1024"]
+        command += ["--tp", str(args.tp), "--max-model-len", "1024", "--spares", "off"]
     else:
         command = [str(Path(sys.executable).with_name("serve")), "run", str(_file(args, port))]
     with running(command, port, LOCAL_RAY | WAYS[way]) as pid:
