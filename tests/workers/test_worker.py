@@ -363,10 +363,21 @@ def test_ranks_share_memory_unless_the_user_says_no(
 
 
 def test_the_first_setting_of_threads_in_a_process_counts() -> None:
-    """numba starts its threads then, which must not give torch all cores."""
+    """numba starts its threads when kernels are imported, which must not give torch all cores."""
     program = (
         "import torch; from kernels.select import select_backend;"
         " select_backend('cpu', 'cpu').set_num_threads(1); print(torch.get_num_threads())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
+
+
+def test_importing_kernels_leaves_the_threads_of_torch_alone() -> None:
+    program = (
+        "import torch; torch.set_num_threads(1); from kernels.select import select_backend;"
+        " select_backend('cpu', 'cpu'); print(torch.get_num_threads())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True

@@ -146,15 +146,16 @@ class SharedMemoryReducer:
         calls another operation or does not arrive within `timeout_s`; the group cannot be used
         afterwards.
         """
-        name = "all_reduce"
+        name, kind = "all_reduce", _SUMS.get(tensor.dtype)
+        if kind is not None and tensor.is_contiguous():
+            address = tensor.data_ptr()
+            self._run(name, address, address, tensor.nbytes, kind)
+            return tensor
         _check_reducible(name, tensor.dtype)
         if tensor.dtype in _INTEGERS:
             return tensor.copy_(self._gather(name, tensor, GATHER_TO_ADD).sum(dim=0))
-        kind = _SUMS.get(tensor.dtype, SUM_FLOAT32)
-        summed = tensor.to(tensor.dtype if tensor.dtype in _SUMS else torch.float32).contiguous()
-        address = summed.data_ptr()
-        self._run(name, address, address, summed.nbytes, kind)
-        return tensor if summed is tensor else tensor.copy_(summed)
+        through = torch.float32 if kind is None else tensor.dtype
+        return tensor.copy_(self.all_reduce(tensor.to(through).contiguous()))
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`. Dtypes and errors as `all_reduce`."""
