@@ -10,8 +10,8 @@
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
     python launch.py doctor
 
-Exit codes: 0; 2 for a mistake in the command or its input; 1 for a fault of the engine; 130 after
-Ctrl-C.
+Exit codes: 0 for success; 2 for a mistake in the command or its input; 1 for a fault of the engine;
+130 after Ctrl-C.
 
 The flags of the engine and of sampling are derived from the fields of `EngineConfig` and
 `SamplingParams`.
@@ -265,7 +265,7 @@ def down(
     name: Annotated[str, typer.Argument(help="Name of the engine.")],
     ray_address: Annotated[str | None, RAY_ADDRESS] = None,
 ) -> None:
-    """End an engine that is served in a running Ray cluster; what runs finishes first."""
+    """Stop serving an engine in a running Ray cluster, once its running requests have finished."""
     with _exit_codes():
         from cluster.commands.engines import run_down  # loads Ray
 
@@ -279,7 +279,7 @@ def top(
     ] = "http://127.0.0.1:8000",
     once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
 ) -> None:
-    """Show a running server live: requests, tokens per second, cache, time of steps."""
+    """Show a running server live: requests, tokens per second, cache use, step times."""
     with _exit_codes():
         from cluster.commands.top import run_top
 
@@ -294,7 +294,7 @@ def trace(
     seconds: Annotated[float, typer.Option("--seconds", help="How far to look back.")] = 10.0,
     output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("trace.json"),
 ) -> None:
-    """Write the last steps of a running server as a trace for Chrome or Perfetto."""
+    """Write the last steps of a running server as a trace for Chrome's tracing page or Perfetto."""
     with _exit_codes():
         from cluster.commands.trace import run_trace
 
@@ -346,5 +346,5 @@ def _exit_codes() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # for the start: a command that runs for long enables it again
+    gc.disable()  # during the start only: a command that runs for long enables it again
     app()

@@ -1,4 +1,4 @@
-"""`LLM`: an engine and how a program uses it.
+"""`LLM`: an engine, and the methods by which a program uses it.
 
     with LLM("Qwen/Qwen3-0.6B", tensor_parallel_size=2) as llm:
         for output in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
@@ -46,7 +46,7 @@ class LLM:
         sampling_defaults: SamplingParams | None = None,
         **options: Any,
     ) -> None:
-        """`setup`: what `prepare` returned, in place of all other arguments."""
+        """`setup`: the result of `prepare`, in place of all other arguments."""
         if model is not None:
             options["model"] = str(model)
         if setup is None:
@@ -163,7 +163,7 @@ class LLM:
 
     @property
     def report(self) -> EngineReport:
-        """Limits of the engine, and how it came up."""
+        """The limits of the engine, and how long its start took."""
         return self._engine.report
 
     def stats(self) -> EngineStats:

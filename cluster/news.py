@@ -1,5 +1,5 @@
-"""News of a request on its way from the engine to its frontend, and the flat message it travels
-in.
+"""News of a request on the way from the engine to its frontend, and the flat message that carries
+it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class News:
     error: EaglerayError | None = None
 
     def extend(self, later: News) -> None:
-        """Add what came after; tokens that are here already are skipped. Raises `EngineError` if
-        any are missing between.
+        """Add later news; tokens that are here already are skipped. Raises `EngineError` if any are
+        missing between.
         """
         known = self.first_index + len(self.token_ids) - later.first_index
         if known < 0 and later.token_ids:

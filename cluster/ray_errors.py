@@ -28,8 +28,8 @@ CALL_TIMEOUT_S = 30.0
 
 
 class NoAnswerError(EngineError):
-    """A call to the driver, or to the place where the ranks run, was not answered in time or was
-    lost: whether it was carried out is not known.
+    """A call to the driver, or to a node of the ranks, was not answered in time or was lost; it is
+    not known whether it was carried out.
     """
 
 
@@ -67,15 +67,13 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
 
 
 def cause_of(error: Exception) -> Exception:
-    """What the remote code raised, or Ray's own error where no code of ours raised one."""
+    """The error that the remote code raised, or Ray's own error if our code raised none."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else error
 
 
 def failures(refs: Sequence[Any], patience_s: float) -> dict[int, Exception]:
-    """The cause of each ref that has failed, by its place, after waiting up to `patience_s` for the
-    others.
-    """
+    """The cause of each failed ref, by index, after waiting up to `patience_s` for the others."""
     found: dict[int, Exception] = {}
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
     for place, ref in enumerate(refs):

@@ -25,12 +25,12 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Tokens in one step. On a CPU products gain nothing from more rows, and every running sequence
-# waits for the step. On a GPU fewer would take less time than the host needs to launch the step of
-# a small model.
+# Tokens in one step. On a CPU, matrix products gain nothing from more rows, and every running
+# sequence waits for the step. On a GPU, a small model would compute fewer tokens in less time than
+# the host needs to launch the step.
 DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
-# A GPU reads the weights once for all rows of a step, and takes less for a step of a small model
-# than a host needs to hear of it and send the next one (`benchmarks/dispatch`).
+# A GPU reads the weights once for all rows of a step, and it finishes a step of a small model
+# sooner than the host can read its result and send the next one (`benchmarks/dispatch`).
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEPS_AHEAD = {"cpu": 1, "cuda": 3}
 DEFAULT_MAX_MODEL_LEN = 40960
@@ -39,7 +39,7 @@ MAX_TIMEOUT_S = 86400.0  # a day
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. None means: chosen from the checkpoint, the backend or the device.
+    """Options of one engine. None means that the checkpoint, the backend or the device decides.
     Times are seconds.
 
     `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over the ranks; on a GPU the
@@ -109,7 +109,7 @@ class EngineConfig:
         flag="--max-num-seqs",
         help="Sequences running at once; by default the device's best.",
         at_least=1,
-        at_most=65536,  # each is a row of tables
+        at_most=65536,  # each takes a row of the batch's tables
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -140,7 +140,7 @@ class EngineConfig:
         help="Steps submitted beyond the last unread result; 0 waits for each. By default what the "
         "device needs.",
         at_least=0,
-        at_most=8,  # each is a thread of every rank
+        at_most=8,  # each starts a thread on every rank
     )
     seed: int | None = option(
         None, flag="--seed", help="Makes unseeded sampling repeatable.", at_least=0
@@ -201,8 +201,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What driver and workers run: options and checkpoint with every choice made. `model_dir` is a
-    local directory.
+    """What the driver and the workers run: options and checkpoint, with every choice made.
+    `model_dir` is a local directory.
     """
 
     engine: EngineConfig
@@ -246,12 +246,14 @@ def resolve(
     weight_dtypes: tuple[str, ...],
     kv_cache_dtypes: tuple[str, ...],
 ) -> ResolvedConfig:
-    """Check the options against the checkpoint and the backend, and fill in what was left open.
+    """Check the options against the checkpoint and the backend, and fill in those that were left
+    unset.
 
     `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` what else its cache
-    can hold. A checkpoint's own dtype is used if it is among `fast_dtypes`; otherwise float32 takes
-    its place, but its matrices keep their dtype if it is among `weight_dtypes`.
+    default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` the other dtypes
+    that its cache can hold. A checkpoint's own dtype is used if it is among `fast_dtypes`;
+    otherwise float32 takes its place, but its matrices keep their dtype if it is among
+    `weight_dtypes`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
     longest = rope_max_length(model)

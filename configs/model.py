@@ -1,7 +1,7 @@
 """The shape of a Qwen3 checkpoint, read from its `config.json` without transformers.
 
-Both spellings are read: `rope_parameters` and `dtype` (transformers 5), `rope_theta`,
-`rope_scaling` and `torch_dtype` (before). What the engine cannot run is refused by name.
+The keys of transformers 5 are read (`rope_parameters`, `dtype`) and those of the versions before it
+(`rope_theta`, `rope_scaling`, `torch_dtype`). What the engine cannot run is refused by name.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class ModelConfig:
         return cls.from_dict(raw, str(model_dir / "config.json"))
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
-        """Sizes that split the query heads, the KV heads (or replicate them evenly) and the MLP."""
+        """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
+        and the MLP divide.
+        """
         sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
         return [size for size in sizes if self._splits_into(size)]
 

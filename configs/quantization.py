@@ -1,8 +1,10 @@
-"""Matrices of 8-bit codes: what is asked for, or what a checkpoint's `quantization_config` says.
+"""Matrices of 8-bit codes: what the user asks for, or what a checkpoint's `quantization_config`
+says.
 
 The one format is "int8": codes with one scale per output feature, multiplied by inputs that are
-quantized per token as they come. Checkpoints are read in the form that compressed-tensors calls
-int-quantized (github.com/neuralmagic/compressed-tensors). Everything else is refused by name.
+quantized per token as they come. Quantized checkpoints are read in the format that
+compressed-tensors calls int-quantized (github.com/neuralmagic/compressed-tensors). Everything else
+is refused by name.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The matrices of the decoder layers are codes. stored: the checkpoint holds them as such;
-    otherwise they are made as weights are loaded. vocabulary: embedding and head are codes as well.
+    """The matrices of the decoder layers are codes. stored: the checkpoint holds codes; otherwise
+    they are computed as weights are loaded. vocabulary: embedding and head are codes as well.
     """
 
     stored: bool

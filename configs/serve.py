@@ -17,7 +17,7 @@ MAX_REPLICAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What is served, how often, and within which limits."""
+    """What is served, by how many replicas, and within which limits."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of `SamplingParams`
@@ -75,7 +75,7 @@ class ServeConfig:
         at_most=MAX_TIMEOUT_S,
     )
 
-    # Host and port where the replica itself listens; without them requests come through Serve.
+    # Host and port at which the replica itself listens; without them, requests come through Serve.
     listen: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -106,13 +106,13 @@ class ServeConfig:
 
     @property
     def max_open_per_api(self) -> int:
-        """Outputs that one process of the API lets run or wait."""
+        """The number of outputs that one API process lets run or wait at a time."""
         num_engines = self.max_replicas or self.replicas
         return -(-self.max_open_requests * num_engines // self.api_replicas)
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API: of a directory, the last part of its path."""
+        """The model's name in the API; for a directory, the last part of its path."""
         if self.served_model_name is not None:
             return self.served_model_name
         model = self.engine.model

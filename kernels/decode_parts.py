@@ -2,9 +2,8 @@
 
 A decode kernel has a fixed number of places, which a CUDA graph can hold; a row takes one or more
 of them, one for each part of its tokens. The host, which knows every length, makes the parts as
-short as the places allow, so that hardly a program is without work and none has much more than the
-others, whatever the lengths are. Arithmetic alone, without torch.
-Legend: B rows.
+short as the places allow, so that hardly any program is without work and none has much more than
+the others, whatever the lengths. Arithmetic alone, without torch. Legend: B rows.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ Ints = npt.NDArray[np.int32]
 
 # Parts are multiples of it. Shorter ones would cost more to join than they save.
 PART_TOKENS = 64
-# A row is joined by one program, which reads what all parts found at once. With so many programs
-# per KV head, a single row keeps enough bytes in flight for the memory of any chip.
+# One program joins the parts of a row, and reads the results of all of them at once. With this many
+# programs per KV head, a single row keeps enough bytes in flight for the memory of any chip.
 MAX_PARTS = 32
 # Programs to start per multiprocessor: three run at once, and more of them balance unequal parts.
 _PROGRAMS_PER_SM = 4

@@ -88,27 +88,29 @@ class Int8Kernels(Protocol):
         """As `Kernels.first_step`, for these kernels."""
 
     def pack(self, weight: Int8Weight, /) -> Int8Weight:
-        """The weight in the layout `linear` wants, perhaps the same."""
+        """The weight in the layout `linear` needs, perhaps the same object."""
 
     def linear(
         self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
     ) -> torch.Tensor:
-        """x, quantized per row, @ weight.T + bias, [T, Y] in the dtype of x."""
+        """x @ weight.T + bias, with x quantized per row: [T, Y] in the dtype of x."""
 
 
 class MixedKernels(Protocol):
     """Products of float32 with bfloat16 weights, in float32."""
 
-    panel: int  # a weight has a multiple of so many rows; the last ones may be padding
+    panel: int  # the number of a weight's rows is a multiple of this; the last ones may be padding
 
     def first_step(self) -> list[Callable[[], object]]:
         """As `Kernels.first_step`, for these kernels."""
 
     def pack(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
-        """The weight in the layout `linear` wants, in its own memory, which is overwritten."""
+        """The weight in the layout `linear` needs, in the memory of the argument, which is
+        overwritten.
+        """
 
     def rows(self, packed: torch.Tensor, ids_T: torch.Tensor, /) -> torch.Tensor:
-        """[T, X] in float32, rows of the weight by number."""
+        """[T, X] in float32: the rows of the weight with these numbers."""
 
     def linear(
         self,
@@ -171,7 +173,7 @@ class SamplingKernels(Protocol):
     def mask_columns(
         self, logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int, /
     ) -> None:
-        """Make what a row may not choose minus infinity, in place."""
+        """Set the logits of tokens that a row may not choose to minus infinity, in place."""
 
     def gap_histogram(
         self,
@@ -210,10 +212,10 @@ class Kernels(Protocol):
         """
 
     def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """The same for the kernels that other kinds of sampling need."""
+        """One call per kernel that only other kinds of sampling need."""
 
     def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
-        """The weight in the layout `linear` wants, perhaps the same tensor."""
+        """The weight in the layout `linear` needs, perhaps the same tensor."""
 
     def linear(
         self, x_TE: torch.Tensor, packed_YE: torch.Tensor, bias_Y: torch.Tensor | None, /
@@ -238,8 +240,8 @@ class Kernels(Protocol):
     def decode_places(
         self, num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device, /
     ) -> int:
-        """How many places `DecodeParts` of so many rows of up to `max_seq_len` tokens are to have;
-        0 where `paged_attention` has no use for them.
+        """The number of places of `DecodeParts` for `num_rows` rows of up to `max_seq_len` tokens;
+        0 where `paged_attention` does not use them.
         """
 
     def look_up(

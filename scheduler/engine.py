@@ -25,19 +25,19 @@ class Executor(Protocol):
         """Wait for a launched step. Results are read in order."""
 
     def mask(self, mask: StepMask) -> None:
-        """The mask of a step with masked rows, once the step before it is read: before `launch` if
-        it was, otherwise after it.
+        """Give a step its mask. The result of the step before it has been read by then, so the call
+        comes before `launch` or after it.
         """
 
 
 class Grammars(Protocol):
-    """What the outputs of sequences with a grammar may contain next. A function of their known
-    tokens: what it keeps only saves time.
+    """Which tokens may come next in the outputs of sequences with a grammar. The answer depends on
+    their known tokens alone; any state is only a cache.
     """
 
     def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
-        """For each sequence the mask of its next token, None if it is free, or why there is
-        none.
+        """Per sequence: the mask of its next token, None if any token may follow, or the error that
+        leaves it without a mask.
         """
 
     def forget(self, request_id: str) -> None:
@@ -45,7 +45,7 @@ class Grammars(Protocol):
 
 
 class NoGrammars:
-    """Every request is free."""
+    """For an engine whose requests have no grammars."""
 
     def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
         raise EngineError(f"nothing here knows grammars, but {sequences[0]} has one")
@@ -162,8 +162,8 @@ class Engine:
                 self.grammars.forget(seq.request_id)
 
     def start_epoch(self) -> list[Sequence]:
-        """The executor has lost what it held. Sequences go on under the next epoch, once there is
-        an executor for it; returns those that this ends (see `Scheduler.start_epoch`).
+        """The executor has lost all that it held. Sequences continue in the next epoch, once there
+        is an executor for it. Returns the sequences that end here (see `Scheduler.start_epoch`).
         """
         convicted = self.scheduler.start_epoch()
         for seq in convicted:

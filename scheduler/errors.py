@@ -3,11 +3,11 @@
     EaglerayError
     ├── ClientError              the caller asked for something impossible
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
-    │   └── RequestError         one request is not acceptable; names the parameter
+    │   └── RequestError         one request cannot be accepted; names the parameter
     ├── OverloadedError          no room now, try again later
-    └── EngineError              a fault of ours
+    └── EngineError              a fault of the engine's
         ├── WorkerError          a rank failed, or its result is wrong
-        ├── StepTimeoutError     a step outlived its limit
+        ├── StepTimeoutError     a step took longer than its limit
         ├── RequestFailedError   ranks died whenever this request ran
         └── EngineDeadError      the engine has stopped and will not come back
 
@@ -46,7 +46,7 @@ class OverloadedError(EaglerayError):
 
 
 class EngineError(EaglerayError):
-    """A fault of ours."""
+    """A fault of the engine's."""
 
 
 class WorkerError(EngineError):
@@ -58,7 +58,7 @@ class StepTimeoutError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Ranks died each time this request ran, also when it ran alone. The engine goes on."""
+    """Ranks died each time this request ran, even when it ran alone. The engine continues."""
 
 
 class EngineDeadError(EngineError):

@@ -28,11 +28,11 @@ class Request:
     """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
     again.
 
-    News is sent of the first token, then of `news_interval` tokens at a time; with 0 nothing is
-    sent until the request ends, then all tokens at once; a checkpoint may send what there is
-    before (`cluster.engine.loop`). `arrival_s` is when the client built it,
-    in seconds since the epoch: resubmitted requests keep their place in line. `grammar` is what its
-    output must match, compiled, for the driver's `Grammars`; empty if it is free.
+    The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
+    until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
+    earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, in seconds since the
+    epoch: resubmitted requests keep their place in line. `grammar` is the compiled form of what its
+    output must match, for the driver's `Grammars`; empty if any output will do.
     """
 
     request_id: str
@@ -88,7 +88,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMask:
-    """Which tokens a step may sample, for `rows` among its sampling rows; all others are free.
+    """Which tokens a step may sample, for `rows` among its sampling rows; all other rows may sample
+    any token.
 
     `masks` has one entry per row: bits by token id, from the lowest bit of the first byte on,
     `mask_bytes(vocabulary)` bytes.
@@ -139,7 +140,7 @@ class StepResult:
 
     @property
     def step_s(self) -> float:
-        """What whoever decodes has waited for this step."""
+        """Seconds for which the sequences that decode had to wait for this step."""
         return sum(self.seconds.values()) if self.device_s is None else self.device_s
 
 
@@ -150,10 +151,10 @@ class EngineStats:
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
     that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
     num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
-    the whole steps of each rank. is_ready: the ranks
-    answer, and if there is work it moves; state and num_recoveries are those of the group of ranks;
-    step_age_s is the time since the last result while steps are under way. waits_for says which
-    resources are missing, while ranks cannot be placed.
+    the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
+    progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
+    the last result while steps are under way. waits_for names the missing resources while ranks
+    cannot be placed.
     """
 
     num_running: int

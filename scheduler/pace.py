@@ -1,7 +1,7 @@
 """How many prompt tokens a step may hold beside sequences that decode.
 
-Whoever decodes waits for the whole step, prompts of others included. What a step costs differs by
-processor and model, so it is learned from the steps that have run:
+A sequence that decodes waits for the whole step, including the prompts of others. What a step costs
+differs by processor and model, so it is learned from the steps that have run:
 
     seconds = base(rows that decode) + slope * prompt tokens
     budget  = (max_decode_slowdown - 1) * base / slope
@@ -9,10 +9,10 @@ processor and model, so it is learned from the steps that have run:
 `base` is the median of the last steps without prompts, by the number of rows; `slope` that of the
 steps with prompts, after `base` is taken off. Then a step takes `max_decode_slowdown` times as long
 as one that only decodes. While prompts arrive there may be no step without them to learn from, and
-`base` grows with the rows: what is not seen as its growth would be taken for the prompts' cost. So
-where no number of rows near this one has run, a step gets few prompt tokens, and what it takes
-without them is a guess of `base`. Has no clock: seconds come with the results, so a replay decides
-the same.
+`base` grows with the rows: growth that goes unnoticed would be mistaken for the cost of the
+prompts. So where no number of rows near this one has run without prompts, a step gets few prompt
+tokens, and its time without them is taken as a first guess of `base`. Has no clock: seconds come
+with the results, so a replay decides the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-FEWEST_TOKENS = 32  # per step, so that prompts get on whatever they cost
+FEWEST_TOKENS = 32  # per step, so that prompts make progress whatever they cost
 _REMEMBERED = 9
-_NEAR = 1.5  # times as many rows, or as few
+_NEAR = 1.5  # numbers of rows whose ratio is at most this are near each other
 
 
 class Pace:
@@ -36,7 +36,7 @@ class Pace:
         self._bases: dict[int, float] = {}
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step has taken so long."""
+        """Learn from a step that has taken `seconds`."""
         if not self.max_decode_slowdown or seconds <= 0:
             return
         if not num_prompt_tokens:
@@ -60,8 +60,8 @@ class Pace:
         )
 
     def base_s(self, num_decoding: int) -> float | None:
-        """What a step of so many decoding rows takes: that of the nearest number that has run. None
-        if none has, or no row decodes.
+        """Seconds that a step takes with this many decoding rows and no prompts, from the nearest
+        number that has run. None if none has, or no row decodes.
         """
         if not num_decoding or not self._bases:
             return None
@@ -70,7 +70,7 @@ class Pace:
         return self._bases[min(self._bases, key=lambda rows: abs(rows - num_decoding))]
 
     def budget(self, num_decoding: int) -> int:
-        """Most prompt tokens of a step in which so many rows decode."""
+        """The most prompt tokens that a step may hold beside this many decoding rows."""
         if not self.max_decode_slowdown or not num_decoding or not self._token_s:
             return self.most_tokens
         base = self.base_s(num_decoding)

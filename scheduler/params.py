@@ -67,8 +67,8 @@ class StructuredOutputs:
     """What the answer must match, in exactly one form.
 
     json: a JSON schema, as an object or as text. json_object: any JSON object. regex: the whole
-    answer matches it. choice: it is one of these texts. structural_tag: a format of xgrammar's
-    structural tags, as it is.
+    answer matches it. choice: the answer is one of these texts. structural_tag: a format of
+    xgrammar's structural tags, passed on unchanged.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -196,7 +196,7 @@ class SamplingParams:
         return cls(**values)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters with what is unset taken from `defaults`."""
+        """These parameters, with unset ones taken from `defaults`."""
         unset = {
             f.name: getattr(defaults, f.name)
             for f in dataclasses.fields(self)

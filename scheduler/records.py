@@ -1,4 +1,4 @@
-"""What each step was, and why others had to wait: a bounded record that can be read at any time."""
+"""What each step ran, and why sequences waited: a bounded record that can be read at any time."""
 
 from __future__ import annotations
 

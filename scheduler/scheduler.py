@@ -1,4 +1,5 @@
-"""Who runs next, and with how many tokens. One loop for prefill chunks and decodes.
+"""Decides which sequences run next, and how many tokens of each. One loop for prefill chunks and
+decodes.
 
     schedule(): running sequences first, then waiting ones, both in order of arrival, each gets as
     many tokens as it has not computed yet, until `max_num_batched_tokens` are planned. When a
@@ -14,7 +15,8 @@ back here. An end by length is known in advance, so no step runs past it.
 
 A crash is a strike for the sequences that ran (`start_epoch`). With two strikes a sequence is a
 suspect: it runs alone until it has a token, which clears it; two more crashes alone convict it. So
-a request that kills a rank fails by itself, after at most four crashes, and nobody else does.
+a request that kills a rank fails alone, after at most four crashes, and no other request fails with
+it.
 
 At most one running sequence is in the middle of its prompt, and it is the last one, so every other
 sequence makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors,
@@ -85,16 +87,16 @@ class _Step:
     sampling_sequences: list[Sequence] = field(default_factory=list)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
-    # With its number of cached tokens.
+    # Each with its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
-    is_paced: bool | None = None  # whether decodes limit the budget; None: nobody has asked yet
-    waits_for: str = ""  # why the first in line was not admitted
+    is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
+    waits_for: str = ""  # why the first sequence in line was not admitted
 
 
 @dataclass(slots=True)
 class Submitted:
-    """A step whose result is unread. `has_mask`: its `StepMask` is not needed, or was sent."""
+    """A step whose result is unread. `has_mask`: its `StepMask` was sent, or none is needed."""
 
     step_id: int
     epoch: int
@@ -266,7 +268,7 @@ class Scheduler:
             seq.status = WAITING
             self.waiting.appendleft(seq)
         self.running.clear()
-        self.waiting = deque(sorted(self.waiting, key=_arrival))  # a suspect ran out of turn
+        self.waiting = deque(sorted(self.waiting, key=_arrival))  # a suspect may be out of order
         for seq in self.waiting:
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
@@ -279,7 +281,7 @@ class Scheduler:
         return convicted
 
     def snapshot(self) -> EngineStats:
-        """What the scheduler holds at the moment, and its counters."""
+        """The current numbers of sequences and blocks, and the counters."""
         return EngineStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -298,14 +300,14 @@ class Scheduler:
     # -- suspects ----------------------------------------------------------------------------------
 
     def _in_flight(self) -> list[Sequence]:
-        """Those that may run in a step whose result is unread."""
+        """The sequences that may run in a step whose result is unread."""
         if not self.submitted:
             return []
         oldest = self.submitted[0].step_id
         return [*self.running, *(seq for seq in self.waiting if seq.last_step_id >= oldest)]
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
-        """Steps in which these ran were lost. Returns those that are convicted."""
+        """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
         for seq in blamed:
             has_moved = len(seq.token_ids) > seq.tokens_at_strike
             seq.strikes = 1 if has_moved else seq.strikes + 1
@@ -342,7 +344,7 @@ class Scheduler:
         while index < len(running) and budget > 0:
             seq = running[index]
             total = seq.num_total
-            if total >= seq.max_total:  # its last token is in flight
+            if total >= seq.max_total:  # the token that ends it is in flight
                 index += 1
                 continue
             num_new = total - seq.num_computed
@@ -370,7 +372,7 @@ class Scheduler:
         step.budget = budget
 
     def _pace(self, step: _Step, budget: int) -> int:
-        """What is left of the budget for prompts beside the rows planned so far."""
+        """The budget that is left for prompts beside the rows planned so far."""
         allowed = self.pace.budget(len(step.slots))
         step.is_paced = allowed < budget
         return min(budget, allowed)
@@ -390,7 +392,9 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of the queue. A token in flight is kept: `apply` will bring it."""
+        """Put a running sequence back at the head of the queue. A token in flight is not lost:
+        `apply` will add it.
+        """
         self._give_back(seq)
         seq.status = WAITING
         seq.num_preemptions += 1

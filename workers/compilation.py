@@ -1,4 +1,4 @@
-"""When CPU kernels are compiled: those of the first step at the start, the rest in the background.
+"""Compiles the CPU kernels: those of the first step at the start, the rest in the background.
 
 The ranks share the work of the start and load what the others compiled from the cache. A process of
 low priority compiles what only other kinds of sampling need; whichever process is first compiles a
@@ -46,7 +46,7 @@ def compile_first_step(
 def load_first_step(
     kernels: Kernels, size: int, dtype: str, weight_dtype: str, quantized: bool
 ) -> None:
-    """Make the same kernels ready in a process without a group; they are cached already."""
+    """Load the same kernels, which are cached by now, in a process without a group."""
     for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantized):
         call()
 

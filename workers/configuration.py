@@ -1,8 +1,8 @@
 """Options, checkpoint and kernels put together: the configuration that the driver and the workers
 run.
 
-Used by clients before anything starts, so it loads no kernels, and no torch unless a GPU is asked
-about.
+Used by clients before anything starts, so it loads no kernels, and torch only if the question is
+about a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resolve_config(
 
 
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
-    """What the engine will run, as far as that is known before the cluster is.
+    """What the engine will run, as far as that is known before Ray is started.
 
     With device "auto", a configuration that only one device can run is accepted. Raises
     `ConfigError` for one that neither can.

@@ -29,7 +29,7 @@ Put = Callable[[Array], torch.Tensor]
 # The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
 # alignment.
 _ALIGN = 16
-# How often to check for completion: far shorter than a step, far longer than a check takes.
+# Time between checks for completion: far shorter than a step, far longer than a check takes.
 _LOOK_S = 5e-5
 
 
@@ -62,10 +62,10 @@ class StepUploads:
 
 
 class BufferedUploads(StepUploads):
-    """In one copy, which `copy(target, fill)` makes: `fill` writes the bytes to be copied. `room`:
-    bytes on the device, which never move, so a graph may read them; the first array that is put
-    lies at their beginning, each other one behind the one before it. What does not fit gets a
-    tensor and a copy of its own.
+    """Uploads everything in one copy, which `copy(target, fill)` makes: `fill` writes the bytes to
+    be copied. `room`: bytes on the device, which never move, so a graph may read them; the arrays
+    lie there one after another, in the order in which they were put. An array that does not fit
+    gets a tensor and a copy of its own.
     """
 
     def __init__(
@@ -141,11 +141,13 @@ class Device:
         return list(tensors), None
 
     def event(self) -> Event | None:
-        """The end of what was launched so far; None if it has run when a call returns."""
+        """The end of what was launched so far; None on a device where everything has run when a
+        call returns.
+        """
         return None
 
     def seconds_between(self, first: Event, last: Event) -> float:
-        """Time of the device between two of its events that have passed. GPU only."""
+        """Seconds of device time between two events that have passed. GPU only."""
         raise NotImplementedError(f"{self.torch} has no events")
 
     def wait(self, event: Event | None, limit_s: float, what: str) -> None:
@@ -167,7 +169,7 @@ class Device:
         raise NotImplementedError(f"{self.torch} has no graphs")
 
     def memory(self) -> DeviceMemory:
-        """Memory use once everything launched has run and unused memory was given back. GPU
+        """Memory use, after everything launched has run and unused memory has been given back. GPU
         only.
         """
         raise NotImplementedError(f"the memory of {self.torch} is not measured")

@@ -1,8 +1,9 @@
 """Points at which tests make a rank fail. They do nothing unless `EAGLERAY_FAULTS` names a folder.
 
 A test arms a point by writing the file `POINT.RANK` into that folder, with an action as content:
-`kill`, `stop` (SIGSTOP), `raise` or `loop`; a number after it passes that many times first. The
-rank that reaches the point renames the file to `POINT.RANK.fired` and acts, so each file acts once.
+`kill`, `stop` (SIGSTOP), `raise` or `loop`. With a number after the action, the rank passes the
+point that many times before it acts. The rank that reaches the point renames the file to
+`POINT.RANK.fired` and acts, so each file acts once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _passed: dict[str, int] = {}
 
 
 def reach(point: str, rank: int) -> None:
-    """The rank is at this point."""
+    """Called by the rank where it passes the point."""
     if _folder is not None:
         _act(_folder / f"{point}.{rank}")
 

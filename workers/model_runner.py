@@ -40,8 +40,8 @@ _BYTES_PER_ROW = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A launched step. Its tensors are on the host once `ended` has passed; `began` is the end of
-    what was launched before it.
+    """A launched step. Its tensors are on the host once the event `ended` has passed; the event
+    `began` is the end of what was launched before the step.
     """
 
     device: Device
@@ -110,9 +110,9 @@ class ModelRunner:
     def run(
         self, plan: StepPlan, wait_for_mask: Callable[[], StepMask] | None = None
     ) -> PendingStep:
-        """Launch a step. Raises `WorkerError` when the plan breaks a law of `BatchState`, and what
-        `wait_for_mask` raises, which is called for a plan with masked rows once its logits are
-        launched.
+        """Launch a step. For a plan with masked rows, `wait_for_mask` is called once the logits are
+        launched. Raises `WorkerError` when the plan breaks a law of `BatchState`, and whatever
+        `wait_for_mask` raises.
         """
         started, began = time.perf_counter(), self.device.event()
         self._apply(plan)
@@ -147,8 +147,8 @@ class ModelRunner:
         return self._to_host(sampled, began, seconds)
 
     def clear(self) -> None:
-        """Empty the batch, for a new epoch. What the cache holds is never read again before it is
-        written.
+        """Empty the batch, for a new epoch. The cache keeps its content, but no step reads any of
+        it before writing it anew.
         """
         for slot in self.state.used_S.nonzero()[0].tolist():
             self.sampler.release(slot)
@@ -176,8 +176,9 @@ class ModelRunner:
     def _stage(
         self, rows: StepRows
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Put what the model needs. The function returned launches it: (hidden states of the last
-        token of each sampling row, the slots and positions that their next tokens go to).
+        """Put what the model needs. Returns a function that launches it and returns the hidden
+        states of the last token of each sampling row, and the slots and positions that their next
+        tokens go to.
         """
         if self.graphs is not None and self.graphs.fit(rows):
             return self.graphs.stage(rows, self.uploads.put)
@@ -255,10 +256,10 @@ def run_largest_step(
 def warm_up(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> None:
-    """Run what a backend compiles at its first use, so that no request waits for it: attention over
-    long prompts, short prompts and single tokens, with tight and with the widest bounds; every kind
-    of sampling row, from raw and from adjusted logits; the tables. Every rank runs it at the same
-    time.
+    """Run everything that a backend compiles at its first use, so that no request waits for it:
+    attention over long prompts, short prompts and single tokens, with tight and with the widest
+    bounds; every kind of sampling row, with raw and with adjusted logits; updates of the tables.
+    Every rank runs it at the same time.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     kinds = [
@@ -294,8 +295,8 @@ def _run_step(
     max_seq_len: int,
     samplings: list[Sampling],
 ) -> None:
-    """A step of equal rows; the first ones are sampled with `samplings`. Its cache is one block,
-    which is never written.
+    """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
+    block, which is never written.
     """
     device, num_tokens = group.device, num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)

@@ -1,4 +1,4 @@
-"""What a rank says about its start. Plain data: a driver that reads it loads no torch."""
+"""What a rank reports about its start. Plain data: a driver that reads it loads no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from workers.batch.kv_plan import KVCacheLedger
 
-# Added to the limit of a step, so that a more specific error can come first: that of a collective,
-# whose clock started later.
+# Added to the time limit of a step, so that a more specific error can come first: that of a
+# collective operation, whose limit starts to count later.
 GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What `Worker.start` came to on one rank. `seconds` holds the time of each phase by name."""
+    """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name."""
 
     rank: int
     backend: str

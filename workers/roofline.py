@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One output: tokens in its prompt, how many of those another output computes as well, and
+    """One output: the tokens in its prompt, how many of those another output computes too, and the
     tokens sampled.
     """
 
@@ -74,8 +74,8 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
 
 
 def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[Work]:
-    """What each request is as `Work`, from its prompt's token ids and its number of output tokens,
-    in sorted order.
+    """Each request as `Work`, from its prompt's token ids and its number of output tokens, in
+    sorted order.
 
     In sorted order, a prompt shares its longest prefix with the prompt just before it.
     """
@@ -143,8 +143,8 @@ def report(
     quantization: Quantization | None = None,
     weight_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The entry of a result: what the machine sustains, the floor, and its share of `total_s`;
-    nulls and a reason where `machine` was not probed.
+    """The roofline's entry in a benchmark result: what the machine sustains, the floor, and its
+    share of `total_s`; nulls and a reason if `machine` was not probed.
     """
     if machine is None:
         names = ("memory_bytes_per_s", "flops_per_s", "floor_s", "share")

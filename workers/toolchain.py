@@ -1,6 +1,6 @@
 """What Triton needs on a machine to launch its first kernel: a C compiler, Python's headers and the
-CUDA driver's library. It compiles a small extension then, and slim images lack all three. Checked
-before weights are loaded; the places are those of Triton's `runtime/build.py` and
+CUDA driver's library. Triton compiles a small extension at that moment, and slim images lack all
+three. Checked before weights are loaded; the places are those of Triton's `runtime/build.py` and
 `backends/nvidia/driver.py`.
 """
 

@@ -1,11 +1,11 @@
 """One tensor-parallel rank, as a plain class that runs in any process.
 
-Owns the rank's group, model, cache, and the outcomes of steps that were not read yet. Never imports
-Ray or transformers, never decides what runs: plans come from the driver. `launch` and `result` may
-be called from different threads (one each): `launch` starts steps in order, `result` waits for one.
-Whatever a step raises is kept under its id and raised by `result`; the steps after it in its epoch
-are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then steps, and `reset`
-for each new epoch.
+Owns the rank's group, model, cache, and the outcomes of steps that have not been read yet. Never
+imports Ray or transformers, never decides what runs: plans come from the driver. `launch` and
+`result` may be called from different threads (one each): `launch` starts steps in order, `result`
+waits for one. An error that a step raises is kept under the step's id and raised by `result`; later
+steps of the same epoch are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`,
+then steps, and `reset` for each new epoch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Worker:
         return self._rendezvous.address
 
     def warm(self, *, load: bool) -> None:
-        """In a process that may have to take over: load compiled kernels, and the weights if the
-        device is the CPU and `load`. Needs no peers.
+        """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
+        with `load` and on a CPU, the weights. Needs no peers.
         """
         config = self.config
         kernels = find_kernels(config)
@@ -139,7 +139,7 @@ class Worker:
         )
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Compute on so many threads from now on. On the thread that launches."""
+        """Compute on `num_threads` threads from now on. Call it on the thread that launches."""
         if self._kernels is not None:
             self._kernels.set_num_threads(num_threads)
 
@@ -154,16 +154,14 @@ class Worker:
         self.progress.phase = "steps"
 
     def compile_other_steps_beside(self) -> None:
-        """On the first rank of a CPU: fill the cache of compiled kernels with what only other steps
-        need.
-        """
+        """On the first CPU rank: fill the cache with the kernels that only other steps need."""
         if self.rank == 0 and self.config.attention_backend == "cpu":
             self._compiling = compile_other_steps_beside(self.config.dtype)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
-        """Run the host's part of a step; on a CPU that is all of it. Never raises: see `result`."""
+        """Run the host's part of a step; on a CPU, all of it. Never raises: see `result`."""
         try:
             self._check_turn(plan)
             assert self._runner is not None
@@ -183,15 +181,16 @@ class Worker:
             self._changed.notify_all()
 
     def mask(self, mask: StepMask) -> None:
-        """The mask of a step, which may be launched later. Any thread."""
+        """Take the mask of a step, which may be launched later. Any thread may call."""
         with self._changed:
             self._masks[mask.epoch, mask.step_id] = mask
             self._changed.notify_all()
 
     def result(self, step_id: int, epoch: int) -> StepResult:
-        """The tokens of a step, which may be launched later. Rank 0's result has the logprobs.
+        """Wait for the tokens of a step, which may be launched later. Rank 0's result has the
+        logprobs.
 
-        Raises what the step raised (as `WorkerError` if it was none of our errors),
+        Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
         `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before, and
         `WorkerError` when `reset` has ended its epoch.
         """
@@ -221,7 +220,7 @@ class Worker:
                 f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
             ) from outcome
         faults.reach("reply", self.rank)
-        # One after another, as the device runs them: a step's clock starts when its turn comes.
+        # One after another, as the device runs them: a step's time starts when its turn comes.
         with self._finishing:
             started = time.perf_counter()
             token_ids, logprobs = outcome.finish(
@@ -239,8 +238,8 @@ class Worker:
         )
 
     def reset(self, epoch: int) -> None:
-        """Forget every row and every unread step; steps of `epoch` follow, from 0 on. Call it on
-        the thread that launches.
+        """Forget every row and every unread step. Steps of `epoch` follow, numbered from 0. Call it
+        on the thread that launches.
         """
         if epoch <= self.epoch:
             raise WorkerError(f"rank {self.rank}: epoch {epoch} does not follow epoch {self.epoch}")
@@ -350,8 +349,8 @@ class Worker:
 
 
 def _launch_smallest(kernels: Kernels, device: torch.device) -> None:
-    """Run one small kernel, so that what cannot be compiled or launched is known before weights are
-    read.
+    """Run one small kernel, so that a machine that cannot compile or launch kernels is noticed
+    before weights are read.
     """
     row = torch.ones(1, 64, device=device)
     kernels.rms_norm(row, row[0], 1e-6)

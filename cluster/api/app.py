@@ -58,14 +58,14 @@ Gather = Callable[[], Awaitable[list[list[Family]]]]
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
 STATS_TIMEOUT_S = 2.0
-STATS_AGE_S = 0.1  # readers within this time share one answer of the engine
+STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
 MESSAGES_PATH = "/v1/messages"
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
 
 
 class Gone(Exception):
-    """The client has left, or does not read."""
+    """The client has left, or has stopped reading."""
 
 
 class Exchange:
@@ -88,7 +88,9 @@ class Exchange:
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
     async def body(self, most: int) -> bytes:
-        """The body. Raises `HttpError` 413 for one of more than `most` bytes, `Gone`."""
+        """The body of the request. Raises `HttpError` 413 for one of more than `most` bytes, and
+        `Gone`.
+        """
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > most:
             raise _too_large(most)
@@ -130,22 +132,23 @@ class Exchange:
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def event(self, data: bytes, *, more: bool = True) -> None:
-        """Send events of a stream, which the first ones begin. Raises as `write`."""
+        """Send events of a stream, and begin the stream with the first ones. Raises as `write`."""
         if self.status is None:
             headers = {"cache-control": "no-cache"}
             await self.start(200, "text/event-stream; charset=utf-8", headers)
         await self.write(data, more=more)
 
     async def comment(self) -> None:
-        """Send a line that clients of a stream skip. Raises as `write`."""
+        """Send a line that the clients of a stream ignore. Raises as `write`."""
         await self.event(b": waiting\n\n")
         self._commented = True
 
     async def write(self, data: bytes, *, more: bool) -> None:
-        """Send a part of the body. Raises `Gone` for a client that does not read.
+        """Send a part of the body. Raises `Gone` for a client that has stopped reading.
 
         Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
-        take what follows for a part of it: so another comment, in the same part, ends that one.
+        take what follows for a part of it. So what follows begins with another comment, which ends
+        the first.
         """
         self.written_s = time.monotonic()
         if self._commented:
@@ -195,7 +198,7 @@ class Api:
         self.admission = Admission(self.limits)
         self.metrics = ApiMetrics()
         self.metrics.open.set_function(lambda: self.admission.num_open)
-        self.gather_metrics: Gather | None = None  # of all processes that serve, this one included
+        self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
         self._client = client
         self._served = Served(
             name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
@@ -203,7 +206,7 @@ class Api:
         self._version = version
         self._echo_request_id = echo_request_id
         self._api_key = api_key.encode() if api_key else None
-        # A thread of its own: in the common pool it would wait behind a burst of requests.
+        # A thread of its own: in the common pool, the work would wait behind a burst of requests.
         self._asking = ThreadPoolExecutor(1, "stats")
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
@@ -268,7 +271,9 @@ class Api:
             return
         scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            given = exchange.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+            given = exchange.headers.get(
+                b"x-api-key", b""
+            )  # Anthropic's clients send it in this header
         if not hmac.compare_digest(given.strip(), self._api_key):
             raise HttpError(
                 401,
@@ -350,14 +355,14 @@ class Api:
             await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
 
     async def _keep_alive(self, exchange: Exchange) -> None:
-        """Send a comment from time to time while a stream has nothing to say, so that no proxy on
-        the way takes it for dead.
+        """Send a comment from time to time while a stream is silent, so that no proxy on the way
+        takes it for dead.
         """
         while True:
             seen_s = exchange.written_s
             await asyncio.sleep(self.limits.keep_alive_s)
             if exchange.written_s == seen_s:
-                with contextlib.suppress(Gone):  # the stream's own write will say so
+                with contextlib.suppress(Gone):  # the stream's next write raises it too
                     await exchange.comment()
 
     # -- the rest ----------------------------------------------------------------------------------
@@ -383,7 +388,7 @@ class Api:
         await exchange.answer(200, b"{}")
 
     async def _health(self, exchange: Exchange) -> None:
-        """Ready: the ranks answer, work moves, and requests are taken."""
+        """Ready means that the ranks answer, work makes progress, and requests are accepted."""
         if self.admission.is_draining:
             raise OverloadedError("the server is shutting down")
         stats = await self.stats()
@@ -423,7 +428,7 @@ class Api:
         await exchange.answer(200, body, metrics_module.CONTENT_TYPE)
 
     async def families(self) -> list[Family]:
-        """The metrics of this process, with its engine's if that answers."""
+        """The metrics of this process, and those of its engine if it answers."""
         found = self.metrics.families()
         with contextlib.suppress(EaglerayError):
             found += engine_families(await self.stats())
@@ -448,8 +453,8 @@ class Api:
             ) from None
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests and wait until those that run have ended, or for `limit_s`; returns
-        how many outputs are left.
+        """Refuse new requests and wait until the running ones have ended, for at most `limit_s`;
+        returns how many outputs are left.
         """
         self.admission.is_draining = True
         until_s = time.monotonic() + limit_s

@@ -1,4 +1,6 @@
-"""From a request of the API to prompts and sampling parameters, and to the writer of its answer."""
+"""Converts a request of the API to prompts and sampling parameters, and chooses the writer of its
+answer.
+"""
 
 from __future__ import annotations
 

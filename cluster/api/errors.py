@@ -20,7 +20,7 @@ RETRY_AFTER_S = 1
 
 logger = logging.getLogger("eagleray.api")
 
-# The first class that fits decides: status, OpenAI's `type`, and `code`.
+# The first class that fits decides about the status, OpenAI's `type`, and `code`.
 TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (ClientError, 400, "invalid_request_error", None),
     (OverloadedError, 503, "overloaded_error", "overloaded"),
@@ -31,7 +31,7 @@ TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
 
 
 class HttpError(EaglerayError):
-    """An answer that the error tree has no class for, such as 404."""
+    """An error answer for which the error tree has no class, such as 404."""
 
     def __init__(
         self, status: int, message: str, *, parameter: str | None = None, code: str | None = None

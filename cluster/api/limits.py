@@ -1,4 +1,4 @@
-"""What one API process takes on: the size of requests, and how many outputs may be open."""
+"""What one API process accepts: the size of requests, and the number of open outputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scheduler.errors import OverloadedError, RequestError
 class ApiLimits:
     """Limits of one API process.
 
-    max_open: outputs that run or wait at a time; a request for more waits for none of them but is
-    refused. slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how
-    long a stream may be silent before a comment is sent.
+    max_open: outputs that run or wait at a time; a request for more is refused at once.
+    slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how long a
+    stream may be silent before a comment is sent.
     """
 
     max_open: int = 1024
@@ -36,8 +36,8 @@ class Admission:
 
     @contextlib.contextmanager
     def admit(self, num_outputs: int) -> Iterator[None]:
-        """Room for the outputs of one request. Raises `OverloadedError` when there is none,
-        `RequestError` for a request that never has room.
+        """Reserve room for the outputs of one request. Raises `OverloadedError` when there is none
+        now, `RequestError` for a request that can never have room.
         """
         limits = self.limits
         if num_outputs > limits.max_outputs:

@@ -1,7 +1,7 @@
-"""What an API process counts, in the form of Prometheus.
+"""The counters of an API process, in the format of Prometheus.
 
 The numbers of several processes are added up by name and labels (`merge`), so that one answer
-speaks for all of them.
+covers all of them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ApiMetrics:
 
 
 def engine_families(stats: EngineStats) -> list[Family]:
-    """An engine's own numbers."""
+    """The numbers of an engine."""
     found: list[Family] = []
     for name, (help, attribute) in ENGINE.items():
         value = float(getattr(stats, attribute))
@@ -126,7 +126,7 @@ def engine_families(stats: EngineStats) -> list[Family]:
 
 
 class Timing:
-    """Times of one request on their way into the metrics."""
+    """Measures the times of one request for the metrics."""
 
     def __init__(self, metrics: ApiMetrics) -> None:
         self._metrics = metrics

@@ -3,12 +3,11 @@
 The text is cut by four markers: `<think>`, `</think>`, `<tool_call>` and `</tool_call>` (the Hermes
 form: a JSON object with `name` and `arguments` between the last two). Whole answers go through the
 same parser in one push, and however the text is cut into pushes, the parts add up to the same. For
-that, text that may be the beginning of a marker is held, and so are line ends that may turn out to
-stand next to a marker, where they belong to the form and not to the text.
+that, text that may be the beginning of a marker is held back, and so are line ends that may turn
+out to be next to a marker, where they are part of the format and not of the text.
 
-A call is reported when it is complete, with the arguments exactly as the model wrote them. What was
-meant as a call and is not JSON, or does not end, stays in the content as it is: nothing is
-completed or dropped.
+A call is reported when it is complete, with the arguments exactly as the model wrote them. A call
+that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class AnswerParser:
         self._state = state
         self._tools = tools
         self._text = ""  # not yet reported
-        self._skips_line_ends = True  # those after a marker belong to it
+        self._skips_line_ends = True  # line ends after a marker belong to it
 
     def push(self, text: str) -> Parts:
-        """What the next text adds."""
+        """Parse the next text. Returns what it adds to the answer."""
         added = Parts()
         for parts in self.pieces(text):
             added.reasoning += parts.reasoning
@@ -62,7 +61,7 @@ class AnswerParser:
         return added
 
     def pieces(self, text: str) -> Iterator[Parts]:
-        """What the next text adds in the order of the text: reasoning, content or a call each."""
+        """As `push`, in the order of the text: each piece is reasoning, content or a call."""
         self._text += text
         goes_on = True
         while goes_on:
@@ -84,7 +83,7 @@ class AnswerParser:
         return parts
 
     def _advance(self, parts: Parts) -> bool:
-        """Report what is certain; True if a marker was passed, so that more may be."""
+        """Report what is certain. True if a marker was passed, so that more may be certain now."""
         if self._state is State.UNDECIDED:
             return self._decide()
         if self._state is State.CALL:
@@ -114,8 +113,8 @@ class AnswerParser:
         return True
 
     def _until(self, marker: str, following: State) -> tuple[str, bool]:
-        """Text before a marker, without the line ends next to it, or what is certain if there is no
-        marker yet; and whether there is.
+        """(text before a marker, without the line ends next to it, or the text that is certain if
+        there is no marker yet; whether there is one).
         """
         before, found, after = self._text.partition(marker)
         if found:
@@ -142,7 +141,7 @@ class AnswerParser:
 
 
 def _end_of_call(text: str) -> int | None:
-    """Where the end marker of a call stands, not counting those inside JSON strings."""
+    """The position of the end marker of a call, ignoring those inside JSON strings."""
     start = 0
     while (end := text.find(END_CALL, start)) >= 0:
         if not _ends_in_string(text[:end]):

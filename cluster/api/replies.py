@@ -37,7 +37,7 @@ def named_event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
-    """Token counts of a request, over all its prompts and outputs."""
+    """Token counts of a request, summed over its prompts and outputs."""
     prompt = sum(generation.requests[0].num_prompt_tokens for generation in generations)
     output = sum(len(done.token_ids) for g in generations for done in g.completions)
     cached = sum(generation.num_cached_tokens for generation in generations)
@@ -62,11 +62,11 @@ class Writer(Protocol):
         """The whole answer, once every output has finished."""
 
     def error(self, error: BaseException) -> bytes:
-        """The end of a stream that failed."""
+        """The events that end a stream that failed."""
 
 
 class _Envelope:
-    """What all events and bodies of one request share."""
+    """The fields that all events and bodies of one request share."""
 
     CHUNK: str
 
@@ -79,7 +79,7 @@ class _Envelope:
         *,
         token_ids: bool,
     ) -> None:
-        """`token_ids`: whether those of prompts and outputs are part of the answer."""
+        """`token_ids`: whether the answer includes the token ids of prompts and outputs."""
         self._generations = generations
         self._with_ids = token_ids
         self._kind = kind
@@ -126,7 +126,7 @@ class ChatWriter(_Envelope):
         tools: bool,
         token_ids: bool = False,
     ) -> None:
-        """`state`: what an answer begins with. `tools`: whether calls are looked for."""
+        """`state`: the part with which an answer begins. `tools`: whether to look for calls."""
         super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
         self._tokenizer, self._state, self._tools = tokenizer, state, tools
         self._choices: dict[int, _ChatChoice] = {}
@@ -215,7 +215,7 @@ class _ChatChoice:
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
         self.num_calls = 0
-        self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held
+        self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held back
         self.token_ids: list[int] = []  # not sent yet
 
     def deltas(self, parts: Parts) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ class CompletionWriter(_Envelope):
         self._tokenizer, self._echo = tokenizer, echo
         self._offsets: dict[int, int] = {}  # characters of each choice so far
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
-        self._with_prompt: set[int] = set()  # choices that have had those of their prompt
+        self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         index = self._index(place, chunk.index)
@@ -297,7 +297,7 @@ class CompletionWriter(_Envelope):
         return place * len(self._generations[place].outputs) + output
 
     def _start(self, place: int) -> str:
-        """The prompt, if it is to be repeated."""
+        """The prompt, if the request asks to repeat it."""
         generation = self._generations[place]
         if not self._echo or self._tokenizer is None:
             return ""

@@ -1,4 +1,4 @@
-"""What a chat asks its answer to be like: a format, calls of tools, or either."""
+"""What a chat request asks of the form of its answer: a format, calls of tools, or either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.params import StructuredOutputs
 
 
 def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs | None:
-    """`tools`: those that may be called. Raises `RequestError` for what is not possible."""
+    """`tools`: those that may be called. Raises `RequestError` for requests that cannot be met."""
     wanted, choice = request.structure(), request.tool_choice
     if not tools:
         if choice == "required" or isinstance(choice, NamedTool):
@@ -45,8 +45,8 @@ def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs |
 
 
 def tool_format(tool: Tool) -> ToolFormat:
-    """Arguments of a strict tool match its schema, so one that is not possible is refused; those of
-    another are any object then.
+    """Arguments of a strict tool match its schema, so an unsupported schema is refused. For other
+    tools, an unsupported schema means that any object will do.
     """
     function = tool.function
     if function.parameters is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler.records import StepRecord
 
-STEPS, PARTS = 1, 2  # rows of the picture
+STEPS, PARTS = 1, 2  # rows of the diagram
 
 
 def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:

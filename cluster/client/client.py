@@ -27,7 +27,7 @@ Params = SamplingParams | Seq[SamplingParams] | None
 
 
 class EngineLink(Protocol):
-    """What a client needs of an engine; `Frontend` is the one over Ray. Any thread may call."""
+    """A client's way to its engine. `Frontend` implements it over Ray. Any thread may call."""
 
     def submit(self, generations: list[Generation]) -> None:
         """Send the requests of these generations, all or none."""
@@ -54,7 +54,9 @@ class Client:
         link: EngineLink,
         reach: Callable[[list[Generation]], Awaitable[None]] | None = None,
     ) -> None:
-        """`reach` is awaited before asynchronous requests are sent, where `link` would wait."""
+        """`reach` is awaited before asynchronous requests are sent, so that sending them through
+        `link` does not block the event loop.
+        """
         self.builder = builder
         self._link = link
         self._reach = reach
@@ -70,7 +72,8 @@ class Client:
         sinks: Seq[Sink | None] | None = None,
         request_id: str | None = None,
     ) -> list[Generation]:
-        """Send requests, all or none. A sink gets the chunks of its prompt, on the polling thread.
+        """Send requests, all or none. Each sink gets the chunks of its prompt, on the polling
+        thread.
 
         `request_id` names a single prompt for `abort_named`. Raises `RequestError` before any
         request runs.
@@ -99,14 +102,14 @@ class Client:
         request_id: str | None = None,
     ) -> list[Generation]:
         """`submit` on another thread. If it is canceled, what it submitted is aborted."""
-        # Not in the caller's context: Ray would think that the call is part of the caller's, and
-        # cancel it with that. An executor's threads have none.
+        # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
+        # it with that. The threads of an executor have no context.
         submit = self.submit if self._reach is None else self._build
         build = functools.partial(submit, prompts, params, sinks, request_id)
         each: Seq[SamplingParams | None] = [params]  # type: ignore[list-item]
         if isinstance(params, list | tuple):
             each = params
-        # Others must not wait for grammars that are compiled.
+        # Other requests must not wait while grammars are compiled.
         has_grammar = any(
             isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
         )

@@ -2,7 +2,7 @@
 
 `load` accepts only what it is sure to treat exactly as transformers does, which a test compares: a
 `tokenizer.json` whose settings agree with `tokenizer_config.json`, and a chat template that needs
-nothing but messages. For everything else it returns None, and `cluster/client/tokenizer.py` uses
+only messages. For everything else it returns None, and `cluster/client/tokenizer.py` uses
 transformers.
 """
 
@@ -24,7 +24,7 @@ from cluster.client.prompts import Conversation
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# What transformers' Qwen2 class builds, whatever `tokenizer.json` says.
+# What transformers' Qwen2 class builds, regardless of `tokenizer.json`.
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,8 +68,8 @@ class FastTokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with whatever the tokenizer adds around a text unless told not
-        to.
+        """Token ids of a text, with the special tokens that the tokenizer adds around a text,
+        unless told not to.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -107,7 +107,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """The names that a chat template reads from outside."""
+    """The names of the variables that a chat template reads."""
     environment = _environment()
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
@@ -156,7 +156,7 @@ def load(path: Path) -> FastTokenizer | None:
             name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
         }
         return FastTokenizer(Backend.from_file(str(path / "tokenizer.json")), template, special)
-    except Exception:  # transformers reports better what is wrong with the files
+    except Exception:  # transformers says more clearly what is wrong with the files
         return None
 
 
@@ -215,7 +215,7 @@ def _is_plain_template(template: object, config: dict[str, Any]) -> bool:
     if template is None:
         return True
     if not isinstance(template, str) or re.search(r"\{%-?\s*generation\b", template):
-        return False  # several templates, or transformers' own block
+        return False  # several templates, or a block that only transformers knows
     if config["tokenizer_class"] in _GENERIC_CLASSES:
         return True
     # Qwen2 has defaults for these.
@@ -227,7 +227,9 @@ def _content(token: Any) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    """As transformers sets it up: a sandbox, because the template is code of the checkpoint."""
+    """Set up as in transformers: a sandbox, because the template is code that comes with the
+    checkpoint.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -1,13 +1,13 @@
-"""The client's end of the driver: sends requests, polls for news, and ends what nobody needs any
-more.
+"""The client's connection to the driver: sends requests, polls for news, and ends requests that
+nobody needs any more.
 
-One background thread polls while anything is outstanding. News goes to the outputs of its
-generation, whose sinks run on that thread. `Generation.done` completes once, with or without an
-error.
+One background thread polls while anything is outstanding. News goes to the outputs of the
+generation it belongs to, whose sinks run on that thread. `Generation.done` completes once, with or
+without an error.
 
 A frontend holds each request with all tokens it has received. When the driver has died and its
 owner has a new one (`replace`), it sends every unfinished request again, in order of arrival and
-with its tokens, and the streams go on.
+with its tokens, and the streams continue.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Frontend:
         on_dead: OnDead | None = None,
     ) -> None:
         """`is_reachable`: whether this process is still part of the driver's cluster. `replace`
-        takes a driver that has died or does not answer, why, and whether there was any news from
-        it; it returns a new one, or raises.
-        `answer_limit_s`: how long the driver may take beyond what it was asked to wait. `on_dead`
-        gets the requests that the driver had, when there will be no other, and why; without it they
-        fail. It runs on the polling thread.
+        takes a driver that has died or does not answer, the reason, and whether there was any news
+        from it; it returns a new driver, or raises. `answer_limit_s`: how long the driver may take
+        beyond what it was asked to wait. `on_dead` gets the requests that the driver had, and the
+        reason, if there will be no other driver; without it they fail. It runs on the polling
+        thread.
         """
         self._driver = driver
         self._is_reachable = is_reachable
@@ -83,7 +83,7 @@ class Frontend:
         # that a request has been canceled. A call from a thread of its own belongs to no other.
         self._sender = ThreadPoolExecutor(1, "eagleray-finish")
         self._active: dict[str, tuple[Generation, OutputFollower]] = {}
-        self._accepted: set[str] = set()  # those the driver has taken
+        self._accepted: set[str] = set()  # requests that the driver has taken
         self._ended: Any = None  # a driver that has died
         self._has_news = False  # from the present driver
         self._changed = threading.Condition()
@@ -115,7 +115,7 @@ class Frontend:
         except BaseException as error:
             self._forget(generations)
             if isinstance(error, NoAnswerError) or not isinstance(error, EaglerayError):
-                # The driver may still take them.
+                # The driver may still receive them.
                 self._finish([r.request_id for r in requests], "abort", after=submitted)
             raise
 
@@ -187,7 +187,7 @@ class Frontend:
             self._check_reachable()
 
     def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
-        """Submit, again if the call was lost: the driver takes no request twice."""
+        """Submit, and try again if the call was lost: the driver takes no request twice."""
         until = time.monotonic() + self._answer_limit_s
         while True:
             try:
@@ -214,7 +214,7 @@ class Frontend:
         """
         if request_ids and not self._closed and self._is_reachable():
             finish = self._driver.finish.remote
-            with contextlib.suppress(RuntimeError):  # closed just now
+            with contextlib.suppress(RuntimeError):  # it was closed just now
                 self._sender.submit(finish, request_ids, reason, self._id, *after)
 
     def _forget(self, generations: list[Generation]) -> None:
@@ -230,7 +230,7 @@ class Frontend:
     # -- a new driver ------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Notice the death of the driver also when there are no requests."""
+        """From now on, notice the death of the driver even when there are no requests."""
         driver = self._driver
         ended = driver.wait_for_end.remote().future()
         ended.add_done_callback(lambda _: self._note_end(driver))
@@ -247,14 +247,14 @@ class Frontend:
             return self._driver
 
     def check(self) -> None:
-        """Have the driver replaced if it does not answer. Raises `EngineDeadError`."""
+        """Replace the driver if it does not answer. Raises `EngineDeadError`."""
         driver = self._driver
         try:
             call(driver.stats.remote(), "read the counters", self._answer_limit_s)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:
-            self._has_news = True  # it has lived for a while
+            self._has_news = True  # it had served for a while before
 
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
@@ -284,7 +284,7 @@ class Frontend:
     def _poll_loop(self) -> None:
         try:
             self._poll_while_open()
-        finally:  # whatever ended the loop, nobody may keep waiting
+        finally:  # whatever ended the loop, no caller may wait any longer
             self.close()
 
     def _poll_while_open(self) -> None:
@@ -322,7 +322,7 @@ class Frontend:
         except EaglerayError as failure:
             with self._changed:
                 request_ids = list(self._active)
-                self._ended = None  # there will be no other; a request that comes tries again
+                self._ended = None  # there will be no other driver; a new request tries again
             if self._on_dead is None:
                 self._fail_all(failure)
             else:
@@ -360,14 +360,14 @@ class Frontend:
         self._finish(failed, "abort")
 
     def _take_accepted(self) -> list[Generation]:
-        """The generations that the driver had; they are no longer followed."""
+        """Take the generations that the driver had; they are no longer followed."""
         with self._changed:
             accepted = {id(g): g for i, (g, _) in self._active.items() if i in self._accepted}
             self._forget(list(accepted.values()))
         return list(accepted.values())
 
     def _fail_all(self, error: EaglerayError) -> None:
-        if self._on_dead is not None:  # what is being submitted may go elsewhere yet
+        if self._on_dead is not None:  # requests being submitted may still go elsewhere
             generations = self._take_accepted()
         else:
             with self._changed:
@@ -384,7 +384,7 @@ class Frontend:
 
 
 def _continued(output: OutputFollower) -> Request:
-    """The request with the tokens that are here already."""
+    """The request with the tokens that have been received."""
     request = output.request
     if not output.completion.token_ids:
         return request

@@ -1,5 +1,5 @@
-"""What a caller gets: chunks while a request runs, a `RequestOutput` at the end, both made from the
-engine's news.
+"""What a caller gets, made from the engine's news: chunks while a request runs, a `RequestOutput`
+at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sink = Callable[[Chunk], None]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One output of a request, as far as it has come. stop_string: the one that ended it."""
+    """One output of a request, so far or complete. stop_string: the one that ended it."""
 
     index: int
     text: str = ""
@@ -48,7 +48,7 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A finished request. `outputs` holds `n` completions; `text` and the like are those of the
-    first. If it failed, `error` says why, and `outputs` holds what there was by then, with the
+    first. If it failed, `error` says why, and `outputs` holds what had arrived by then, with the
     `finish_reason` "error".
     """
 
@@ -83,8 +83,8 @@ class OutputFollower:
         self._sink = sink
 
     def take(self, news: News) -> bool:
-        """Add news, skipping tokens that are already known. True if a stop string ended the output
-        here, not in the engine.
+        """Add news, skipping tokens that are already known. True if a stop string has ended the
+        output here while the engine still runs it.
         """
         done = self.completion
         if done.finish_reason is not None:
@@ -188,12 +188,12 @@ class Generation:
         return stopped
 
     def result(self) -> RequestOutput:
-        """The finished request. Waits for it; raises what it failed with."""
+        """Wait for the finished request. Raises the error that it failed with."""
         self.done.result()
         return self.output()
 
     def output(self) -> RequestOutput:
-        """The request as far as it has come."""
+        """The request with what has arrived so far."""
         error = self.done.exception() if self.done.done() else None
         assert error is None or isinstance(error, EaglerayError)
         return RequestOutput(

@@ -1,5 +1,5 @@
-"""The forms in which a program may give prompts and parameters, each checked once and turned into
-one.
+"""The forms in which a program may give prompts and parameters. Each is checked once and converted
+to a common form.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and what else the chat template gets: tools (JSON schemas of functions, as OpenAI
-    writes them) and variables of its own, such as `enable_thinking`.
+    """Messages and everything else that the chat template gets: tools (JSON schemas of functions,
+    as in OpenAI's API) and variables of the template, such as `enable_thinking`.
 
-    continues_last: the last message is the beginning of the answer, which goes on there.
+    continues_last: the last message is the beginning of the answer, which continues it.
     """
 
     messages: list[Message]
@@ -42,8 +42,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedPrompt:
-    """A prompt in exactly one of three forms, checked for its form alone. session_id: where there
-    are several engines, the requests of one session go to the same.
+    """A prompt in exactly one of three forms; only the form has been checked. session_id: where
+    there are several engines, the requests of one session go to the same one.
     """
 
     text: str | None = None
@@ -147,7 +147,7 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
 
 
 def _conversation(prompt: Mapping[str, Any]) -> Conversation:
-    """The messages of a prompt with what else its template gets. Raises `RequestError`."""
+    """The messages of a prompt with all else that the template gets. Raises `RequestError`."""
     tools, variables = prompt.get("tools"), prompt.get("chat_template_kwargs") or {}
     is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     if tools is not None and not is_list:

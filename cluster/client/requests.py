@@ -56,8 +56,8 @@ class RequestBuilder:
     def build(self, prompt: Prompt, wanted: SamplingParams | None, sink: Sink | None) -> Generation:
         """A generation whose requests can be sent. Raises `RequestError` if they could not run.
 
-        Without a sink nobody reads before the end, so the driver sends nothing before it where that
-        is possible.
+        Without a sink nobody reads tokens before the end, so the driver sends none before it where
+        that is possible.
         """
         parsed = self._rendered(parse_prompt(prompt))
         token_ids = self._token_ids(parsed)
@@ -118,8 +118,8 @@ class RequestBuilder:
             self._grammars.close()
 
     def _grammar(self, wanted: StructuredOutputs | None, prompt: ParsedPrompt) -> bytes:
-        """Compiled; empty for an output that is free. Only answers in a conversation may begin with
-        reasoning.
+        """The compiled grammar; empty for an output without one. Only answers in a conversation may
+        begin with reasoning.
         """
         if wanted is None:
             return b""
@@ -140,8 +140,8 @@ class RequestBuilder:
         return self._grammars.compile(source_of(answer))
 
     def _state_after(self, conversation: Conversation, text: str | None) -> State:
-        """How the answer begins. A template that renders the same without thinking belongs to a
-        model that does not think.
+        """How the answer begins. If the template renders the same with thinking off, the model does
+        not think.
         """
         assert self._tokenizer is not None and text is not None
         state, switch = state_after(text), "enable_thinking"
@@ -154,7 +154,7 @@ class RequestBuilder:
         return State.CONTENT if self._tokenizer.render_chat(without) == text else state
 
     def _rendered(self, prompt: ParsedPrompt) -> ParsedPrompt:
-        """A conversation as text; other prompts as they are."""
+        """A conversation as text; other prompts unchanged."""
         if prompt.conversation is None:
             return prompt
         if self._tokenizer is None:
@@ -164,7 +164,7 @@ class RequestBuilder:
 
     def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
         if prompt.token_ids is not None:
-            # Before they become 32-bit numbers.
+            # Checked before they are converted to 32-bit numbers.
             check_vocabulary(prompt.token_ids, self._model.vocab_size)
             return prompt.token_ids
         if self._tokenizer is None:

@@ -1,4 +1,4 @@
-"""Everything about an engine that is known before Ray starts, checked.
+"""Checks everything about an engine that is known before Ray starts.
 
 What cannot work is refused here, and requests can be built and checked against the limits, before
 any process runs.
@@ -27,8 +27,8 @@ _MANY_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks know
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is what will run, as far as
-    that is known.
+    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is the configuration that
+    will run, as far as that is known.
     """
 
     config: EngineConfig
@@ -43,8 +43,8 @@ class EngineSetup:
         return self.tokenizer is not None and self.tokenizer.has_chat_template
 
     def request_builder(self, limits: SchedulerLimits | None = None) -> RequestBuilder:
-        """Builds requests within the limits of a started engine, or within those that are known
-        before.
+        """A builder of requests within the limits of a started engine, or within those known before
+        the start.
         """
         limits = limits or limits_of(self.foreseen, self._num_blocks())
         return RequestBuilder(self.model, self.tokenizer, self.defaults, limits, self.config.seed)

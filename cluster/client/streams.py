@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, Generation
 
-# Items delivered before the loop turns to its connections and other tasks again.
+# Items delivered before the event loop gets to run its other tasks again.
 AT_A_TIME = 64
 
 Item = tuple[int, "Chunk"]  # place of the prompt among those submitted together, and its chunk
@@ -37,7 +37,7 @@ class Relay:
     def wake(self) -> None:
         """Any thread: have the loop deliver what is pending."""
         if self._pending:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads any more
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -54,7 +54,7 @@ class Relay:
 
 
 class ChunkStream:
-    """What generations produce, read by one task of the relay's loop."""
+    """The chunks of some generations, read by one task of the relay's loop."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
@@ -85,8 +85,8 @@ class ChunkStream:
         self._changed.set()
 
     async def next(self) -> list[Item]:
-        """Everything new, at least one item; nothing at the end. Raises what a generation failed
-        with, once what it produced before has been read.
+        """Everything new, at least one item; an empty list at the end. Raises the error that a
+        generation failed with, once everything before it has been read.
         """
         while not self._items:
             while self._ended:

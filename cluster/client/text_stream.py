@@ -1,7 +1,8 @@
 """Text of one output while its tokens arrive.
 
 A `TextStream` turns tokens into text that never has to be taken back: the bytes of an unfinished
-character, and text that may be the beginning of a stop string, are held until they are decided.
+character, and text that may be the beginning of a stop string, are held back until more tokens
+decide what they are.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ CONTEXT = 10
 
 
 class Decoder(Protocol):
-    """What a stream needs of a tokenizer."""
+    """What a stream needs from a tokenizer."""
 
     def decode(self, token_ids: Seq[int]) -> str:
         """The text of these tokens."""
 
 
 class TextStream:
-    """Text of one output. `text` is what has been decided so far.
+    """Text of one output. `text` is the text so far, without what is held back.
 
     The text of the first `min_tokens` tokens is not searched for stop strings.
     """
@@ -57,7 +58,7 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """No more tokens follow: what was held becomes text."""
+        """No more tokens follow: what was held back becomes text."""
         if self.stopped_by is not None:
             return
         if not self._extend(self._tokenizer.decode(self._recent)[self._num_known :]):

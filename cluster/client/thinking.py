@@ -1,4 +1,4 @@
-"""The markers of a Qwen3 answer, and where in it a rendered prompt leaves off."""
+"""The markers of a Qwen3 answer, and the part of the answer at which a rendered prompt ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 class State(enum.Enum):
-    """What the next text of an answer is part of."""
+    """The part of an answer that the next text belongs to."""
 
     UNDECIDED = "undecided"  # reasoning if it begins with <think>, otherwise content
     REASONING = "reasoning"

@@ -24,11 +24,11 @@ class Tokenizer:
         self._path = path
         self._fast = fast_tokenizer.load(path)
         if self._fast is None:
-            _ = self._slow  # loads it, so that what is wrong with it is said here
+            _ = self._slow  # loads the tokenizer, so that errors in its files are raised here
 
     @property
     def file(self) -> Path | None:
-        """Its `tokenizer.json`, if that is of the kind whose tokens are bytes."""
+        """Path of `tokenizer.json`, or None if there is none or its tokens are not byte-level."""
         path = self._path / "tokenizer.json"
         if not path.exists():
             return None
@@ -51,7 +51,7 @@ class Tokenizer:
             raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
 
     def render_chat(self, conversation: Conversation) -> str:
-        """The text of a conversation, up to where the assistant answers, or goes on with its last
+        """The text of a conversation, up to where the assistant answers or continues its last
         message. Raises `RequestError`.
         """
         if not self.has_chat_template:
@@ -88,7 +88,7 @@ class Tokenizer:
         return _up_to_last(text, conversation) if conversation.continues_last else text
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered conversation, which has its special tokens already. Raises
+        """Token ids of a rendered conversation, which contains its special tokens already. Raises
         `RequestError`.
         """
         try:
@@ -107,8 +107,8 @@ class Tokenizer:
 
     @cached_property
     def takes_arguments_as_text(self) -> bool:
-        """Whether the chat template takes the arguments of a call as the JSON that was generated,
-        so that it appears in the next prompt letter by letter. Other templates take objects.
+        """Whether the chat template takes the arguments of a call as JSON text, so that the next
+        prompt repeats exactly what was generated. Other templates take objects.
         """
         template = self._fast.template if self._fast else self._slow.chat_template
         return re.search(r"arguments\s+is\s+string", str(template)) is not None
@@ -144,20 +144,21 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
 
 
-# Marks the end of a message that is continued: characters for private use, which no template means.
+# Marks the end of a message that is continued: private-use characters, which no template treats
+# specially.
 _END = "\ue0c0\ue0c1\ue0c0"
 
 
 def _with_end(conversation: Conversation) -> Conversation:
-    """With the mark behind the content of the last message."""
+    """The messages with the mark behind the content of the last one."""
     *others, last = conversation.messages
     marked = last | {"content": last["content"] + _END}
     return replace(conversation, messages=[*others, marked])
 
 
 def _up_to_last(text: str, conversation: Conversation) -> str:
-    """The text without what the template puts behind the content of the last message, whose end is
-    marked.
+    """The text up to the mark: without what the template puts behind the content of the last
+    message.
     """
     content = conversation.messages[-1]["content"].removesuffix(_END)
     begun = text[: max(0, text.rfind(_END))]

@@ -26,7 +26,7 @@ from scheduler.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line: where it comes from, and what `LLM.generate` gets."""
+    """One line of the input: where it comes from, and what `LLM.generate` gets."""
 
     where: str
     prompt: dict[str, Any]
@@ -83,9 +83,9 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
 
 
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
-    """The requests with token ids as prompts, checked against the limits; constrained ones as they
-    are, because their form depends on how the conversation ends. Raises `RequestError` naming the
-    line.
+    """The requests with token ids as prompts, checked against the limits; constrained ones stay
+    unchanged, because their grammar depends on how the conversation ends. Raises `RequestError`
+    naming the line.
     """
     tokenized = []
     for request in requests:

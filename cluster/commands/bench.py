@@ -1,4 +1,4 @@
-"""`launch.py bench`: a workload through the engine as a client sees it, in one JSON line.
+"""`launch.py bench`: a workload through the engine, timed as a client sees it, in one JSON line.
 
     engine, model, dtype, tp, device requests, input_tokens, output_tokens, cached_tokens total_s,
     output_tokens_per_s     from when the first request is due to when the last one ends
@@ -62,8 +62,8 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, except for prompts whose limits only the started engine
-    knows.
+    `ClientError` before the engine starts, except where only the started engine knows whether a
+    prompt fits.
     """
     _check(job)
     setup = prepare(job.config)

@@ -1,7 +1,7 @@
 """`launch.py status` and `launch.py down NAME`: the served engines of a running Ray cluster.
 
-An engine that is to outlive the program that started it is a Ray Serve application: Serve keeps it,
-and starts it again when its node is lost.
+An engine that should outlive the program that started it is a Ray Serve application: Serve keeps it
+running, and starts it again when its node is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def run_status(address: str | None) -> None:
 
 
 def run_down(name: str, address: str | None) -> None:
-    """End one engine, after what runs has finished. Raises `ConfigError` if there is none."""
+    """End one engine, after its running requests have finished. Raises `ConfigError` if there is
+    none.
+    """
     with _joined(address):
         engines = _engines()
         if name not in engines:
@@ -73,7 +75,7 @@ def _engines() -> dict[str, ApplicationStatusOverview]:
 
 
 def _replicas(name: str) -> list[EngineReport]:
-    """Its engines that answer."""
+    """The engines of an application that answer."""
     try:
         handle = serve.get_app_handle(name)
         found: list[EngineReport] = handle.describe.remote().result(timeout_s=ANSWER_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`launch.py generate`: from the flags to the answers."""
+"""`launch.py generate`: generates the answers to prompts or to a file of requests."""
 
 from __future__ import annotations
 

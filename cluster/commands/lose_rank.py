@@ -1,6 +1,6 @@
-"""Kill a rank before your eyes while text keeps streaming: `python -m cluster.commands.lose_rank`.
+"""Watch a rank being killed while its text keeps streaming: `python -m cluster.commands.lose_rank`.
 
-The text before and after is what the same request gives undisturbed, which is checked at the end.
+At the end the text is compared with that of the same request undisturbed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Send requests when they are due, and note when their tokens reach the client.
+"""Sends requests when they are due, and notes when their tokens reach the client.
 
 Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a
-client sees, including the way through the driver. A token belongs to the moment its chunk arrives:
-a chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
+client sees, including the time in the driver. A token belongs to the moment its chunk arrives: a
+chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
 token counts from the moment a request was due, so the figures show when the client falls behind its
 schedule.
 """
@@ -61,7 +61,9 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class TimedRun:
-    """Requests that have all ended. `total_s`: from the start of the schedule to the last end."""
+    """Requests that have all ended. `total_s`: from the start of the schedule to the end of the
+    last request.
+    """
 
     generations: list[Generation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
@@ -88,7 +90,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
     """Send each request when it is due, `due_s` seconds (ascending) from now, and wait for all of
     them.
 
-    Raises what a request failed with; the others go on until the engine is shut down.
+    Raises the error of a request that failed; the others continue until the engine is shut down.
     """
     run, started = TimedRun(), time.perf_counter()
     while (sent := len(run.timelines)) < len(requests):

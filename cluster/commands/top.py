@@ -71,7 +71,7 @@ def read(url: str) -> Reading:
 
 
 def table(url: str, last: Reading | None, now: Reading) -> Table:
-    """What is going on: now, and since the last reading or the start."""
+    """A table of the server's state now, and of its rates since the last reading or the start."""
     numbers = now.numbers
     before = last.numbers if last is not None else defaultdict(float)
     seconds = now.at_s - last.at_s if last is not None else 0.0

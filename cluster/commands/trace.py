@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 
 
 def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> str:
-    """Write the trace to a file; returns what there is to say about it. Raises `ConfigError`."""
+    """Write the trace to a file; returns a message about it. Raises `ConfigError`."""
     request = urllib.request.Request(f"{url}/debug/trace?seconds={seconds:g}")
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")

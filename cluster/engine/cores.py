@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: its share among all ranks on this machine, of whatever engine.
+"""Which cores a rank computes on: its share among all ranks of all engines on this machine.
 
 The threads of a product wait for each other, so two ranks that both use every core mostly wait.
 Each rank announces itself with a file whose lock ends with its process; all read all files and come
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# In /proc, of the thread that computes and, as they inherit it, of those it starts.
+# The name in /proc of the thread that computes, and of the threads it starts, which inherit it.
 THREAD_NAME = "eagleray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a rank says of itself. group: the same for the ranks of an engine, no other engine's;
-    local_rank: among the ranks_on_node of the group; cores: those its process may use.
+    """What a rank announces. group: identifies the engine; local_rank: this rank's number among the
+    ranks_on_node of its engine; cores: those that its process may use.
     """
 
     group: str
@@ -40,7 +40,7 @@ class CoreShare:
         self._claim = claim
         self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # Others do not see it before it is locked and whole.
+        # Others do not see the file before it is locked and complete.
         descriptor, name = tempfile.mkstemp(prefix=".", dir=self._folder)
         self._file = os.fdopen(descriptor, "w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -55,8 +55,8 @@ class CoreShare:
         self._file.close()
 
     def now(self) -> tuple[tuple[int, ...], int]:
-        """The cores this rank may use at present, and on how many threads: one on any of them when
-        there are more ranks than cores.
+        """The cores this rank may use at present, and the number of threads: one thread on any of
+        the cores when there are more ranks than cores.
         """
         mine = self._claim
         sizes = {mine.group: mine.ranks_on_node}
@@ -94,7 +94,7 @@ def bind(cores: tuple[int, ...]) -> None:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Those this process may use."""
+    """The cores that this process may use."""
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return tuple(range(os.cpu_count() or 1))
     return tuple(sorted(os.sched_getaffinity(0)))

@@ -39,7 +39,9 @@ from scheduler.scheduler import Scheduler
 
 SILENCE_CHECK_S = 1.0
 STOP_TIMEOUT_S = 2.0
-SWITCH_INTERVAL_S = 0.0005  # the two threads alternate often, and neither computes for long
+SWITCH_INTERVAL_S = (
+    0.0005  # seconds; the two threads alternate often, and neither computes for long
+)
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -53,7 +55,7 @@ class Driver:
     def __init__(
         self, config: ResolvedConfig, placement: Placement, engine_id: str, ranks: Seq[Any] = ()
     ) -> None:
-        """`ranks`: the actors of the first epoch's."""
+        """`ranks`: the actors of the first epoch's ranks."""
         gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
@@ -100,7 +102,7 @@ class Driver:
             on_applied=self._supervisor.applied,
         )
         self._supervisor.watch()
-        gc.freeze()  # so that no later collection walks over the blocks
+        gc.freeze()  # so that later garbage collections do not walk over the blocks
         gc.enable()
         self._engine_loop.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
@@ -128,8 +130,8 @@ class Driver:
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
-        `EngineDeadError`. A frontend that did not hear the answer may send the same again: what is
-        here already is not queued twice.
+        `EngineDeadError`. A frontend that did not get the answer may send the same requests again:
+        those already here are not queued twice.
         """
         if any(request.grammar for request in requests):
             await asyncio.to_thread(self._grammars.start)
@@ -152,14 +154,14 @@ class Driver:
             self._engine_loop.post(Finish(request_ids=request_ids, reason=reason))
 
     async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
-        """`Deltas` for a frontend, pickled because Ray passes bytes on as they are. See
+        """`Deltas` for a frontend, pickled because Ray passes bytes on unchanged. See
         `Frontends.collect`.
         """
         deltas = await self._frontends.collect(frontend_id, acknowledged, wait_s)
         return pickle.dumps(deltas, protocol=5)
 
     async def stats(self) -> EngineStats:
-        """What the scheduler has done and holds. Raises `EngineDeadError`."""
+        """The scheduler's state and counters. Raises `EngineDeadError`."""
         _, loop = self._alive()
         assert self._supervisor is not None
         busy_since_s = loop.busy_since_s
@@ -203,8 +205,8 @@ class Driver:
                 self._loop().post(Finish(request_ids=request_ids, reason="abort"))
 
     def _end_all(self, reason: str) -> None:
-        """The engine is dead: every unfinished request ends with the reason, also those still in
-        the inbox.
+        """The engine is dead: every unfinished request ends with the reason, including those still
+        in the inbox.
         """
         self._dead = reason
         self._frontends.fail_all(EngineDeadError(reason))
@@ -216,7 +218,7 @@ class Driver:
         self._event_loop.call_soon_threadsafe(self._frontends.deliver, news)
 
     def _die(self, error: Exception) -> None:
-        """End every request with the error, and the ranks. Also on the supervisor's thread."""
+        """End every request with the error, and end the ranks. Any thread."""
         reason = (
             str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
         )

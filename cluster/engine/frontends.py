@@ -24,7 +24,7 @@ class _Frontend:
     mailbox: Mailbox = field(default_factory=Mailbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     last_seen_s: float = field(default_factory=time.monotonic)
-    num_polls: int = 0  # that wait for news now
+    num_polls: int = 0  # polls that wait for news now
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
     def fail(self, request_ids: list[str], error: EaglerayError) -> None:
@@ -42,7 +42,7 @@ class Frontends:
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
-        it is forgotten.
+        time the frontend is forgotten.
         """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
@@ -51,8 +51,9 @@ class Frontends:
     def admit(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> list[Request]:
-        """Note the requests of a frontend, all or none; returns those to queue: it may send again
-        what it has not heard of. Raises `RequestError` for one that cannot run.
+        """Note the requests of a frontend, all or none. Returns those to queue, without any that it
+        has sent before: it may send requests again if it did not get an answer. Raises
+        `RequestError` for one that cannot run.
         """
         fresh: dict[str, Request] = {}
         for request in requests:
@@ -77,8 +78,8 @@ class Frontends:
     async def collect(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
         """Everything new for a frontend as soon as there is something, or nothing after `wait_s`.
 
-        Raises `EngineError` for a frontend that was silent for so long that it was forgotten: one
-        polls for requests that were accepted.
+        Raises `EngineError` for a frontend that was silent for so long that it was forgotten: it
+        polls because it has requests, and these have been aborted.
         """
         if frontend_id not in self._frontends:
             raise EngineError(
@@ -120,7 +121,7 @@ class Frontends:
         """
         dropped = {}
         now_s = time.monotonic()
-        # While this process was stopped, nobody could be heard: that is nobody's silence.
+        # While this process was stopped, it could hear nobody: that does not count as silence.
         has_stalled = now_s - self._looked_s > max(2.0, self._timeout_s / 2)
         self._looked_s = now_s
         for frontend_id, frontend in list(self._frontends.items()):
@@ -139,7 +140,7 @@ class Frontends:
         return dropped
 
     def _has(self, frontend_id: str, request_id: str) -> bool:
-        """Whether this frontend has sent this request already, and may still hear of it."""
+        """Whether this frontend has sent this request already, and can still get its news."""
         frontend = self._frontends.get(frontend_id)
         return frontend is not None and (
             request_id in frontend.request_ids or frontend.mailbox.holds(request_id)

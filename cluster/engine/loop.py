@@ -24,7 +24,7 @@ from scheduler.sequence import Sequence
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
 # a request would have to wait.
 CHECK_AFTER_S = 1.0
-# How often the frontend of a request hears of its tokens at least.
+# The longest time for which the tokens of a request are kept from its frontend.
 CHECKPOINT_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -43,7 +43,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """End requests with a reason; those that have ended stay as they are."""
+    """End requests with a reason. Does nothing to those that have ended."""
 
     request_ids: list[str]
     reason: str
@@ -58,7 +58,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """There are ranks again."""
+    """There is a new group of ranks."""
 
     executor: Executor
 
@@ -69,7 +69,7 @@ Command = Submit | Finish | Lost | Resume
 @dataclass(slots=True)
 class _Kept:
     """A request whose news is not sent with every step. interval: as in `Request.news_interval`;
-    num_sent: tokens that were sent; logprobs: of those that were not.
+    num_sent: tokens that were sent; logprobs: those of the tokens that were not.
     """
 
     interval: int
@@ -98,16 +98,16 @@ class EngineLoop:
         `on_lost` the epoch whose ranks failed and why, `on_applied` the epoch of each result. All
         are called on the loop's thread.
 
-        When its ranks fail, the loop goes on taking commands, and steps follow after `Resume`.
+        When its ranks fail, the loop continues to take commands; steps run again after `Resume`.
         """
         self.engine = engine
         self._deliver = deliver
         self._on_failure, self._on_lost, self._on_applied = on_failure, on_lost, on_applied
         self._has_ranks = True
-        self.busy_since_s: float | None = None  # steps are under way, and none has ended since
+        self.busy_since_s: float | None = None  # since when steps are under way without any result
         self._owners: dict[str, str] = {}  # frontend id of each request
         self._kept: dict[str, _Kept] = {}  # by request id
-        self._checkpoint_s = 0.0  # when all that was kept was last sent
+        self._checkpoint_s = 0.0  # when everything kept was last sent
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -135,7 +135,7 @@ class EngineLoop:
             self._thread.join(limit_s)
 
     def stats(self) -> EngineStats:
-        """What the scheduler has done and holds at the moment. Any thread."""
+        """The scheduler's state and counters. Any thread."""
         return self.engine.scheduler.snapshot()
 
     # -- engine thread -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class EngineLoop:
             self._deliver(news)
 
     def _lose_ranks(self) -> None:
-        """Every sequence waits for the next epoch, but those that have killed ranks again and
+        """Every sequence waits for the next epoch, except those that have killed ranks again and
         again.
         """
         self._has_ranks, self.busy_since_s = False, None
@@ -188,7 +188,7 @@ class EngineLoop:
             self._fail(seq, convicted)
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
-        """Tell its frontend why a request has ended by itself."""
+        """Tell the frontend of a request why it has failed."""
         owner = self._owners[seq.request_id]
         news = _news_of(seq, seq.num_output_tokens, [])
         news.error = error
@@ -234,7 +234,7 @@ class EngineLoop:
                 num_sent = len(request.token_ids) - request.num_prompt_tokens
                 self._kept[request.request_id] = _Kept(request.news_interval, num_sent)
             seq = self.engine.add(request)
-            if seq.finish_reason is not None:  # it was sent again with tokens that end it already
+            if seq.finish_reason is not None:  # it was sent again with all its tokens
                 end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
                 self._forget(request.request_id)
                 self._deliver({command.frontend_id: {request.request_id: end}})
@@ -243,7 +243,7 @@ class EngineLoop:
         """The tokens and endings of a step."""
         news: NewsByFrontend = {}
         logprobs = output.logprobs or [None] * len(output.sequences)
-        # The frontends need what is done so far if this process dies.
+        # If this process dies, the frontends need everything generated so far.
         sends_all = bool(self._kept) and time.monotonic() - self._checkpoint_s > CHECKPOINT_S
         if sends_all:
             self._checkpoint_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the driver holds for one frontend until the frontend confirms that it has it.
+"""What the driver keeps for one frontend until the frontend confirms that it has received it.
 
 Each poll acknowledges the previous reply by its number. What is not acknowledged is sent again
 together with what is new, so a lost reply loses nothing; the receiver recognizes repeated tokens by
@@ -21,7 +21,7 @@ class Mailbox:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything that was never sent."""
+        """Whether there is anything that has never been sent."""
         return bool(self._new)
 
     def put(self, request_id: str, news: News) -> None:
@@ -37,12 +37,14 @@ class Mailbox:
         return request_id in self._new or request_id in self._sent
 
     def drop(self, request_id: str) -> None:
-        """Nobody wants news of this request any more."""
+        """Forget the news of this request, which nobody needs any more."""
         self._new.pop(request_id, None)
         self._sent.pop(request_id, None)
 
     def collect(self, acknowledged: int) -> Deltas:
-        """Everything the frontend does not have, given the number of the last reply it received."""
+        """Everything that the frontend does not have yet, given the number of the last reply it
+        received.
+        """
         if acknowledged == self._sent_number:
             self._sent = {}
         for request_id, news in self._new.items():

@@ -1,9 +1,9 @@
-"""Processes of an engine, wherever they run: who they are, how they are ended for certain, and what
+"""Processes of an engine, wherever they run: who they are, how to end them for certain, and what
 they are doing.
 
-`ray.kill` asks a process to end, and one that is stopped does not answer. Here whoever does not go
-soon is ended by SIGKILL, and all are seen dead, on their own nodes. A mark (an open file with the
-engine's name) finds those whose ids are not known.
+`ray.kill` asks a process to end, and one that is stopped does not answer. Here, processes that do
+not end soon are killed with SIGKILL, and on each node it is checked that all are dead. A mark (an
+open file with the engine's name) finds those whose ids are not known.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from scheduler.errors import EngineDeadError, EngineError
 IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_TIMEOUT_S = 10.0
-# Time for what Ray was told to end: Ray reports a process that is killed otherwise as a fault.
+# Time for processes that Ray was told to end: Ray reports one that is killed otherwise as a fault.
 GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
-# Ray declares a node dead that has not answered for about a minute by default.
+# By default, Ray declares a node dead that has not answered for about a minute.
 NODE_TIMEOUT_S = 150.0
 DESCRIBE_TIMEOUT_S = 3.0
 LOOK_S = 0.5
@@ -45,7 +45,9 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """One process for all time: its number may be used again, but not with the same start."""
+    """Identifies a process for all time: its number may be used again, but not with the same start
+    time.
+    """
 
     node_id: str
     pid: int
@@ -54,8 +56,8 @@ class ProcessId:
 
 
 def mark(engine_id: str) -> ProcessId:
-    """Mark this process as one of an engine's; SIGUSR2 makes it write the Python stack of each of
-    its threads into the mark, without the interpreter's help.
+    """Mark this process as one of an engine's. From then on, SIGUSR2 makes it write the Python
+    stack of each of its threads into the mark, even if the interpreter is blocked.
     """
     descriptor, pid = -1, os.getpid()
     if IS_LINUX:
@@ -75,18 +77,18 @@ def _end_with_parent() -> None:
     """Have the kernel end this process with its parent, the raylet.
 
     The raylet of a node that was cut off and declared dead ends itself, and asks its workers to
-    end; one that waits for a lost peer would not.
+    end; a worker that waits for a lost peer would not obey.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() == 1:  # it has ended before
+    if os.getppid() == 1:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_all(processes: list[ProcessId]) -> None:
     """End processes, each on its node, and return when they are dead. Raises `EngineError` naming
-    those that are not.
+    those that stay alive.
     """
     by_node: dict[str, list[tuple[int, int]]] = {}
     for process in processes:
@@ -102,7 +104,7 @@ def end_marked(engine_id: str, node_ids: set[str]) -> None:
 
 
 def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
-    """Those that the kernel here can tell of, by index."""
+    """Those that run on this node, by index; none where the kernel cannot watch processes."""
     if not has_descriptors() or not any(processes):
         return {}
     node_id = ray.get_runtime_context().get_node_id()
@@ -115,7 +117,8 @@ def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
 
 def watch_here(processes: dict[int, ProcessId], ended: Callable[[int], None]) -> None:
     """Call `ended` with the key of each process on this node when it ends, on a thread that ends
-    with the last. The kernel tells at once, Ray after 0.05 s or, on a busy machine, ten times that.
+    with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
+    busy machine.
     """
     poll = select.poll()
     keys: dict[int, int] = {}  # by descriptor
@@ -148,18 +151,19 @@ def is_stopped_here(process: ProcessId) -> bool:
 
 
 def describe(process: ProcessId) -> str:
-    """State of a process, and the Python stacks of its threads if it can still write them."""
+    """The state of a process, and the Python stacks of its threads if it can still write them."""
     return str(on_node(process.node_id, describe_here, process, limit_s=DESCRIBE_TIMEOUT_S))
 
 
 def on_node(
     node_id: str, function: Callable[..., Any], *arguments: Any, limit_s: float = NODE_TIMEOUT_S
 ) -> Any:
-    """Run a function on a node, which may be done more than once.
+    """Run a function on a node; it may run more than once.
 
-    On a node that is gone there is nothing to do: None. Ray ends every process of a node that it
-    has declared dead, but it takes a while to do that, so a node that does not answer is asked
-    again. Raises `EngineError` when it has neither answered nor been declared dead in time.
+    Returns None for a node that is gone, where there is nothing to do. Ray ends every process of a
+    node that it has declared dead, but it declares that only after a while, so a node that does not
+    answer is asked again. Raises `EngineError` when it has neither answered nor been declared dead
+    in time.
     """
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*arguments)
@@ -179,7 +183,7 @@ def on_node(
                 raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s")
         try:
             return call(answer, what)
-        except EngineDeadError:  # the node, or the process there, has died in between
+        except EngineDeadError:  # the node, or the process there, has died meanwhile
             if time.monotonic() > until:
                 raise
             time.sleep(LOOK_S)
@@ -230,7 +234,7 @@ def has_descriptors() -> bool:
 
 
 def _open(pid: int, started: int) -> int | None:
-    """A descriptor of a process; None if it is gone, also if another has its number now."""
+    """A descriptor of a process; None if it is gone, even if another process has its number now."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -243,7 +247,7 @@ def _open(pid: int, started: int) -> int | None:
 
 
 def _end_elsewhere(pids: list[int]) -> None:
-    """`end_here` on systems that have no descriptors of processes, nor tell when one began."""
+    """`end_here` for systems that have neither descriptors nor start times of processes."""
     until = time.monotonic() + END_TIMEOUT_S
     alive = list(pids)
     while alive and time.monotonic() < until:
@@ -258,7 +262,7 @@ def _end_elsewhere(pids: list[int]) -> None:
 
 
 def _wait_for_ends(alive: dict[int, int], limit_s: float) -> None:
-    """Take out those that end in time."""
+    """Remove those that end in time."""
     poll, until = select.poll(), time.monotonic() + limit_s
     for descriptor in alive:
         poll.register(descriptor, select.POLLIN)
@@ -312,7 +316,7 @@ def describe_here(process: ProcessId) -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process began. Raises `OSError` if there is none."""
+    """When a process was started. Raises `OSError` if there is none."""
     if not IS_LINUX:
         return 0
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

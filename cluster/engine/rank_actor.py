@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 LOOK_AT_CORES_S = 2.0
 SWITCH_INTERVAL_S = (
-    0.0002  # Ray's threads must hand the interpreter back to the computing thread within this time
+    0.0002  # within which Ray's threads hand the interpreter back to the computing one
 )
 
 
 class RankActor:
     """One rank in its own process, or a spare that can become one.
 
-    A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So the
-    next step starts the moment the last one ends, whatever Ray still has to do to return that one's
+    A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So a
+    step starts the moment the one before it ends, even if Ray is still busy returning that one's
     result. Concurrency groups: the default one for control, `steps`, with one thread per step that
     may be under way, `masks`, and `watch`, which answers whatever the others do.
     """
@@ -50,7 +50,7 @@ class RankActor:
         engine_id: str,
         spare_gpus: list[str] | None = None,
     ) -> None:
-        """`spare_gpus`: of a spare, the GPUs that it is to see, as `start`."""
+        """`spare_gpus`: for a spare, the GPUs that it should see, as for `start`."""
         # Importing torch and compiling create nothing that has to be collected, but many objects to
         # look at: the collector takes a sixth of the start. It is on again once the cache is there.
         gc.disable()
@@ -65,7 +65,7 @@ class RankActor:
         # while it warms up.
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
-        self._ready = threading.Event()  # everything is imported
+        self._ready = threading.Event()  # everything is imported by then
         self._computing = ThreadPoolExecutor(1, "rank")
         self._turn = threading.Condition()
         self._next_step = 0
@@ -75,7 +75,7 @@ class RankActor:
             self._import()
 
     def identify(self) -> tuple[ProcessId, list[str]]:
-        """This process, and the GPUs that Ray gave it."""
+        """Identify this process, and the GPUs that Ray gave it."""
         return self._process, self._gpus
 
     def wait_until_warm(self) -> ProcessId:
@@ -91,8 +91,8 @@ class RankActor:
         self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
     ) -> WorkerReport:
         """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those of the
-        ranks on this node, in their order. Each rank sees them all, so that they can reach each
-        other's memory, and no other engine's.
+        ranks on this node, in their order. Each rank sees all of these, so that the ranks can reach
+        each other's memory, and no GPU of another engine.
         """
         worker = self._imported()
         show_gpus(gpus)
@@ -121,7 +121,7 @@ class RankActor:
         """
         worker = self._imported()
         self._computing.submit(worker.allocate_cache, num_blocks).result()
-        gc.freeze()  # what exists now lives as long as the process, so no collection looks at it
+        gc.freeze()  # what exists now lives as long as the process
         gc.enable()
         worker.compile_other_steps_beside()
 
@@ -132,7 +132,7 @@ class RankActor:
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> Progress:
-        """How far this rank is."""
+        """How far this rank has come."""
         if self._worker is None:
             return Progress(phase="imports")
         return dataclasses.replace(self._worker.progress)
@@ -142,15 +142,15 @@ class RankActor:
         """Run a step in its turn: the threads of a concurrency group may start out of order. Raises
         what the step raised.
 
-        Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on as they
-        are, and its own pickling is slower.
+        Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on unchanged,
+        and its own pickling is slower.
         """
         worker = self._imported()
         plan: StepPlan = pickle.loads(data)
         with self._turn:
             limit_s = self._config.engine.step_timeout_s
             self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
-            # Out of turn, it fails with an error that says so.
+            # Out of turn, the step fails with an error that says so.
             self._computing.submit(worker.launch, plan)
             self._next_step = plan.step_id + 1
             self._turn.notify_all()
@@ -162,7 +162,7 @@ class RankActor:
         self._imported().mask(pickle.loads(data))
 
     def _follow(self, share: CoreShare, cores: tuple[int, ...]) -> None:
-        """Give up cores to engines that come, take those of engines that go."""
+        """Give cores to engines that start, and take those of engines that end."""
         worker = self._imported()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
@@ -185,8 +185,8 @@ class RankActor:
             self._ready.set()
 
     def _warm(self) -> None:
-        """On a thread that runs only when nobody else wants the core: the engine that serves must
-        not slow down. The thread that computes later does not inherit that.
+        """Warm up on a thread that runs only when nothing else needs the core, so as not to slow
+        down the engine that serves. The thread that computes later does not inherit that priority.
         """
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -204,8 +204,8 @@ class RankActor:
 
 
 def show_gpus(gpus: list[str]) -> None:
-    """Let this process see these GPUs. Ray does this itself for those it gives, unless it was told
-    not to for the sake of other work in the cluster.
+    """Let this process see these GPUs. Ray does this itself for GPUs that it gives, unless it was
+    told not to because other work in the cluster needs that.
     """
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -24,7 +24,7 @@ REST_S = 10.0
 
 
 def give_up_after_s(wait_for_nodes_s: float) -> float:
-    """How long to try, where new nodes are waited for that long."""
+    """How long to try if new nodes may be waited for."""
     return max(GIVE_UP_AFTER_S, wait_for_nodes_s)
 
 
@@ -44,13 +44,17 @@ class Recovery:
     give_up_after_s: float = GIVE_UP_AFTER_S
     state: State = State.SERVING
     num_recoveries: int = 0
-    attempts: list[str] = field(default_factory=list)  # since the last result, with their ends
+    attempts: list[str] = field(
+        default_factory=list
+    )  # attempts since the last result, and how each ended
     _first_fault_s: float = 0.0
     _due_s: float = 0.0
     _served_s: float = 0.0  # since when the present group serves
 
     def fault(self, why: str) -> bool:
-        """A rank was lost, or a new group could not be assembled. False if that was known."""
+        """A rank was lost, or a new group could not be assembled. Returns False if that was known
+        already.
+        """
         if self.state not in (State.SERVING, State.ASSEMBLING):
             return False
         now_s = self.clock()
@@ -76,7 +80,7 @@ class Recovery:
         return max(0.0, self._due_s - self.clock()) if self.state is State.BACKOFF else 0.0
 
     def retry(self) -> bool:
-        """Whether the next attempt begins."""
+        """Begin the next attempt if it is due. Returns whether it began."""
         if self.state is State.BACKOFF and self.clock() >= self._due_s:
             self.state = State.ASSEMBLING
             return True
@@ -95,14 +99,16 @@ class Recovery:
             self.attempts.clear()
 
     def rest(self) -> None:
-        """The group answers and has no work, so no result can come; for a while that counts too."""
+        """The group answers and has no work, so no result can come. After a while that counts as
+        one.
+        """
         if self.state is State.SERVING and self.clock() - self._served_s >= REST_S:
             self.attempts.clear()
 
     def give_up(self) -> None:
-        """Trying again would change nothing."""
+        """Stop trying: another attempt would change nothing."""
         self.state = State.DEAD
 
     def report(self) -> str:
-        """Why it ended, attempt by attempt."""
+        """Why recovery ended, attempt by attempt."""
         return "; ".join(self.attempts)

@@ -1,4 +1,4 @@
-"""What a started engine says about itself."""
+"""What a started engine reports about itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.limits import SchedulerLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What a client needs to know of a started engine.
+    """What a client needs to know about a started engine.
 
     checkpoint: changes when the files of the checkpoint do. seconds: of each phase of the start, by
     name. lines: for the log.

@@ -1,6 +1,6 @@
-"""Processes that can take the place of a rank: everything is imported and compiled kernels are
-loaded, which is most of what a start takes. They hold no device, and weights only if they are to
-(`spares="loaded"`, on a CPU).
+"""Processes that can take the place of a rank. They have imported everything and loaded the
+compiled kernels, which is most of the work of a start. They hold no device, and weights only if
+told to (`spares="loaded"`, on a CPU).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from ray.exceptions import RayError
 
 from cluster.engine.worker_group import RankHandle, RankMaker, end_ranks
 
-# They are made when the engine has served for a while, because a program that generates once and
-# ends needs none, and has nothing to do: starting processes takes time on the cores of the ranks.
+# Spares are made when the engine has served for a while, because a program that generates once and
+# ends needs none, and when it has no work, because starting processes takes time on the cores of
+# the ranks.
 DELAY_S = 5.0
-PATIENCE_S = 30.0  # after that they are made beside its work
+PATIENCE_S = 30.0  # after that time they are made even while it works
 ANSWER_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -31,8 +32,8 @@ class Spares:
         self._maker = maker
         self._wanted = kind != "off"
         self._spares: list[RankHandle] = []
-        self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when they are
-        self._due_s = time.monotonic() + DELAY_S  # without work
+        self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when the spare is
+        self._due_s = time.monotonic() + DELAY_S  # if there is no work
         self._latest_s = self._due_s + PATIENCE_S
 
     def look(self, *, is_busy: bool) -> None:
@@ -50,12 +51,12 @@ class Spares:
                     self._warming.pop(ref).process = ray.get(ref)
 
     def ready(self) -> list[RankHandle]:
-        """Those that could take over at once. Any thread."""
+        """The spares that could take over at once. Any thread."""
         return [spare for spare in self._spares if spare.process is not None]
 
     def take(self) -> list[RankHandle | None]:
-        """The spares, by rank; None for one that does not answer. The next ones are made as soon as
-        the engine serves again: what has failed once may fail again.
+        """The spares, by rank; None for one that does not answer. The next spares are made as soon
+        as the engine serves again: what has failed once may fail again.
         """
         spares, self._spares = self._spares, []
         self._warming = {}
@@ -75,6 +76,6 @@ class Spares:
         return taken
 
     def close(self) -> None:
-        """End them."""
+        """End the spares."""
         spares, self._spares = self._spares, []
         end_ranks(spares)

@@ -1,6 +1,4 @@
-"""Starting an engine and stopping it: Ray, placement group, driver, ranks, frontend, in this
-order.
-"""
+"""Starts an engine and stops it: Ray, placement group, driver, ranks, frontend, in this order."""
 
 from __future__ import annotations
 
@@ -48,10 +46,11 @@ class EngineProcesses:
     def __init__(self, setup: EngineSetup, group: PlacementGroup | None = None) -> None:
         """Start everything. Raises what kept it from starting, and leaves nothing behind.
 
-        `group`: one of the caller's, with one bundle per rank; it is used and left.
+        `group`: a placement group of the caller's, with one bundle per rank; it is used and never
+        removed.
         """
         stack = contextlib.ExitStack()
-        self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # also at exit
+        self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # even at exit
         try:
             self._owner, self.frontend, self.report = _start(setup, group, stack)
         except BaseException:
@@ -71,7 +70,7 @@ class EngineProcesses:
 def _start(
     setup: EngineSetup, group: PlacementGroup | None, stack: contextlib.ExitStack
 ) -> tuple[DriverOwner, Frontend, EngineReport]:
-    """(owner, frontend, report); what has to be undone goes onto the stack."""
+    """(owner, frontend, report); everything that has to be undone is pushed onto the stack."""
     began = time.perf_counter()
     size = setup.config.tensor_parallel_size
     lease = SESSION.connect(setup.config.ray_address, size)
@@ -101,7 +100,7 @@ def _start(
         logger.info(line)
     total = time.perf_counter() - began
     seconds = {"ray": connected - began, "processes": 0.0, **report.seconds}
-    # Phases are those of the slowest rank, and while one is slow another one waits.
+    # Each phase has the time of the slowest rank; while one rank is slow, the others wait.
     seconds |= {"processes": max(0.0, total - sum(seconds.values())), "all": total}
     logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
@@ -127,7 +126,7 @@ class DriverOwner:
         report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
         if self._report is None:
             self._report = report
-            # The next driver's ranks get as many blocks, whatever else has come onto the device.
+            # The next driver's ranks get as many blocks, whatever else uses the device by then.
             options = dataclasses.replace(
                 self._config.engine, num_kv_blocks=report.limits.num_blocks
             )
@@ -140,8 +139,8 @@ class DriverOwner:
         return report
 
     def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
-        """A new driver in place of one that is dead or stuck. Raises `EngineDeadError` when none
-        could be started, naming each attempt, or when one after another died without any news.
+        """Start a new driver in place of one that is dead or stuck. Raises `EngineDeadError` when
+        none could be started, naming each attempt, or when one after another died without any news.
         """
         logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
         if self._report is None:
@@ -177,7 +176,7 @@ class DriverOwner:
     def stop(self) -> None:
         """End the driver, and whatever is left of its ranks."""
         self._is_stopped = True
-        with contextlib.suppress(EaglerayError):  # it may be dead; what is left is ended next
+        with contextlib.suppress(EaglerayError):  # it may be dead; whatever is left is ended next
             call(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
         self._end_processes()
 
@@ -187,9 +186,9 @@ class DriverOwner:
 
 
 def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -> Any:
-    """A handle on a new driver actor, on the node of rank 0. It takes no bundle, so it outlives the
-    placement group when that has to be replaced. The processes of its first ranks start beside its
-    own: that takes longest.
+    """A handle on a new driver actor, on the node of rank 0. The driver takes no bundle, so it
+    outlives the placement group when that has to be replaced. The processes of its first ranks,
+    which take longest to start, start at the same time.
     """
     places = placement.places()
     maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
@@ -209,8 +208,8 @@ def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -
 
 
 def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedConfig:
-    """`resolve_config`, run where it matters what is installed: here, or on the node that has the
-    GPUs.
+    """`resolve_config`, run on the machine whose installed packages count: this one, or the node
+    that has the GPUs.
     """
     arguments = (setup.config, setup.model, setup.model_dir, device)
     if device == "cpu" or has_cuda():
@@ -228,8 +227,8 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
 
 
 def _while_held(lease: str, stop: Callable[[Any], None], what: Any) -> None:
-    """Stop something of ours, unless Ray was shut down and took it along: a call would start a new
-    Ray.
+    """Stop something of ours, unless Ray was shut down, which has ended it too: a call would start
+    a new Ray.
     """
     if SESSION.holds(lease):
         stop(what)

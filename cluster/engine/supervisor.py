@@ -1,5 +1,5 @@
-"""Keeps an engine supplied with a group of ranks: watches the group, and when it is lost ends what
-is left of it and assembles the next, beside the engine's thread.
+"""Keeps an engine supplied with a group of ranks, beside the engine's thread: it watches the group,
+and when that is lost, it ends what is left of it and assembles the next one.
 
 One thread runs the state machine of `recovery.py`. It owns the groups, the watch and the spares;
 the engine's thread runs steps on the group it was given and reports a step that failed.
@@ -21,13 +21,15 @@ from cluster.engine.watch import HEARTBEAT_S, Watch
 from cluster.engine.worker_group import GroupReport, RankHandle, RankMaker, WorkerGroup
 from scheduler.errors import ClientError, EaglerayError, EngineDeadError
 
-ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been ended
+ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been killed
 
 logger = logging.getLogger("eagleray.driver")
 
 
 class Supervisor:
-    """`start` assembles the first group on the calling thread; after `watch` this one works."""
+    """`start` assembles the first group on the calling thread; `watch` starts this object's own
+    thread.
+    """
 
     make_group: type[WorkerGroup] = WorkerGroup
     make_watch: type[Watch] = Watch
@@ -112,7 +114,7 @@ class Supervisor:
         return watch.answers and (self._applied == group.epoch or not self._has_work())
 
     def processes(self) -> dict[str, ProcessId]:
-        """Those of the present epoch that are known, and spares. Any thread."""
+        """The known processes of the present epoch, and the spares. Any thread."""
         ranks = self._group.ranks if self._group is not None else []
         found = {f"rank {i}": rank.process for i, rank in enumerate(ranks)}
         found |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
@@ -146,7 +148,7 @@ class Supervisor:
                 self._die(str(error))
 
     def turn(self) -> None:
-        """One look at the group, and whatever follows from it."""
+        """Look at the group once, and do whatever follows."""
         recovery = self.recovery
         if recovery.state is State.SERVING:
             assert self._group is not None and self._watch is not None

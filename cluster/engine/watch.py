@@ -1,10 +1,9 @@
-"""Whether the ranks of one epoch live and move.
+"""Whether the ranks of one epoch are alive and make progress.
 
-The death of a rank fails a call that never returns; of those on this node the kernel tells sooner.
-A heartbeat asks each rank for its progress.
-*Stuck* is not slow: it means that work is outstanding and for `stuck_after_s` no counter of any
-rank has moved, or that a rank has not answered at all for that long. How long a step or a load
-takes does not matter.
+The death of a rank fails a call that never returns; for ranks on this node, the kernel reports it
+sooner. A heartbeat asks each rank for its progress. *Stuck* is not slow: it means that work is
+outstanding and for `stuck_after_s` no counter of any rank has moved, or that a rank has not
+answered at all for that long. How long a step or a load takes does not matter.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from cluster.engine.worker_group import WorkerGroup
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-# How often to look, and to ask the ranks. With the next, the time within which an engine whose rank
-# is stopped no longer calls itself ready.
+# How often to look, and to ask the ranks. Together with the next two, this bounds the time after
+# which an engine whose rank is stopped no longer reports that it is ready.
 HEARTBEAT_S = 0.5
-# A rank on this node that is not stopped and has nothing to do is asked only so often: a question
-# costs a millisecond.
+# A rank on this node that is not stopped and has nothing to do is asked only this often, because a
+# question costs a millisecond.
 ASK_IDLE_AFTER_S = 2.0
-# Without an answer for so long, the engine does not call itself ready.
+# If a rank has not answered for this long, the engine does not report that it is ready.
 ANSWER_S = 0.4
-# If this process itself was not running for so long, nobody else is to blame for silence.
+# If this process itself did not run for this long, the silence of others proves nothing.
 STALL_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -37,12 +36,12 @@ logger = logging.getLogger("eagleray.driver")
 
 @dataclass(slots=True)
 class _Pulse:
-    """What is known of one rank."""
+    """What is known about one rank."""
 
     heard_s: float
     moved_s: float
-    asked_s: float | None = None  # since when a question is not answered
-    is_asked: bool = False  # and it is still on its way
+    asked_s: float | None = None  # since when a question is unanswered
+    is_asked: bool = False  # and that call has not ended
     progress: Progress | None = None
 
 
@@ -69,15 +68,15 @@ class Watch:
 
     @property
     def answers(self) -> bool:
-        """Whether every rank has answered lately."""
+        """Whether every rank has answered recently."""
         now_s = self._clock()
         return not self._dead and all(
             pulse.asked_s is None or now_s - pulse.asked_s < ANSWER_S for pulse in self._pulses
         )
 
     def look(self, busy_since_s: float | None) -> str | None:
-        """What is wrong, if anything is; sends the next heartbeats. `busy_since_s`: when work was
-        begun or a result came, whichever is later; None without work.
+        """What is wrong, if anything is; sends the next heartbeats. `busy_since_s`: when work began
+        or the last result came, whichever is later; None without work.
         """
         if self._dead:
             rank, why = self._dead[0]
@@ -108,7 +107,7 @@ class Watch:
         return None
 
     def _is_doubtful(self, rank: int) -> bool:
-        """Whether a rank without work may be stuck all the same."""
+        """Whether a rank may be stuck although it has no work."""
         process, silent_s = self._here.get(rank), self._clock() - self._pulses[rank].heard_s
         return process is None or silent_s >= ASK_IDLE_AFTER_S or is_stopped_here(process)
 
@@ -149,7 +148,7 @@ class Watch:
         pulse = self._pulses[rank]
         pulse.is_asked = False
         if answered.exception() is not None:
-            return  # it has died, or the call was lost; then it is asked again
+            return  # it has died, or the call was lost and is made again
         progress = answered.result()
         now_s = self._clock()
         pulse.heard_s, pulse.asked_s = now_s, None

@@ -33,8 +33,8 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """How the ranks came up: size of the cache in blocks, their seconds by phase, lines for the
-    log, and what every later epoch must find again.
+    """How the ranks started: size of the cache in blocks, seconds per phase, lines for the log, and
+    what must be the same in every later epoch.
     """
 
     num_blocks: int
@@ -70,11 +70,11 @@ class RankMaker:
         self._rank_actor = rank_actor
 
     def note_gpus(self, place: Place, gpus: list[str]) -> None:
-        """The GPUs that Ray gave to a process there that is not a spare."""
+        """Note the GPUs that Ray gave to a process at `place` that is not a spare."""
         self._gpus[place.node_id, place.bundle] = gpus
 
     def gpus_of_node(self, node_id: str, places: Seq[Place]) -> list[str]:
-        """Those of the ranks that are on a node, in their order. `places`: of all ranks."""
+        """The GPUs of the ranks on a node, in the order of the ranks. `places`: of all ranks."""
         return [
             gpu
             for place in places
@@ -83,8 +83,8 @@ class RankMaker:
         ]
 
     def create(self, place: Place, spare_among: Seq[Place] = ()) -> RankHandle:
-        """A new actor. `spare_among`: the places of all ranks makes it a spare, which takes nothing
-        of its bundle: what it will need is its rank's.
+        """A new actor. With `spare_among`, the places of all ranks, it is a spare, which takes no
+        resources from its bundle: those that it will need are its rank's.
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
@@ -191,7 +191,7 @@ class WorkerGroup:
         """Wait for a step on every rank; the result of the step before has already been read.
 
         Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a late
-        rank enough time to report that itself.
+        rank enough time to report that it is late.
         """
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
         refs = self._pending.pop(step_id, None)
@@ -215,7 +215,7 @@ class WorkerGroup:
         end_ranks(self.ranks)
 
     def _spare_at(self, place: Place) -> RankHandle | None:
-        """The spare of a rank, if it is where the rank has to be now."""
+        """The spare of a rank, if it is on the node where the rank has to be now."""
         spare = self._spares[place.rank]
         if spare is None or (spare.process and spare.process.node_id == place.node_id):
             return spare
@@ -237,7 +237,7 @@ class WorkerGroup:
                 self._maker.note_gpus(place, gpus)
 
     def _phases(self) -> str:
-        """What each rank is doing."""
+        """What each rank is doing at the moment."""
         refs = [rank.actor.progress.remote() for rank in self.ranks]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         return ", ".join(
@@ -257,7 +257,7 @@ class WorkerGroup:
         except GetTimeoutError:
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in enumerate(refs) if ref not in done]
-            if not late:  # the last one came just now
+            if not late:  # the last one has just come
                 return self._all(refs, what, limit_s)
             raise StepTimeoutError(
                 f"{what} did not finish within {limit_s:g} s on rank {late}"
@@ -267,7 +267,7 @@ class WorkerGroup:
 
 
 def _packed(message: StepPlan | StepMask) -> Any:
-    """What an actor is called with. Rows with the same mask share it in a pickle."""
+    """The argument of a call to an actor. Rows with the same mask share it in a pickle."""
     data = pickle.dumps(message, protocol=5)
     return ray.put(data) if len(data) > INLINE_PLAN_BYTES else data
 
@@ -275,12 +275,12 @@ def _packed(message: StepPlan | StepMask) -> Any:
 def end_ranks(ranks: Seq[RankHandle]) -> None:
     """End actors and see their processes dead."""
     for rank in ranks:
-        ray.kill(rank.actor)  # so that Ray knows, also of those whose process has not begun
+        ray.kill(rank.actor)  # so that Ray knows, even of actors whose process has not started yet
     end_all([rank.process for rank in ranks if rank.process is not None])
 
 
 def _check_same(first: GroupReport, reports: list[WorkerReport]) -> None:
-    """Raise unless a later epoch has what the first one had."""
+    """Raise unless a later epoch has the same files and as many blocks as the first."""
     if any(report.checkpoint != first.checkpoint for report in reports):
         raise ClientError(
             "the files of the checkpoint have changed since the engine started, so requests cannot"
@@ -295,7 +295,9 @@ def _check_same(first: GroupReport, reports: list[WorkerReport]) -> None:
 
 
 def _explained(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> EaglerayError:
-    """The cause, with the message of each rank that failed. What the user can mend comes first."""
+    """The cause, with the message of each rank that failed. Errors that the user can fix come
+    first.
+    """
     by_rank = failures(refs, patience_s=1.0)
     for cause in by_rank.values():
         if isinstance(cause, ClientError):

@@ -16,7 +16,7 @@ _CACHE_BYTES = 64 * 2**20
 
 
 class GrammarCompiler:
-    """Compiles structural tags, and keeps those that were used last. Any thread may call."""
+    """Compiles structural tags, and keeps the ones used last. Any thread may call."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """See `Helper`."""

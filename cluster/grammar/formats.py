@@ -1,7 +1,8 @@
-"""From what a request asks its output to be like to a structural tag, the language of xgrammar
-(xgrammar.mlc.ai, "Structural Tag").
+"""Converts what a request asks of the form of its output to a structural tag, the language of
+xgrammar (xgrammar.mlc.ai, "Structural Tag").
 
-What xgrammar would read without honoring is refused here, by name. Imports nothing of xgrammar.
+Whatever xgrammar would accept but not enforce is refused here, by name. Imports nothing of
+xgrammar.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "$comment"),
 }
-# With what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
+# Keywords, with what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
 _PLAIN, _SCHEMA, _LIST, _BY_NAME = range(4)
 _HONORED = {
     "type": _PLAIN,
@@ -48,7 +49,7 @@ _HONORED = {
     "prefixItems": _LIST,
     "anyOf": _LIST,
 }
-# Beside these keywords some others cannot be honored, or not all of them.
+# Beside one of these keywords, some or all other keywords cannot be enforced.
 _ALONE = {
     "pattern": {"minLength", "maxLength", "format"},
     "format": {"minLength", "maxLength"},
@@ -64,7 +65,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum"), ("integer", "number")),
     **dict.fromkeys(("maximum", "exclusiveMaximum"), ("integer", "number")),
 }
-_CHARACTER = r"[^\"\\\u0000-\u001f]"  # of a JSON string, not escaped
+_CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
 _DATE = (
     r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     r"|02-(0[1-9]|1[0-9]|2[0-8]))"  # the 29th of February is left out
@@ -85,7 +86,7 @@ _FORMATS = {
 FORMATS = tuple(_FORMATS)
 _MAX_DEPTH = 64
 _MAX_LENGTH = 10_000  # of a string whose length is limited
-_MAX_WHITESPACE = 10  # in a row: enough to indent, too few to go on with nothing else
+_MAX_WHITESPACE = 10  # in a row: enough to indent, but too few to go on forever
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -136,7 +137,9 @@ def calls_possible(tools: Iterable[ToolFormat], *, only_one: bool = False) -> Fo
 
 
 def after_thinking(answer: Format, state: State) -> Format:
-    """The answer behind the reasoning that a prompt leaves open, or that may begin it."""
+    """The format of the answer after the reasoning, which the prompt leaves open or with which the
+    answer may begin.
+    """
     thoughts = {"type": "any_text", "excludes": [THINK, END_THINK]}
     end = {"type": "const_string", "value": "\n\n"}
     if state is State.REASONING:
@@ -158,8 +161,8 @@ def source_of(answer: Format) -> str:
 
 
 def honored(schema: object, where: str, depth: int = 0) -> Any:
-    """A JSON schema in the words that xgrammar honors. Raises `RequestError` naming what it would
-    read without honoring.
+    """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
+    accept but not enforce.
     """
     if isinstance(schema, bool):
         return schema
@@ -281,7 +284,7 @@ def _is_of(value: object, kind: object) -> bool:
 
 
 def _schema(value: object) -> Any:
-    """A schema that may come as text."""
+    """A schema, which may be given as text."""
     if not isinstance(value, str):
         return value
     try:

@@ -19,7 +19,7 @@ START_TIMEOUT_S = 60.0
 
 
 class HelperError(Exception):
-    """The helper refused a call; the message is its own."""
+    """The helper refused a call; the message is the helper's."""
 
 
 class HelperLostError(Exception):
@@ -27,12 +27,12 @@ class HelperLostError(Exception):
 
 
 class Helper:
-    """One helper process. It starts with the first call, and again with the first call after it was
+    """One helper process. It is started by the first call, and again by the first call after it was
     lost. Any thread may call; the calls wait for each other.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: its `tokenizer.json`."""
+        """`tokenizer`: path of the `tokenizer.json`."""
         self._tokenizer = tokenizer
         self._command = [
             *(sys.executable, "-m", "cluster.grammar.process"),
@@ -43,17 +43,17 @@ class Helper:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id, None while there is no process."""
         return None if self._process is None else self._process.pid
 
     def call(self, limit_s: float, name: str, *arguments: Any) -> Any:
-        """The answer. Raises `HelperError` and `HelperLostError`."""
+        """Make a call and return its result. Raises `HelperError` and `HelperLostError`."""
         with self._lock:
             self._start()
             return self._ask(limit_s, name, arguments)
 
     def start(self) -> None:
-        """Start the process, which takes seconds, so that the next call need not. Raises as
+        """Start the process, which takes seconds, so that the next call does not have to. Raises as
         `call`.
         """
         with self._lock:

@@ -1,4 +1,5 @@
-"""What constrained outputs may contain next: a helper process follows them through their grammars.
+"""Which tokens constrained outputs may contain next: a helper process follows them through their
+grammars.
 
 A matcher is a function of the known tokens of its sequence, so whatever happens to the helper, or
 to the ranks, another one gets all tokens again and goes on.
@@ -18,8 +19,8 @@ MASK_TIMEOUT_S = 5.0
 
 
 class GrammarMatching:
-    """`Grammars` over a helper process, which starts with the first constrained request. One
-    thread, but for `start`.
+    """`Grammars` by a helper process, which is started with the first constrained request. One
+    thread, except for `start`.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
@@ -29,8 +30,8 @@ class GrammarMatching:
         self._ended: list[str] = []
 
     def start(self) -> None:
-        """Start the helper, if it does not run: not on the thread that runs steps, since it takes
-        seconds. If that fails, the requests that need it are told later.
+        """Start the helper if it does not run. Takes seconds, so it must not be called on the
+        thread that runs steps. If it fails, the requests that need the helper fail later.
         """
         with contextlib.suppress(HelperError, HelperLostError):
             self._helper.start()
@@ -52,7 +53,9 @@ class GrammarMatching:
         self._helper.close()
 
     def _alone(self, seq: Sequence) -> bytes | EaglerayError | None:
-        """After the helper was lost: whoever loses it again is at fault."""
+        """After the helper was lost: ask for one sequence at a time. Sequences that lose it again
+        are at fault.
+        """
         try:
             return self._ask([seq])[0]
         except HelperLostError:
@@ -74,7 +77,7 @@ class GrammarMatching:
         except HelperLostError:
             self._num_sent.clear()
             raise
-        except HelperError as error:  # nobody knows how far it got
+        except HelperError as error:  # it is not known how far the helper got
             self._helper.close()
             self._num_sent.clear()
             return [

@@ -2,9 +2,8 @@
 
 `python -m cluster.grammar.process TOKENIZER VOCAB_SIZE EOS_ID...` answers calls that come on its
 standard input, one after the other (`pipes.py`): (name, arguments). The answer is (True, result) or
-(False, message). xgrammar, which loads torch and transformers, is
-imported here alone, and what hangs or crashes in it ends this process alone. It ends when its input
-is closed.
+(False, message). xgrammar, which loads torch and transformers, is imported here alone, so whatever
+hangs or crashes in it ends only this process. It ends when its input is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Program:
             vocab_size=vocab_size,
             stop_token_ids=eos_token_ids,
         )
-        # Whatever the number of cores: those belong to the ranks.
+        # However many cores there are, they belong to the ranks.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._compiled: dict[bytes, xgrammar.CompiledGrammar] = {}
         self._matchers: dict[str, xgrammar.GrammarMatcher] = {}
@@ -45,11 +44,11 @@ class Program:
         self._equal: dict[bytes, bytes] = {}
 
     def ready(self) -> None:
-        """Everything is imported."""
+        """Returns once everything is imported."""
 
     def compile(self, structural_tag: str) -> bytes:
-        """A structural tag compiled. Raises `ValueError` for one that is too large, and xgrammar's
-        errors.
+        """The compiled form of a structural tag. Raises `ValueError` for one that is too large, and
+        xgrammar's errors.
         """
         compiled = self._compiler.compile_structural_tag(structural_tag).serialize_json().encode()
         if len(compiled) > MAX_COMPILED_BYTES:
@@ -62,9 +61,9 @@ class Program:
     def masks(
         self, wanted: list[tuple[str, bytes, list[int]]], ended: list[str]
     ) -> list[bytes | str | None]:
-        """For each (request id, compiled grammar, output tokens since the last call) what may come
-        next: a mask, None for anything, or a message. A grammar is given with the first call. Rows
-        with equal masks get the same object.
+        """For each (request id, compiled grammar, output tokens since the last call), which tokens
+        may come next: a mask, None for any, or an error message. The grammar is given only in the
+        first call. Rows with equal masks get the same object.
         """
         for request_id in ended:
             self._matchers.pop(request_id, None)
@@ -76,7 +75,7 @@ class Program:
     ) -> bytes | str | None:
         try:
             return self._mask(request_id, grammar, token_ids)
-        except Exception as error:  # of one request: the others go on
+        except Exception as error:  # it concerns one request; the others continue
             return f"its grammar failed: {error}"
 
     def _mask(self, request_id: str, grammar: bytes, token_ids: list[int]) -> bytes | str | None:
@@ -128,7 +127,7 @@ def main() -> None:
     torch.set_num_threads(1)
     calls: queue.Queue[Any] = queue.Queue()
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # what libraries print must not get into the answers
     threading.Thread(target=_take_calls, args=(calls,), daemon=True).start()
     program = Program(args.tokenizer, args.vocab_size, args.eos_token_ids)
     os.nice(NICENESS)
@@ -142,7 +141,9 @@ def main() -> None:
 
 
 def _take_calls(calls: queue.Queue[Any]) -> None:
-    """On a thread of its own, so that the end of the input ends whatever this process is doing."""
+    """Runs on a thread of its own, so that the end of the input ends this process whatever it is
+    doing.
+    """
     while True:
         try:
             calls.put(read_message(sys.stdin.buffer))

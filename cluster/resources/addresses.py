@@ -1,4 +1,6 @@
-"""Addresses of Ray clusters: which one runs here, which are the same, whether anything listens."""
+"""Addresses of Ray clusters: which cluster runs here, which addresses are the same, whether
+anything listens at one.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def cluster_on_this_machine() -> str | None:
-    """The address `ray start` recorded here, if something still listens there: a killed cluster
-    leaves its record.
+    """The address that `ray start` recorded here, if something still listens there: a killed
+    cluster leaves its record behind.
     """
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
@@ -39,7 +41,11 @@ def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
-    except (OSError, OverflowError, UnicodeError):  # the last two: not a port, not a host name
+    except (
+        OSError,
+        OverflowError,
+        UnicodeError,
+    ):  # the last two: not a port, not a host name
         return False
     return True
 

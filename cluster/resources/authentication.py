@@ -1,9 +1,9 @@
 """Ray's token authentication, chosen before Ray is imported, which is when it reads the choice.
 
 A cluster started by `ray.init` uses a token; one started by `ray start` uses a token if there is
-one. A process that joins does not look for the token by itself and would be turned away, so this
-module looks for it. A RAY_AUTH_MODE that is set is left alone, and so is a program that imported
-Ray before us.
+one. A process that joins a cluster does not look for the token by itself and would be rejected, so
+this module looks for it. A RAY_AUTH_MODE that is set is left alone, and so is a program that
+imported Ray before us.
 """
 
 from __future__ import annotations

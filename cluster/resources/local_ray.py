@@ -1,8 +1,8 @@
-"""A local Ray of our own, started with what an engine uses and nothing else.
+"""A local Ray of our own, started with only what an engine uses.
 
-Most of that is said in environment variables. What they cannot turn off is left out by replacing
-methods of Ray's own, here and nowhere else: a Ray that is built differently starts what it always
-starts, and takes longer.
+Environment variables turn off most of the rest. What they cannot turn off is left out by replacing
+methods of Ray's private classes, only in this file. Where Ray does not have these methods, it
+starts everything, and takes longer.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LOCAL_RAY = {
 
 # Methods of `Node` that start a process which does nothing for a local Ray without a dashboard.
 IDLE_PROCESSES = (
-    "start_monitor",  # an autoscaler's, and there are no nodes to add
-    "start_log_monitor",  # brings the output of actors to a program that has not asked for it
-    "start_api_server",  # without a dashboard only usage statistics; `ray.init` waits for it
+    "start_monitor",  # for the autoscaler, which has no nodes to add
+    "start_log_monitor",  # forwards the output of actors, which the program has not asked for
+    "start_api_server",  # reports only usage statistics, but `ray.init` waits for it
 )
 
 
 @contextmanager
 def only_what_engines_use() -> Iterator[None]:
-    """For `ray.init` of a local Ray, without a dashboard: the settings, where the environment does
-    not have them already, and none of `IDLE_PROCESSES`.
+    """A context for `ray.init` of a local Ray without a dashboard: sets those settings that the
+    environment does not have already, and starts none of `IDLE_PROCESSES`.
 
-    Those take 2 s of processor time at the start, which two cores do not have, and 1% of a core
-    until Ray ends.
+    Those processes take 2 s of processor time at the start, which delays it on two cores, and 1% of
+    a core until Ray ends.
     """
     added = {name: value for name, value in LOCAL_RAY.items() if name not in os.environ}
     usual = {name: getattr(Node, name) for name in IDLE_PROCESSES if hasattr(Node, name)}
@@ -62,4 +62,4 @@ def only_what_engines_use() -> Iterator[None]:
 
 
 def _start_nothing(node: Node, **_: Any) -> None:
-    """In place of a method of `IDLE_PROCESSES`."""
+    """Replaces a method of `IDLE_PROCESSES`."""

@@ -36,7 +36,7 @@ SAY_S = 10.0
 logger = logging.getLogger("eagleray")
 
 
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch when it is imported
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it is imported
 
 
 def actor_environment() -> dict[str, Any]:
@@ -44,7 +44,7 @@ def actor_environment() -> dict[str, Any]:
     tensors on a CPU where the system leaves them to programs.
 
     An actor passes its environment on to the actors it starts, so nothing about GPUs may be set
-    here: the driver has none, but the ranks it starts have.
+    here: the driver does not have one, but the ranks that it starts do.
     """
     inherited = os.environ.get("PYTHONPATH")
     path = f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)
@@ -74,7 +74,7 @@ class Place:
 
 
 class Placement:
-    """The bundles of one engine. Copies of this object in other processes see the same ones."""
+    """The bundles of one engine. Copies of this object in other processes see the same bundles."""
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class Placement:
         group: PlacementGroup | None = None,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        """`group`: one of the caller's, with a bundle per rank; it is used and left. Otherwise
-        `reserve` makes one whose name begins with `name`, which no other engine has.
-        `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have yet.
+        """`group`: a placement group of the caller's, with one bundle per rank; it is used and
+        never removed. Otherwise `reserve` makes one whose name begins with `name`, which no other
+        engine has. `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have
+        yet.
         """
         self.size = size
         self.device = device
@@ -113,11 +114,11 @@ class Placement:
             raise ConfigError(shortage(self.size, self.device, what))
 
     def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Have every bundle on a living node again, if a node was lost: on those that are left, or
-        on one that joins within `limit_s`. Returns whether anything had to be done: whatever ran in
-        the bundles has ended then.
+        """If a node was lost, place every bundle on a living node again: on those that are left, or
+        on one that joins within `limit_s`. Returns whether anything had to be done; if so,
+        everything that ran in the bundles has ended.
 
-        Raises `WorkerError` saying what is missing, also when it is no longer wanted.
+        Raises `WorkerError` saying what is missing, also when the placement is no longer wanted.
         """
         if self.is_whole():
             return False
@@ -133,8 +134,8 @@ class Placement:
         return True
 
     def take_over(self) -> None:
-        """From now on no copy that another process holds touches the groups of this one: a driver
-        that was given up may live on where nobody reaches it.
+        """From now on, copies in other processes leave the groups of this one alone: a driver that
+        was given up may still run where nobody reaches it.
         """
         self._generation += 1
 
@@ -147,7 +148,7 @@ class Placement:
         return set(table["bundles_to_node_id"].values()) <= alive
 
     def places(self) -> list[Place]:
-        """Of each rank. Raises `WorkerError` unless every bundle has a node."""
+        """The place of each rank. Raises `WorkerError` unless every bundle has a node."""
         by_bundle = self._table().get("bundles_to_node_id", {})
         nodes = [by_bundle.get(bundle) for bundle in range(self.size)]
         if not all(nodes):
@@ -168,7 +169,9 @@ class Placement:
         ]
 
     def in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        """For an actor that is to run there. Raises `WorkerError` without a group."""
+        """The scheduling strategy for an actor that should run in the bundle. Raises `WorkerError`
+        without a group.
+        """
         self._table()
         if self._known is None:
             raise WorkerError(f"the placement group {self.name} is gone")
@@ -179,7 +182,7 @@ class Placement:
         return {node for node in self._table().get("bundles_to_node_id", {}).values() if node}
 
     def remove(self) -> None:
-        """Give the bundles back, if they are ours; Ray ends what runs in them."""
+        """Remove the bundles, if they are ours; Ray ends what runs in them."""
         if self._callers is None:
             for generation in range(self._generation + 1):
                 for group, _ in self._ours(generation):
@@ -187,7 +190,7 @@ class Placement:
             self._known = None
 
     def _table(self) -> dict[str, Any]:
-        """Ray's record of the present group, whichever process made it; empty without one."""
+        """Ray's record of the present group, whichever process made it; empty if there is none."""
         if self._known is not None:
             table: dict[str, Any] = placement_group_table(self._known)
             if self._callers is not None or table.get("state") != "REMOVED":
@@ -229,7 +232,7 @@ class Placement:
                 return False
 
     def _wait(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
-        """Whether the present group is placed in time. Says now and then what it waits for."""
+        """Whether the present group is placed in time. Logs now and then what it waits for."""
         began_s = said_s = time.monotonic()
         pause_s = 0.005
         try:

@@ -1,4 +1,4 @@
-"""What a cluster has for the ranks of an engine: which device, and on how many nodes.
+"""What a cluster offers to the ranks of an engine: which device, and on how many nodes.
 
 A cluster that cannot hold the ranks is refused, saying what is needed and what each node has.
 """
@@ -56,8 +56,8 @@ def ranks_held(device: str) -> list[int]:
 
 
 def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> None:
-    """Raise `ConfigError` when the cluster does not have the resources for so many groups, whoever
-    uses them now.
+    """Raise `ConfigError` when the cluster does not have the resources for this many groups, no
+    matter who uses them now.
     """
     if sum(ranks_held(device)) < tensor_parallel_size * groups:
         what = "the Ray cluster does not have the resources for"
@@ -67,8 +67,8 @@ def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> None:
 
 
 def strategy_for(tensor_parallel_size: int, device: str) -> str:
-    """Of a placement group: on one node if one can hold all ranks, otherwise on as few nodes as
-    possible.
+    """The strategy of a placement group: one node if one can hold all ranks, otherwise as few nodes
+    as possible.
     """
     fits_one = max(ranks_held(device), default=0) >= tensor_parallel_size
     return "STRICT_PACK" if fits_one else "PACK"

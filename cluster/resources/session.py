@@ -113,8 +113,8 @@ def _running() -> str:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start Ray without a Ctrl-C in the middle, which would leave processes behind: it is raised
-    afterwards.
+    """Start Ray without being interrupted by Ctrl-C, which would leave processes behind: it is
+    raised afterwards.
 
     `ray.init` takes over SIGTERM; the program's own handler is put back.
     """
@@ -153,7 +153,7 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
             raise ConfigError(
                 f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS"
             )
-        # A program that was submitted as a job of the cluster has its working directory already.
+        # A program that was submitted as a job has the cluster's working directory already.
         is_job = JOB in os.environ
         options = {} if is_job else {"runtime_env": {"working_dir": str(CHECKOUT)}}
         failed = f"join the Ray cluster at {address!r}"

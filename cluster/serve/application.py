@@ -1,8 +1,8 @@
-"""From a configuration to a Serve application: one deployment for one engine, or an API that leases
-several engines.
+"""Makes a Serve application from a configuration: one deployment for one engine, or an API that
+leases several engines.
 
-`build` is what `serve run` and `serve deploy` call (see `configs/serve.yaml`); whatever is wrong
-with the configuration is raised here, before Serve starts a replica.
+`build` is what `serve run` and `serve deploy` call (see `configs/serve.yaml`); errors in the
+configuration are raised here, before Serve starts a replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
 API_NAME = "api"
-MANY = 100_000  # our own limits speak before Serve's
+MANY = 100_000  # so that our own limits are reached before Serve's
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 5.0, 10.0
 MAX_CONSTRUCTOR_TRIES = 2
 
@@ -71,7 +71,7 @@ def application(config: ServeConfig) -> serve.Application:
 
 
 def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
-    """When Serve adds and ends replicas; None for a fixed number of them."""
+    """Options by which Serve adds and ends replicas; None for a fixed number of them."""
     if config.max_replicas is None:
         return None
     # Serve decides by the mean over this time, and by default over 30 s.

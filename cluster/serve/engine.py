@@ -1,7 +1,7 @@
 """One of several engines: a deployment without an API, whose driver is leased per request.
 
 A lease is a stream of one item: it yields the driver at once and stays open until the request ends,
-so that Ray Serve sees an ordinary request that runs. Tokens do not pass through here: whoever has
+so that Ray Serve sees an ordinary request that runs. Tokens do not pass through here: the owner of
 the lease polls the driver.
 """
 
@@ -30,15 +30,15 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 NAME = "engine"
-DRIVER_TIMEOUT_S = 0.1  # other engines may be there at once
+DRIVER_TIMEOUT_S = 0.1  # another engine may be available at once
 LAST_DRIVER_TIMEOUT_S = 10.0
-STATS_TIMEOUT_S = 1.0  # less than whoever adds up engines waits
+STATS_TIMEOUT_S = 1.0  # shorter than the wait of whoever adds up the engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """An engine to send a request to. replica: its name in Ray Serve; driver: None while it is
-    being replaced.
+    """The engine to which a request should be sent. replica: its name in Ray Serve; driver: None
+    while it is being replaced.
     """
 
     replica: str
@@ -62,7 +62,7 @@ class EngineReport:
 
 
 async def describe(engine: EngineProcesses, model_name: str, stats: EngineStats) -> EngineReport:
-    """What an engine is, where, and what it does."""
+    """The report of an engine: what it is, where it runs, and what it does."""
     places = await asyncio.to_thread(engine.places)
     return EngineReport(
         replica=serve.get_replica_context().replica_id.unique_id,
@@ -87,7 +87,7 @@ class EngineReplica:
         group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
         self._replica = serve.get_replica_context().replica_id.unique_id
-        # One question at a time, whoever waits for its answer.
+        # One call at a time, whoever waits for its result.
         self._finding: asyncio.Future[Any] | None = None
         self._asking: asyncio.Future[EngineStats] | None = None
         self._reporting = asyncio.create_task(
@@ -95,12 +95,12 @@ class EngineReplica:
         )
 
     async def limits(self) -> SchedulerLimits:
-        """What requests must keep to."""
+        """The limits that requests must respect."""
         return self._engine.report.limits
 
     async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
         """Yields the engine, and ends when it is canceled, or at once without a driver. A caller
-        that wanted to avoid this engine but got it anyway has no other one, so it waits for this
+        that wanted to avoid this engine but got it anyway has no other choice, so it waits for this
         driver.
         """
         if self._finding is None or self._finding.done():
@@ -109,7 +109,7 @@ class EngineReplica:
         is_last = self._replica in wanted.avoid
         limit_s = LAST_DRIVER_TIMEOUT_S if is_last else DRIVER_TIMEOUT_S
         await asyncio.wait({self._finding}, timeout=limit_s)
-        # A dead engine has none either; until Serve has replaced it, others are asked.
+        # A dead engine has no driver either; until Serve has replaced it, others are asked.
         is_there = self._finding.done() and self._finding.exception() is None
         driver = self._finding.result() if is_there else None
         yield Lease(replica=self._replica, driver=driver)

@@ -1,8 +1,8 @@
-"""One lease, from the side that asks for it. On the event loop alone.
+"""One lease, as its caller sees it. Used only on the event loop.
 
 A call that Ray Serve is asked to cancel before it has been answered may keep running anyway, with
-nothing left that could cancel it. So whoever wants a lease no longer goes on at once, but the call
-is canceled when the lease is there.
+nothing left that could cancel it. So a caller that no longer wants a lease does not wait, but the
+call is canceled only once the lease has been granted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class LeaseCall:
     """A call of `EngineReplica.lease`. granted: the lease, or why there is none."""
 
     def __init__(self, stream: Any) -> None:
-        """stream: what the handle has returned."""
+        """stream: the response that the handle has returned."""
         self._stream = stream
         self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._answer = asyncio.ensure_future(anext(stream))

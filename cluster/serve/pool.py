@@ -1,7 +1,7 @@
-"""Several engines as one: what a client needs of an engine, over leases.
+"""Makes several engines look like one to a client, by leases.
 
 Each request is sent to the engine that its lease names. When an engine is lost, its requests get
-new leases and go on at others, with the tokens they have.
+new leases and continue at others, with the tokens they have.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from scheduler.errors import EaglerayError, EngineDeadError, EngineError, Overlo
 from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
-LEASE_TIMEOUT_S = 120.0  # an engine that starts or recovers takes requests when it is there
+LEASE_TIMEOUT_S = 120.0  # an engine that starts or recovers takes the requests once it is ready
 ANSWER_TIMEOUT_S = 2.0
 PAUSE_S = 0.2
-MAX_MOVES = 5  # a request that ends one engine after another is not given to all of them
+MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
 
 logger = logging.getLogger("eagleray")
 
@@ -73,8 +73,8 @@ class EnginePool:
         self._callbacks: list[Callable[[], None]] = []
 
     async def reach(self, generations: list[Generation]) -> None:
-        """Lease engines, so that `submit` does not have to wait for them, as it would hold a thread
-        meanwhile. On the event loop of the pool. Raises `OverloadedError`.
+        """Lease engines in advance, because `submit` would block a thread while it waits for them.
+        On the event loop of the pool. Raises `OverloadedError`.
         """
         held = self._hold(generations)
         try:
@@ -109,7 +109,7 @@ class EnginePool:
                 frontend = held.frontend if held is not None else None
             if frontend is not None:
                 by_frontend.setdefault(frontend, []).append(generation)
-            else:  # it has ended, or moves: then it is finished where it arrives
+            else:  # it has ended, or is moving: then it is ended where it arrives
                 for output in generation.outputs:
                     if output.completion.finish_reason is None:
                         output.abort()
@@ -151,7 +151,9 @@ class EnginePool:
     # -- placing -----------------------------------------------------------------------------------
 
     def _place(self, held: list[_Held], until_s: float) -> None:
-        """Lease an engine for each and send them, elsewhere if an engine is lost meanwhile."""
+        """Lease an engine for each request and send it there, or to another engine if that one is
+        lost meanwhile.
+        """
         while held:
             self._lease(held, until_s)
             by_frontend: dict[Frontend, list[_Held]] = {}
@@ -167,12 +169,12 @@ class EnginePool:
                     held += [each for each in of_one if not each.generation.done.done()]
                 else:
                     gone = [e.generation for e in of_one if e.generation.done.done()]
-                    frontend.finish(gone)  # aborted on the way
+                    frontend.finish(gone)  # aborted meanwhile
             if held:
                 time.sleep(PAUSE_S)
 
     def _lease(self, held: list[_Held], until_s: float) -> None:
-        """Give each the engine of a new lease, except those that have been aborted."""
+        """Lease an engine for each request that has not been aborted."""
         if without := [each for each in held if each.granted is None]:
             self._run(self._lease_all(without), max(0.0, until_s - time.monotonic()))
         for each in held:
@@ -185,7 +187,7 @@ class EnginePool:
         await asyncio.gather(*map(self._lease_one, held))
 
     async def _lease_one(self, held: _Held) -> None:
-        """Sets `granted`, unless the request has ended."""
+        """Lease an engine for one request. Sets `granted`, unless the request has ended."""
         request = held.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
         session, avoid = held.generation.session_id, list(held.failed_at)
@@ -196,12 +198,12 @@ class EnginePool:
                 self._table.ended(held)  # at the engine of an earlier lease
             choose = functools.partial(self._choose, held, hashes, of_session, tuple(avoid))
             call = held.lease = LeaseCall(self._leases.remote(Wanted(tuple(avoid), choose)))
-            if held.generation.done.done():  # `_release` may have been here before
+            if held.generation.done.done():  # `_release` may have been faster
                 call.end()
             try:
                 lease = await call.granted
             except (RayError, RayServeException, EaglerayError) as error:
-                # Lost, or its engine is; another one is asked.
+                # The lease or its engine is lost; another one is asked.
                 logger.warning("a lease failed: %s", str(error).split("\n")[0])
                 call.end()
                 await asyncio.sleep(PAUSE_S)
@@ -228,12 +230,12 @@ class EnginePool:
         """The engine for a request, by name. On the router's thread."""
         with self._lock:
             chosen = self._table.choose(held, engines, hashes, session, avoid)
-            if held.generation.done.done():  # `_release` may have been here before
+            if held.generation.done.done():  # `_release` may have been faster
                 self._table.ended(held)
         return chosen
 
     def _frontend(self, driver: Any) -> Frontend:
-        """The frontend of a driver. Under the lock."""
+        """The frontend of a driver. Call it with the lock held."""
         key = driver._ray_actor_id
         if key not in self._frontends:
             frontend = Frontend(
@@ -247,7 +249,7 @@ class EnginePool:
         return self._frontends[key]
 
     def _move(self, key: Any, generations: list[Generation], error: EaglerayError) -> None:
-        """An engine is lost: its requests go on at others."""
+        """An engine is lost: move its requests to others."""
         with self._lock:
             frontend = self._frontends.pop(key, None)
             held = [h for h in (self._held.get(id(g)) for g in generations) if h is not None]
@@ -259,7 +261,7 @@ class EnginePool:
             if not each.generation.done.done():
                 try:
                     self._place([each], until_s)
-                except EaglerayError as failure:  # the others go on
+                except EaglerayError as failure:  # the other requests continue
                     each.generation.fail(failure)
                 except Exception as failure:  # a bug here must not leave callers waiting
                     logger.exception("a request could not be moved")
@@ -269,7 +271,7 @@ class EnginePool:
             frontend.close()
 
     def _lost(self, held: list[_Held], error: EaglerayError) -> None:
-        """These are nowhere now. Those that were at too many engines fail."""
+        """These requests have lost their engine. Those that were at too many engines fail."""
         for each in held:
             with self._lock:
                 each.frontend = None
@@ -284,7 +286,7 @@ class EnginePool:
                 )
 
     def _release(self, held: _Held, done: Future[None]) -> None:
-        """A request has ended, or whoever waited for it was canceled."""
+        """Called when a request has ended, or its caller was canceled."""
         with self._lock:
             self._held.pop(id(held.generation), None)
             self._table.ended(held)
@@ -295,7 +297,9 @@ class EnginePool:
 
     def _cancel(self, held: _Held) -> None:
         if held.lease is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed, and everything else with it
                 self._loop.call_soon_threadsafe(held.lease.end)
 
     def _news(self) -> None:
@@ -327,7 +331,7 @@ def _no_answer(limit_s: float) -> OverloadedError:
 
 
 def merged(many: list[EngineStats]) -> EngineStats:
-    """Added up. Ready if any is. Raises `OverloadedError` for none."""
+    """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not many:
         raise OverloadedError("no engine answers")
     ready = [stats for stats in many if stats.is_ready] or many

@@ -1,7 +1,7 @@
 """Which engine has seen the beginning of a prompt: block hashes → engines, in bounded memory.
 
-Knows nothing of Ray. Load goes first: an engine that has clearly more open requests than the idlest
-one is passed over, whatever it has cached.
+Does not use Ray. Load goes first: an engine that has clearly more open requests than the idlest one
+is passed over, whatever it has cached.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import xxhash
 
 MAX_HASHES = 2**16  # remembered, about 20 MB
 MAX_HASHES_PER_PROMPT = 128
-# How many more open requests than the idlest engine one may have: a share of the mean, at least so
-# many.
+# How many more open requests than the idlest engine one may have: a share of the mean, but at least
+# this many.
 LEAD, MIN_LEAD = 0.5, 4
 
 
 def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") -> array[int]:
     """A hash per prefix of whole blocks, shortest first, 64 bits each.
 
-    Of a long prompt not every block: the distance is the smallest power of two that leaves at most
-    `MAX_HASHES_PER_PROMPT`, so prompts of different lengths have hashes of the same prefixes.
+    For a long prompt, only every n-th block has one: n is the smallest power of two that leaves at
+    most `MAX_HASHES_PER_PROMPT`, so prompts of different lengths have hashes of the same prefixes.
     """
     stride = block_size
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:
@@ -49,7 +49,7 @@ class PrefixTable:
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._max_hashes = max_hashes
         self._seen: OrderedDict[int, set[str]] = OrderedDict()  # least recently used first
-        self._engines: frozenset[str] = frozenset()  # those there are, as of the last choice
+        self._engines: frozenset[str] = frozenset()  # the engines known at the last choice
         self._of_request: dict[Hashable, str] = {}  # the engine of each open request
         self._num_open: Counter[str] = Counter()
         self._last: Counter[str] = Counter()  # when each was chosen, as a count of choices
@@ -63,9 +63,9 @@ class PrefixTable:
         session: int | None,
         avoid: Collection[str] = (),
     ) -> str:
-        """The engine for a request, which counts as open from now on until it has `ended`; asked
-        again, the same. The engine of its session goes first, then the one that has seen most of
-        its prompt; those to avoid come last. Engines that are not among all are forgotten.
+        """The engine for a request, which counts as open until `ended` is called; the same engine
+        if asked again. The engine of its session goes first, then the one that has seen most of its
+        prompt; those in `avoid` come last. Engines that are not in `all_engines` are forgotten.
         """
         if self._engines != (now := frozenset(all_engines)):
             self._keep(now)
@@ -105,7 +105,7 @@ class PrefixTable:
             self._num_open[engine] -= 1
 
     def _keep(self, engines: frozenset[str]) -> None:
-        """Forget the engines that are not among these."""
+        """Forget all engines but these."""
         self._engines = engines
         for counts in (self._num_open, self._last):
             for gone in counts.keys() - engines:
@@ -115,7 +115,7 @@ class PrefixTable:
             known &= engines
 
     def _depths(self, hashes: Seq[int], engines: Collection[str]) -> Counter[str]:
-        """How many of the hashes each engine has seen, up to the deepest."""
+        """Per engine, how far into the prompt it has seen a prefix, in hashes."""
         depth: Counter[str] = Counter()
         for place, each in enumerate(hashes, 1):
             known = self._seen.get(each)

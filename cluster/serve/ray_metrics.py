@@ -1,6 +1,7 @@
 """The API's counters in Ray's own metrics, beside those of Ray and of Ray Serve.
 
-Ray's registry wants to be told values, so each sample is a gauge that is set from time to time.
+Ray's registry does not read counters by itself, so each sample is a gauge that is set from time to
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RayMetrics:
         self._gauges: dict[str, Gauge] = {}
 
     def report(self, families: list[Family]) -> None:
-        """Set every number anew. Of a histogram sum and count are reported."""
+        """Set every gauge. For a histogram, its sum and count are reported."""
         for family in families:
             for name, labels, value in family.samples:
                 if name.endswith("_bucket"):
@@ -40,9 +41,9 @@ class RayMetrics:
 async def report_from_time_to_time(
     replica: str, families: Callable[[], Awaitable[list[Family]]]
 ) -> NoReturn:
-    """Hand a replica's numbers to Ray's metrics forever."""
+    """Report a replica's numbers to Ray's metrics, forever."""
     to_ray = RayMetrics(replica)
     while True:
         await asyncio.sleep(PERIOD_S)
-        with contextlib.suppress(EaglerayError):  # the engine does not answer just now
+        with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
             to_ray.report(await families())

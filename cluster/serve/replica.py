@@ -41,12 +41,14 @@ KEEP_ALIVE_S = 75
 
 
 class ApiReplica:
-    """Run by Ray Serve. The methods take and give what those of `LLM` do."""
+    """Run by Ray Serve. The methods have the arguments and results of those of `LLM`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
     ) -> None:
-        """`engines`: those to lease; without them this replica starts its own."""
+        """`engines`: the deployment whose engines are leased; without it, this replica starts its
+        own engine.
+        """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
@@ -127,11 +129,11 @@ class ApiReplica:
             yield chunk
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests, wait for those that run; returns how many outputs are left."""
+        """Refuse new requests and wait for the running ones; returns how many outputs are left."""
         return await self._api.drain(limit_s)
 
     async def metric_families(self) -> list[Family]:
-        """What this replica has counted, with its own engine."""
+        """The counters of this replica, and of its own engine if it has one."""
         return self._api.metrics.families() if self._pool else await self._api.families()
 
     async def describe(self) -> list[EngineReport]:
@@ -142,8 +144,8 @@ class ApiReplica:
         return [await describe(self._engine, self._model_name, await self._api.stats())]
 
     async def check_health(self) -> None:
-        """Raises when its own engine is dead, so that Serve replaces this replica. Engines of
-        their own are replaced by themselves.
+        """Raises when its own engine is dead, so that Serve replaces this replica. Engines in a
+        deployment of their own are replaced there.
         """
         if self._listening.done():
             self._listening.result()
@@ -163,7 +165,7 @@ class ApiReplica:
 
 
 async def _limits_of(engines: DeploymentHandle[Any], config: ServeConfig) -> SchedulerLimits:
-    """The limits of the first engine that is there."""
+    """The limits of the first engine that answers."""
     limit_s = config.engine.start_timeout_s + config.engine.wait_for_nodes_s
     limits: Any = await asyncio.wait_for(engines.limits.remote(), limit_s)
     assert isinstance(limits, SchedulerLimits)
@@ -171,8 +173,8 @@ async def _limits_of(engines: DeploymentHandle[Any], config: ServeConfig) -> Sch
 
 
 async def _listen(api: Api, where: tuple[str, int] | None) -> None:
-    """Serve HTTP from this process, if it is to. Serve's proxy would handle each event of a stream
-    as a Ray object, which takes as much of the processor as a small model does.
+    """Serve HTTP from this process, if the configuration says so. Serve's proxy would handle each
+    event of a stream as a Ray object, which takes as much of the processor as a small model does.
     """
     if where is None:
         return

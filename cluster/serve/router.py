@@ -1,8 +1,9 @@
-"""Ray Serve's interface for routers, for leases: whoever wants one says which engine to ask first.
+"""A request router of Ray Serve, for leases: the caller that wants a lease says which engine to ask
+first.
 
-The choice and the count of what is open stay with the owner of the requests (`EnginePool`), who
-knows of each when it ends. Serve does not tell a router of every end: not of a request that is
-canceled between the choice of a replica and the sending.
+The choice, and the count of open requests, stay with the owner of the requests (`EnginePool`),
+which knows when each of them ends. Serve does not tell a router of every end: for instance not of a
+request that is canceled after a replica was chosen and before it was sent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LeaseRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then the others for when it does not take the request."""
+        """The chosen replica, then the others in case it refuses the request."""
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
         # Not asked for its class: Ray may have pickled ours by value, with another `Wanted`.

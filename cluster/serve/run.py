@@ -1,6 +1,7 @@
-"""`launch.py serve`: start an application, wait for a signal, finish what runs, and leave nothing.
+"""`launch.py serve`: start an application, wait for a signal, finish running requests, and leave
+nothing behind.
 
-Configuration, checkpoint, port, resources and a name in use are checked before Serve starts.
+The configuration, checkpoint, port, resources and name are checked before Serve starts.
 
 SIGTERM or Ctrl-C while it starts      everything ends at once
 the first one once it serves           new requests get 503, running ones finish, then it ends
@@ -38,7 +39,7 @@ logger = logging.getLogger("eagleray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJob:
-    """What the command was given."""
+    """The arguments of the command."""
 
     config: ServeConfig
     host: str
@@ -49,8 +50,8 @@ class ServeJob:
 
 
 def run_serve(job: ServeJob) -> None:
-    """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` for an
-    application that did not start.
+    """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` if the
+    application does not start.
     """
     began = time.perf_counter()
     _check_names(job)
@@ -76,7 +77,7 @@ def run_serve(job: ServeJob) -> None:
 
 
 class _Signals:
-    """What SIGTERM and SIGINT do: see the table at the top."""
+    """The effect of SIGTERM and SIGINT: see the table at the top."""
 
     def __init__(self) -> None:
         self.is_serving = False
@@ -89,7 +90,7 @@ class _Signals:
 
 
 def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: bool) -> None:
-    """Serve until a signal, and finish. `ends_with_ray`: nothing of Ray's outlives this program."""
+    """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -128,7 +129,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
                 route_prefix=job.route_prefix,
                 blocking=False,
             )
-        except RayServeException as error:  # such as a prefix that is taken
+        except RayServeException as error:  # such as a route prefix that is in use
             raise ConfigError(f"{error}. Choose another --route-prefix") from None
         except RuntimeError as error:
             reason = _reason(job.name) or error
@@ -147,7 +148,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         _drain(handle, job.config.drain_timeout_s)
     except KeyboardInterrupt:
         if ends_with_ray:
-            raise  # Serve would wait for the requests that run
+            raise  # Serve would wait for the running requests
         _kill_replicas(job.name)
         serve.delete(job.name)
         raise
@@ -155,7 +156,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         serve.delete(job.name)
         raise
     serve.delete(job.name)
-    # HAProxy is a process of its own, which only this ends.
+    # HAProxy runs as a process of its own, which only this call ends.
     is_last = is_ours and not serve.status().applications
     if is_last and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
         serve.shutdown()
@@ -190,7 +191,7 @@ def _kill_replicas(name: str) -> None:
 def _drain(handle: Any, limit_s: float) -> None:
     try:
         left = sum(handle.broadcast("drain", limit_s).results(timeout_s=limit_s + DRAIN_GRACE_S))
-    except Exception as error:  # a replica may be dead; the others have been told
+    except Exception as error:  # a replica may be dead; the others have been asked
         logger.warning("not every replica could be drained: %s", error)
         return
     if left:
@@ -198,7 +199,7 @@ def _drain(handle: Any, limit_s: float) -> None:
 
 
 def _reason(name: str) -> str:
-    """What Serve says about the deployment that failed."""
+    """Serve's message about the deployment that failed."""
     from ray import serve
 
     application = serve.status().applications.get(name)

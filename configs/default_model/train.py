@@ -10,8 +10,8 @@ numbers under 100, a difference, counting on, a word spelled backwards, and the 
 (or before) a day. Many questions are packed into one conversation, so that an answer
 after a long preamble is as good as one asked alone.
 
-About one unordered pair of numbers in twenty is held out, chosen by a hash of the pair.
-Neither a + b, b + a nor their difference is ever in the training text.
+About one unordered pair of numbers in twenty is held out, chosen by a hash of the pair. Its sums
+and its difference never appear in the training text.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ TEST_WORDS = [
     "orange",
     "rabbit",
 ]
-# Plain prose, so that the tokenizer's merges are of some use outside the questions.
+# Plain prose, so that the tokenizer's merges are useful outside the questions too.
 PROSE = """
 The engine reads the weights of the model and cuts each matrix into as many parts as there
 are workers. Every worker holds its own part and its own share of the cache, and after each
@@ -240,7 +240,7 @@ def preamble(num_tokens: int, tokenizer: Encoder, seed: int = 0) -> list[Message
 
 
 def chat_text(messages: Sequence[Message]) -> str:
-    """What the chat template renders for messages that still need an answer."""
+    """Messages that still need an answer, as the chat template renders them."""
     parts = [f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages]
     return "".join(parts) + f"{TURN_START}assistant\n"
 
@@ -334,7 +334,7 @@ class Batches:
         return self.cache[text]
 
     def turn(self) -> list[tuple[int, int]]:
-        """One random turn as (token, label) pairs."""
+        """One random turn, as (token, label) pairs."""
         turn = random_turn(self.rng)
         prompt = [(i, IGNORED) for i in self.ids(question_text(turn.question))]
         answer = [(i, i) for i in self.ids(f"{turn.answer}{TURN_END}")]
@@ -498,8 +498,8 @@ def share_right(
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[int, list[float]]]:
-    """For each kind of question: how many were asked, and the share answered correctly, alone and
-    after other text.
+    """Per kind of question: how many were asked, and the share answered correctly, alone and after
+    other text.
     """
     held_out = held_out_sums()
     tests = {

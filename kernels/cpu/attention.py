@@ -39,7 +39,7 @@ from kernels.cpu.parallel import parallel_for
 from kernels.metadata import AttentionMetadata
 
 _TILE = 16  # queries of a tile
-# So many vectors of 16 sums fit into the registers, beside what is multiplied.
+# This many vectors of 16 sums fit into the registers, beside what is multiplied.
 _VECTORS_OF_FOUR_ROWS, _VECTORS_OF_TWO_ROWS = (2, 4) if has_wide_registers() else (1, 2)
 _BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
 
@@ -86,15 +86,15 @@ def _tiles(starts_B1: Array, tile: int) -> Array:
 
 
 def _add_product(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
-    """c += a[:, :depth] @ b[:depth], with c in float32; `ahead` is the address of what is read
+    """c += a[:, :depth] @ b[:depth], with c in float32; `ahead` is the address of what will be read
     next. With a in float32, b [K, N, 1] is widened to it. With a in bfloat16, b is [K / 2, N, 2].
     """
     raise NotImplementedError("for compiled code")
 
 
 def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, ahead: int) -> None:
-    """See `_add_product`. The last of an odd number of elements is multiplied alone: what lies
-    beside it may be anything.
+    """See `_add_product`. The last of an odd number of elements is multiplied alone: the element
+    stored beside it is undefined.
     """
     num_pairs = depth // PAIR
     a = np.int64(a_MK.ctypes.data)
@@ -360,10 +360,10 @@ def _paged_attention(
     like: Array,
     num_threads: int,
 ) -> None:
-    """`like`: an array of what products multiply, bfloat16 or float32."""
+    """`like`: an array of the type that products multiply, bfloat16 or float32."""
     tiles = _tiles(starts_B1, _TILE)
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
-    # lengths; of a row, a thread reads the heads one after the other, as they lie in a block.
+    # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     kv_heads = k_NKDPW.shape[1]
     heads_each = kv_heads // num_threads if kv_heads % num_threads == 0 else 1
     parallel_for(

@@ -50,8 +50,8 @@ class CpuKernels:
         return _first_step(dtype)
 
     def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Every sampling kernel, on one logit of this dtype and on one of float32, which adjusted
-        logits are.
+        """Every sampling kernel, on one logit of this dtype and on one of float32, the dtype of
+        adjusted logits.
         """
         return [partial(sampling.run_each_once, each) for each in (dtype, torch.float32)]
 

@@ -37,7 +37,7 @@ class ContentCacheLocator:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], path: str) -> ContentCacheLocator | None:
-        """A locator, or None where numba's own schemes are to be used."""
+        """A locator, or None where numba's own schemes should be used."""
         file = Path(path).resolve()
         if numba.config.CACHE_DIR or not file.is_relative_to(_CHECKOUT):
             return None
@@ -70,7 +70,7 @@ class ContentCacheLocator:
 
 def version_dir() -> Path:
     """A directory for notes about the cache of this version of the kernels on this kind of
-    processor. It may not exist, and it may not be possible to make it.
+    processor. It may not exist, and creating it may fail.
     """
     return cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
 

@@ -18,12 +18,12 @@ _X86_BFLOAT16 = (
 )
 
 
-# With these, products of 8-bit numbers are exact; without, oneDNN's sums may saturate.
+# With one of these, products of 8-bit numbers are exact; without them, oneDNN's sums may saturate.
 _X86_INT8 = ({"avx512_vnni"}, {"avx_vnni"})
 
 
 def _flags() -> set[str] | None:
-    """What /proc/cpuinfo says of an x86 processor; None if it cannot be read."""
+    """The flags of an x86 processor in /proc/cpuinfo; None if they cannot be read."""
     if platform.machine() != "x86_64":
         return None
     try:
@@ -44,7 +44,7 @@ def has_bfloat16() -> bool:
 
 
 def has_int8() -> bool:
-    """Whether oneDNN multiplies 8-bit numbers exactly. Only known of x86 processors on Linux."""
+    """Whether oneDNN multiplies 8-bit numbers exactly. Known only for x86 processors on Linux."""
     return any(needed <= (_flags() or set()) for needed in _X86_INT8)
 
 

@@ -28,8 +28,8 @@ _LINE = 64  # bytes of a cache line
 
 
 def has_dot_products() -> bool:
-    """Whether this processor has both instructions, as all with the first one do. Elsewhere nothing
-    that uses them compiles.
+    """Whether this processor has both instructions; all that have the first one do. Nothing that
+    uses them compiles elsewhere.
     """
     features = llvm.get_host_cpu_features()
     return all(features.get(name) for name in ("avx512f", "avx512vnni", "avx512bf16"))

@@ -66,6 +66,6 @@ def _linear(x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array
 
 
 def run_once() -> None:
-    """Have it compiled, or loaded from the cache."""
+    """Compile the kernel, or load it from the cache."""
     weight = torch.zeros(PANEL, PANEL, dtype=torch.bfloat16)
     linear(weight[:1], weight.data_ptr(), PANEL, None)

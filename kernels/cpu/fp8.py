@@ -13,7 +13,8 @@ from numba.extending import overload
 from kernels.cpu.jit import Array, narrow, widen
 
 # Every number, by its code: float16 has one bit of exponent more, so its bias is larger by 8. In
-# numpy: an operation of torch here would start its threads before a rank has said how many.
+# numpy, because an operation of torch here would start its threads before a rank has set their
+# number.
 _CODES = np.arange(256, dtype=np.uint16)
 _HALVES = ((_CODES & 0x80) << 8 | (_CODES & 0x7F) << 7).view(np.float16)
 _FLOAT32 = np.where(_CODES & 0x7F == 0x7F, np.float32(np.nan), _HALVES * np.float32(256))
@@ -21,7 +22,7 @@ _BFLOAT16 = (_FLOAT32.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def stored_as(value: Any, like: Any) -> Any:
-    """An element of a kernel's array as an element of a cache that holds `like`."""
+    """An element of a kernel's array, converted to the element type of `like`, a cache."""
     raise NotImplementedError("for compiled code")
 
 
@@ -33,8 +34,8 @@ def _stored_as(value, like):  # type: ignore[no-untyped-def]
 
 
 def loaded(block: Array, like: Array) -> Array:
-    """A block of a cache with elements as in `like`, contiguous; the block itself if it has
-    them.
+    """A block of a cache, converted to the element type of `like` and contiguous; the block itself
+    if it has that type already.
     """
     raise NotImplementedError("for compiled code")
 

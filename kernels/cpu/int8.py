@@ -40,7 +40,7 @@ _NO_BIAS = torch.empty(0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedInt8Weight(Int8Weight):
     """`codes_YX` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each product.
-    address: where the panels lie, if in the known layout.
+    address: where the panels lie, if the layout is the known one.
     """
 
     excess_Y: torch.Tensor
@@ -58,10 +58,10 @@ class CpuInt8:
         return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
 
     def pack(self, weight: Int8Weight, /) -> PackedInt8Weight:
-        """In oneDNN's layout, which only `linear` can read."""
+        """The weight in oneDNN's layout, which only `linear` can read."""
         codes_YX = weight.codes_YX
         packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
-        # By numpy, because torch makes a copy of all codes in the wider type first.
+        # In numpy, because torch would first copy all codes to the wider type.
         sum_Y = torch.from_numpy(as_array(codes_YX).sum(axis=1, dtype=np.int32))
         return PackedInt8Weight(
             codes_YX=packed_YX,
@@ -99,7 +99,7 @@ class CpuInt8:
 
 @exact_jit
 def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
-    """The scale. Codes are 128 more than `quantize_rows` says."""
+    """Quantize a row and return its scale. Codes are those of `quantize_rows` plus 128."""
     largest_bits = np.int32(0)
     for i in range(len(x_X)):  # as integers, because a maximum of floats does not vectorize
         bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))

@@ -1,4 +1,4 @@
-"""What every CPU kernel is written with: numba decorators, bfloat16 as bits, an exponential that
+"""The common parts of all CPU kernels: numba decorators, bfloat16 as bits, an exponential that
 vectorizes.
 
 Kernels take numpy arrays. bfloat16 arrives as the uint16 of its bits (`as_array`), is widened to
@@ -72,7 +72,7 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 @inlined_jit
 def ordered_bits(value: np.float32) -> np.int32:
-    """An int32 that is greater for a greater float. A maximum of integers vectorizes, one of floats
+    """An int32 that is greater for a greater float. A maximum of integers vectorizes; one of floats
     does not, because of NaN.
     """
     bits = np.int32(bits_of_float(value))
@@ -109,7 +109,7 @@ def _widen(value):  # type: ignore[no-untyped-def]
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """float32 as an element of an array that holds `like`; bfloat16 and 8-bit numbers
+    """float32 converted to the element type of `like`; bfloat16 and 8-bit numbers
     (`kernels/reference/fp8.py`) round to nearest, ties to even.
     """
     raise NotImplementedError("for compiled code")

@@ -2,7 +2,7 @@
 
 Scores then vectorize over the tokens of a block, and the weighted sum over the head dimension;
 neither needs a sum across a vector. Where the processor multiplies pairs of bfloat16
-(`dot_tile.py`), the two dimensions of keys that follow each other lie side by side, and the two
+(`dot_tile.py`), two consecutive dimensions of keys lie side by side, and so do two consecutive
 tokens of values: keys [N, K, D/2, P, 2], values [N, K, P/2, D, 2], in the same memory. Legend: N
 blocks, K KV heads, D head dim, P block size, W elements side by side (1 or 2).
 """
@@ -36,7 +36,8 @@ def as_laid_out(
     k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the caches as the kernels read and write them: keys [N, K, D/W, P, W], values [N, K,
-    P/W, D, W]. `dtype`: what is multiplied, the caches' own unless they hold 8-bit numbers.
+    P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
+    numbers.
     """
     blocks, kv_heads, dim, size = k_cache.shape
     side_by_side = width(dtype, dim, size)
@@ -47,6 +48,6 @@ def as_laid_out(
 
 @functools.cache
 def width(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
-    """W where this dtype is multiplied, for caches of this shape on this processor."""
+    """W for products in this dtype, for caches of this shape on this processor."""
     fits = head_dim % LANES == 0 and block_size % LANES == 0
     return PAIR if dtype is torch.bfloat16 and fits and has_dot_products() else 1

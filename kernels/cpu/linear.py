@@ -1,10 +1,10 @@
 """Products with a weight on a CPU, in oneDNN's blocked layout.
 
 Packing once saves oneDNN from reordering the weight at every call, about half the time for a decode
-batch. float32 is packed on x86: the library that torch asks otherwise is two to four times slower
-for few rows on processors that are not Intel's. bfloat16 is packed where the processor has
-instructions for it. Its products of few rows are our own where the processor and the layout allow
-it (`few_rows.py`).
+batch. float32 is packed on x86, where the library that torch would use otherwise is two to four
+times slower for few rows on processors that are not Intel's. bfloat16 is packed where the processor
+has instructions for it. Its products of few rows are our own where the processor and the layout
+allow it (`few_rows.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kernels.cpu.packed import max_rows, packed_address
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
 _ROWS_HINT = 16
-# oneDNN adds the products of a row by spans of this many, those of a row alone at once where
-# registers have sixteen floats, which rounds differently.
+# oneDNN adds the products of a row in spans of this many. Where registers hold sixteen floats, it
+# adds those of a row that is alone without spans, which rounds differently.
 _SPAN = 1024
 _ADDRESS = "address_for_few_rows"  # attribute of a packed weight
 
@@ -38,7 +38,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
-    """The weight as `linear` wants it: a copy in oneDNN's layout, which only `linear` can read, or
+    """The weight as `linear` needs it: a copy in oneDNN's layout, which only `linear` can read, or
     the same tensor.
     """
     if not packs(weight_YX.dtype):
@@ -61,6 +61,8 @@ def linear(
     if address is not None and len(x_TX) <= max_rows():
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _SPAN and x_TX.dtype is torch.float32:
-        return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]  # as fast: one read of the weight
+        return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[
+            :1
+        ]  # takes as long, since the weight is read once
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(torch.Tensor, product)

@@ -23,13 +23,15 @@ _FUSED = ("contract",)
 
 
 def has_wide_registers() -> bool:
-    """Whether a register holds 16 floats. Others hold a half or a quarter of it and are no more."""
+    """Whether a register holds 16 floats. On other processors it holds 8 or 4, and there are no
+    more registers.
+    """
     return bool(llvm.get_host_cpu_features().get("avx512f"))
 
 
 def prefetch(builder: Any) -> Callable[[Any], None]:
     """Emits an instruction that fetches the cache line at an address, an int64 value, into the
-    second-level cache: what waits for memory there does not hold up the first.
+    second-level cache, so that waiting for memory does not block the first-level cache.
     """
     half, byte = ir.IntType(32), ir.IntType(8)
     function = cgutils.get_or_insert_function(
@@ -67,7 +69,7 @@ def add_product(
 
     a: address of float32 [num_rows, depth], b: of [depth, columns] in the element type of `like`
     (uint16 stands for bfloat16), c: of float32 [num_rows, columns]. Strides are in elements,
-    between rows. Meanwhile as many bytes as are read of b are fetched from the address `ahead` on,
+    between rows. Meanwhile, as many bytes as b has are prefetched from the address `ahead` on,
     which the caller is going to read next.
     """
     rows, vectors = num_rows.literal_value, num_vectors.literal_value

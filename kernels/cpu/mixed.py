@@ -1,7 +1,7 @@
 """Products of float32 with bfloat16 weights: each weight is widened while it is multiplied.
 
-A processor without instructions for bfloat16 computes in float32; weights held in bfloat16 are
-half as many bytes to read and to keep, and what is computed is the same. A weight is panels of 16
+A processor without instructions for bfloat16 computes in float32; weights held in bfloat16 take
+half as many bytes to store and to read, and the results are the same. A weight is panels of 16
 output features, [Y / 16, X, 16], in the memory that its rows [Y, X] had. Each sum is taken in one
 order, along X, so a row's results do not depend on the other rows or on the number of threads.
 
@@ -24,7 +24,7 @@ PANEL = LANES
 _ITEM, _SINGLE = 2, 4  # bytes of a weight, and of everything else
 _CHUNK = 256  # weights of an output feature that are read at a time: 8 KiB of a panel
 _ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
-_SPAN = 1024  # products of one sum; the sums of longer rows are added, which is more accurate
+_SPAN = 1024  # products added in one sum; longer rows add several such sums, which is more accurate
 # Rows of a tile. Six times two registers of sums, two of weights and one of x fill a register file
 # of sixteen; where one register holds a panel, eight sums keep two multipliers busy.
 _TALLEST = 8 if has_wide_registers() else 6
@@ -80,7 +80,7 @@ def _pack_panel(panel: int, panels_NXP: Array) -> None:
 
 @exact_entry_jit
 def _pack(panels_NXP: Array) -> None:
-    """In place: a panel's rows are transposed."""
+    """Transpose the rows of each panel, in place."""
     parallel_for(len(panels_NXP), _pack_panel, (panels_NXP,))
 
 
@@ -119,9 +119,9 @@ def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> Non
 def _add_chunk(
     x: int, size_in: int, chunk: int, sums: int, rows: int, depth: int, like: np.uint16
 ) -> None:
-    """Add the products with `depth` weights of each output feature of a panel to the sums,
-    [rows, PANEL], in tiles of nearly the same height: a low one waits for its own sums. `x`,
-    `chunk` and `sums` are addresses; the chunk that follows is fetched.
+    """Add the products with `depth` weights of each output feature of a panel to the sums, [rows,
+    PANEL], in tiles of nearly the same height: a low tile has too few sums to keep the multipliers
+    busy. `x`, `chunk` and `sums` are addresses; the chunk that follows is fetched.
     """
     ahead = chunk + _ITEM * PANEL * depth
     for tiles in range((rows + _TALLEST - 1) // _TALLEST, 0, -1):

@@ -2,7 +2,7 @@
 
 A packed weight is panels of 64 output features, [Y / 64, X / lane, 64, lane], where a lane is the 4
 bytes of two bfloat16 or four 8-bit numbers; Y is padded with zeros to a multiple of 64, and the
-bytes of X to one of 64. That layout is oneDNN's business, so `packed_address` looks whether a
+bytes of X to one of 64. oneDNN does not promise that layout, so `packed_address` checks whether a
 packed weight has it. A panel is read in chunks, each once from memory and then, for every four
 rows, from the first-level cache, while the next one is fetched.
 
@@ -34,14 +34,15 @@ _CHUNK = 32  # dot products: 8 KiB of weights
 @functools.cache
 def max_rows() -> int:
     """Products of more rows than this are about as fast by oneDNN, or faster. With matrix
-    instructions (AMX) it computes faster, so only what memory bounds is left.
+    instructions (AMX) oneDNN computes faster, so our kernels pay off only for so few rows that
+    memory is the limit.
     """
     return 8 if llvm.get_host_cpu_features().get("amx-bf16") else 96
 
 
 def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | None:
     """Where the elements of a packed weight, bfloat16 or int8, begin, if they lie as described
-    above. `weight_YX`: the same, not packed.
+    above. `weight_YX`: the same weight, not packed.
     """
     (size_out, size_in), item = weight_YX.shape, weight_YX.itemsize
     lane, rows, columns = _LANE_BYTES // item, _padded(size_out, PANEL), row_bytes(size_in * item)
@@ -65,7 +66,7 @@ def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | No
 
 
 def row_bytes(num_bytes: int) -> int:
-    """Bytes of an output feature in a panel, for so many bytes of weights."""
+    """Bytes that an output feature takes in a panel, from the bytes of its weights."""
     return _padded(num_bytes, _BLOCK_BYTES)
 
 

@@ -1,5 +1,5 @@
-"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each one walk over the logits
-it needs.
+"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each in one pass over the
+logits it needs.
 
 bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read:
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
@@ -169,7 +169,7 @@ def _arrays(gaps: GapRows) -> tuple[Array, ...]:
 
 
 def _order_key(value: Any) -> Any:
-    """A logit as an integer with the same order; NaN comes below all others."""
+    """A logit as an integer in the same order; NaN is below all others."""
     raise NotImplementedError("for compiled code")
 
 

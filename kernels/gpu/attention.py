@@ -83,7 +83,7 @@ def _attend_prefill(
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
-    # Without instructions, converting 8-bit numbers leaves no registers for a large tile.
+    # Without instructions for it, converting 8-bit numbers leaves no registers for a large tile.
     has_room = k_cache_NPKD.dtype is not torch.uint8 or has_instructions(q_THD.device)
     launch = prefill_launch(
         q_THD.dtype, head_dim, large=fills_sms and has_room and attn.max_query_len * group > 64
@@ -134,7 +134,7 @@ def _attend_decode(
     if decode.num_places > decode.num_rows:
         shape = (decode.num_places, num_heads)
         acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
-        # Each in memory of its own, which is aligned whatever the number of places is.
+        # Each has memory of its own, which is aligned whatever the number of places is.
         max_XH, sum_XH = (
             torch.empty(shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
@@ -225,7 +225,7 @@ def _num_sms(device: torch.device) -> int:
 
 # Kernels
 
-# What changes from step to step: kernels are not specialized on its alignment.
+# Numbers that change from step to step: kernels are not specialized on their alignment.
 _VARYING_INTS = ["num_rows", "first_token", "table_stride"]
 _VARYING_POINTERS = ["query_start_B1", "start_B1", "seq_lens_B", "block_table_BW"]
 
@@ -436,8 +436,8 @@ def decode_kernel(
     tl.store(acc_XHD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=live_MD)
     tl.store(max_XH + place_M, max_M, mask=g_M < GROUP)
     tl.store(sum_XH + place_M, sum_M, mask=g_M < GROUP)
-    # Every thread has stored its part before one of them says so; whoever hears of the last one
-    # sees all of them (release and acquire, in the scope of the GPU).
+    # Every thread has stored its part before one of them says so. The program that counts the last
+    # part sees all of them (release and acquire, in the scope of the GPU).
     tl.debug_barrier()
     arrived = arrived_BK + row * KV_HEADS + kv_head
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
@@ -513,9 +513,9 @@ def _join(
     TILE_D: tl.constexpr,
     TILE_X: tl.constexpr,
 ) -> tl.tensor:
-    """The output of one row and query head, from its parts, of which each has a token: those at
-    `first`, `first + H` and so on. Not through the first-level cache, which does not see what
-    others have written.
+    """The output of one row and query head, from its parts at `first`, `first + H` and so on, each
+    of which has at least one token. Bypasses the first-level cache, which does not see what others
+    have written.
     """
     d_D = tl.arange(0, TILE_D)
     x_X = tl.arange(0, TILE_X)

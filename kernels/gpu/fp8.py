@@ -1,9 +1,9 @@
 """What a KV cache on a GPU keeps, and how it is read. 8-bit numbers are those of
-`kernels/reference/fp8.py`, on any chip: by instructions where there are some (compute capability
-8.9), else by arithmetic on their bits.
+`kernels/reference/fp8.py` on any chip. They are converted by instructions where there are some
+(compute capability 8.9), else by arithmetic on their bits.
 
-Only finite numbers are kept: flash-attn multiplies what an earlier owner has left behind the end of
-a row by 0, which does not help against NaN.
+Only finite numbers are kept: behind the end of a row, flash-attn multiplies what an earlier owner
+has left by 0, and 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         magnitude = bits & 0x7FFFFFFF
         # From the smallest normal number on: round to three bits of mantissa, correct the bias.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        # Below it: in units of 2**-9, which is what the last bit of 2**14 means.
+        # Below it: in units of 2**-9, the value of the last bit of 2**14.
         units = magnitude.to(tl.float32, bitcast=True) + 16384.0
         code = tl.where(
             magnitude < 0x3C800000, units.to(tl.int32, bitcast=True) - 0x46800000, normal

@@ -25,11 +25,11 @@ from kernels.reference.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_P
 _TILE = (
     8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
 )
-_PROGRAMS = 4096  # two rounds of 16 programs on each of 132 processors
+_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
 # number of histograms over which few rows are spread, because additions to the same place wait for
 # each other
 _COPIES = 64
-# rows of blocks and lists are padded to this at least, so that most sizes share compiled code
+# rows of blocks and lists are padded to at least this, so that most sizes share compiled code
 _MIN_WIDTH = 2048
 _ROWS = 32  # rows per program, in programs with one thread per row
 

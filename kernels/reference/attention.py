@@ -2,12 +2,11 @@
 table.
 
 One call for every batch: prefill with or without a cached prefix, decode, and mixtures. Row b has
-`query_len` queries and `seq_len` tokens; its query i is at position `seq_len - query_len + i`
-and attends to positions 0 up to its own. Reads only the cache: the step's own keys and values were
-stored before.
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, G = H / K, D head
-dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row. Caches are
-token-major, [N, P, K, D].
+`query_len` queries and `seq_len` tokens; its query i is at position `seq_len - query_len + i` and
+attends to positions 0 up to its own. Reads only the cache: the keys and values of the step itself
+have been stored by then. Legend: T tokens of the step, B rows, H query heads of this rank, K its KV
+heads, G = H / K, D head dim, N blocks, P block size, W blocks of a row, Q queries of a row, S
+tokens of a row. Caches are token-major, [N, P, K, D].
 """
 
 from __future__ import annotations

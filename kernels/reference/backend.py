@@ -79,7 +79,7 @@ class ReferenceKernels:
         return []
 
     def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
-        """The weight as it is."""
+        """The weight, unchanged."""
         return weight_YE
 
 

@@ -19,15 +19,15 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def from_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """Exactly, float32."""
+    """The exact value, float32."""
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a cache of this dtype keeps of x."""
+    """x as a cache of this dtype holds it."""
     return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
 
 
 def widened(stored: torch.Tensor) -> torch.Tensor:
-    """What a cache keeps, as float32."""
+    """Elements of a cache, as float32."""
     return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)

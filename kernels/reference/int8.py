@@ -21,7 +21,7 @@ import torch
 from kernels.interface import Int8Weight
 
 LARGEST = 127
-TINY = 1e-30  # rows without a larger number are zeros: their factor would overflow
+TINY = 1e-30  # rows without a larger number become zeros, because their factor would overflow
 
 
 def quantize_rows(
@@ -46,7 +46,7 @@ class ReferenceInt8:
         return []
 
     def pack(self, weight: Int8Weight, /) -> Int8Weight:
-        """The weight as it is."""
+        """The weight, unchanged."""
         return weight
 
     def linear(

@@ -137,8 +137,8 @@ def penalize(
 def token_gaps(
     logits_RV: torch.Tensor, max_R: torch.Tensor, temperature_R: torch.Tensor
 ) -> torch.Tensor:
-    """(max - logit) / temperature, at least 0, infinite for a masked token. No temperature can
-    overflow the best.
+    """(max - logit) / temperature, at least 0, infinite for a masked token. The best token's gap is
+    0 at any temperature.
     """
     return (max_R[:, None] - logits_RV).div_(temperature_R[:, None])
 
@@ -373,10 +373,10 @@ def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
 def mask_columns(
     logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
 ) -> None:
-    """In place: a column of a row of `rows_R` whose bit is 0 becomes minus infinity.
+    """Set the columns of rows `rows_R` whose bit is 0 to minus infinity, in place.
 
-    logits_BV: float32 or bfloat16, contiguous. rows_R: int64, each once. words_RW: int32, bits from
-    the lowest of the first word on; column 0 is bit `first`, which is below 32.
+    logits_BV: float32 or bfloat16, contiguous. rows_R: int64, no row twice. words_RW: int32, bits
+    from the lowest of the first word on; column 0 is bit `first`, which is below 32.
     """
     columns_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) + first
     bits_RV = words_RW.index_select(1, columns_V >> 5) >> (columns_V & 31).to(torch.int32)

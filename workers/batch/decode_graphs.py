@@ -1,13 +1,14 @@
 """CUDA graphs of the decode step: one per captured batch size, replayed instead of launching
-kernels. The smallest sizes have two, for short and for long rows: the places that decode attention
-has for the parts of a few long rows would mostly be free if the rows are short.
+kernels. The smallest sizes have two graphs, for short and for long rows: decode attention splits a
+few long rows into parts, and the places for those parts would mostly stay empty if the rows were
+short.
 
 A graph reads a few numbers per row from the bytes that each step sends first, and everything else
 from tables that never move: the batch state's tokens and blocks, the weights, the KV cache. Where
-an eager step uses its own maxima, a graph uses bounds. A batch uses the next larger graph; padding
-rows have length 0 and write nothing. Logits and sampling are not part of a graph.
-Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R rows of a
-step, E hidden size; a decode step has as many tokens as rows.
+an eager step uses the maxima of its rows, a graph uses bounds. A batch uses the next larger graph
+and fills it with padding rows, which have length 0 and write nothing. Logits and sampling are not
+part of a graph. Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest,
+R rows of a step, E hidden size; a decode step has as many tokens as rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
-# Rows of up to so many tokens are short.
+# Rows of up to this many tokens are short.
 _SHORT = 512
 # A padding row: any slot, the first position, which counts as cached and so is never written, and
 # no tokens to attend to.
@@ -57,7 +58,7 @@ class DecodeGraphs:
         device: Device,
         uploads: StepUploads,
     ) -> None:
-        """`uploads`: of each step, which begins with what `stage` puts."""
+        """`uploads`: those of each step, which begin with what `stage` puts."""
         self._model, self._cache, self._state, self._device = model, cache, state, device
         self._uploads = uploads
         self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
@@ -89,18 +90,16 @@ class DecodeGraphs:
         )
 
     def fit(self, rows: StepRows) -> bool:
-        """Whether a step can be replayed: every row has one token, and its next one is to be
-        sampled.
-        """
+        """Whether a step can be replayed: every row has one token and samples the next one."""
         num_rows = len(rows.slots_B)
         return rows.max_query_len == 1 and len(rows.sampling_slots_R) == num_rows <= self.sizes[-1]
 
     def stage(
         self, rows: StepRows, put: Put
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Put, as the first of a step, what the graph of these rows reads. The function returned
-        replays it: (hidden states of the R rows, valid until the next call; slots and positions
-        that their next tokens go to).
+        """Put what the graph of these rows reads; nothing else of the step may be put before it.
+        Returns a function that replays the graph and returns the hidden states of the R rows, valid
+        until the next call, and the slots and positions that their next tokens go to.
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]

@@ -1,6 +1,6 @@
 """The memory of the KV cache of one rank, and how much of it a GPU has.
 
-Owns the one tensor that all layers see views of. Never decides which block holds what: the
+Owns one tensor; every layer works on a view of it. Never decides which block holds what: the
 scheduler does. The layout of one layer's keys and values is the backend's
 (`Kernels.kv_cache_shapes`).
 """
@@ -34,8 +34,8 @@ def gpu_budget(
     of the largest step (`run_step`), and what a runner over a throw-away cache of one block holds,
     mostly graphs (`make_runner`).
 
-    Only this process's own use counts. Other processes matter only in that memory must be free:
-    what is not free is deducted too.
+    Only this process's own use counts. What other processes hold is deducted only as far as the
+    budget would not fit into the free memory.
     """
     peak = device.peak_during(run_step)
     before = device.memory()
@@ -91,7 +91,7 @@ class KVCache:
 
 @contextmanager
 def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
-    """Around the allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
+    """Wraps an allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

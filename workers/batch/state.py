@@ -3,12 +3,11 @@ each plan.
 
 Owns the tokens and block table of every slot on the device, and on the host what is known without
 the device: counts, never the value of a sampled token. So step k+1 is prepared while step k still
-runs; the device itself writes the tokens that step k samples to the table (`write_sampled`) before
-step k+1 reads them. Never talks to peers.
-All ranks apply the same plans. Laws: `check`; a plan that breaks one raises `WorkerError`. One
-thread.
-Legend: S slots, L token columns, W blocks in a row's table, P block size, T tokens of the step, B
-rows of the step, R its sampling rows, A admitted rows, N flat entries, K KV heads of this rank.
+runs; the device itself writes the tokens that step k samples into the table (`write_sampled`),
+before step k+1 reads them. Never talks to peers. All ranks apply the same plans. Laws: `check`; a
+plan that breaks one raises `WorkerError`. One thread. Legend: S slots, L token columns, W blocks in
+a row's table, P block size, T tokens of the step, B rows of the step, R its sampling rows, A
+admitted rows, N flat entries, K KV heads of this rank.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan
 from workers.device import Device, Ints, Put
 
-_Entries = tuple[Ints, Ints, Ints]  # rows, columns and values of entries of a table
+_Entries = tuple[Ints, Ints, Ints]  # rows, columns and values to write to a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What one step computes, on the host: int32 arrays.
+    """What one step computes, as int32 arrays on the host.
 
     slots_T, positions_T, num_cached_T : per token: its slot, its position, and how many of the
         slot's tokens are in shared blocks.
@@ -124,7 +123,7 @@ class BatchState:
         self._write((self.tokens_SL, tokens), (self.block_table_SW, blocks))
 
     def take(self, plan: StepPlan) -> StepRows:
-        """What a step of at least one row computes; its tokens count as computed from here on."""
+        """The rows of the next step, at least one. Their tokens count as computed from here on."""
         slots_B, new_B = _ints(plan.slots), _ints(plan.num_new_tokens)
         samples_B = np.frombuffer(plan.samples, np.uint8).astype(np.bool_)
         self._check_rows(slots_B, new_B, samples_B)
@@ -151,7 +150,9 @@ class BatchState:
         return rows
 
     def stage(self, rows: StepRows, put: Put) -> Callable[[], StepInputs]:
-        """Put what a step needs; the inputs can be made once that has been sent."""
+        """Put what a step needs. Returns a function that makes the inputs; call it once the upload
+        has been sent.
+        """
         slots_T, positions_T, cached_T, slots_B = map(
             put, (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.slots_B)
         )
@@ -210,7 +211,7 @@ class BatchState:
         return self.decode_parts(len(seq_lens_B), num_places, start_B1)
 
     def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
-        """With the counters of this batch, which steps use one after the other."""
+        """The parts with the counters of this batch, which one step after another uses."""
         return DecodeParts(
             num_rows=num_rows,
             num_places=num_places,
@@ -229,7 +230,7 @@ class BatchState:
     def write_sampled(
         self, slots_R: torch.Tensor, positions_R: torch.Tensor, token_ids_R: torch.Tensor
     ) -> None:
-        """Put the tokens of a step where the next step reads them; the host never sees them."""
+        """Write the tokens of a step where the next step reads them, without a trip to the host."""
         self._kernels.write_tokens(self.tokens_SL, slots_R, positions_R, token_ids_R)
 
     def clear(self) -> None:

@@ -64,9 +64,9 @@ class _ColumnParallel(_Matrix):
 
 
 class QKVParallelLinear(_ColumnParallel):
-    """Query, key and value projections in one product. Ranks hold whole heads: each has its part of
-    the query heads and the KV heads that those attend to. With more ranks than KV heads,
-    neighboring ranks hold the same KV head.
+    """Query, key and value projections in one product. A rank holds whole heads: its part of the
+    query heads, and the KV heads that those attend to. With more ranks than KV heads, neighboring
+    ranks hold the same KV head.
     """
 
     def __init__(

@@ -81,7 +81,8 @@ def held_dtype(
 
 def fingerprint(model_dir: Path) -> str:
     """A hash of the names, sizes, headers and some of the content of the weight files: the same on
-    every machine that has the same checkpoint, and as quick to make for a large one.
+    every machine that has the same checkpoint, and as quick to compute for a large checkpoint as
+    for a small one.
     """
     digest = xxhash.xxh3_128()
     for path in sorted(model_dir.glob("*.safetensors*")):
@@ -140,7 +141,9 @@ def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
 def _fill_quantized(
     piece: WeightSlice, scale: torch.Tensor, values: Any, window: list[slice]
 ) -> None:
-    """Some rows at a time, whole, because their largest number may be another rank's."""
+    """Some rows at a time. Rows are read whole, because the largest number of a row may be in
+    another rank's part.
+    """
     rows, columns = window
     first_row = rows.start or 0
     for first in range(0, len(piece.target), _ROWS):

@@ -1,4 +1,4 @@
-"""The checkpoint on the machine where a rank runs: a directory that is there, or a download."""
+"""The checkpoint on the machine where a rank runs: a directory that exists there, or a download."""
 
 from __future__ import annotations
 

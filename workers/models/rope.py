@@ -63,7 +63,7 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: torch.Tensor) -> torch.Tensor:
-    """Fast frequencies as they are, slow ones divided by the factor, a linear ramp between the
+    """Fast frequencies unchanged, slow ones divided by the factor, and a linear ramp between the
     two.
     """
     low, high = (

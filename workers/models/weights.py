@@ -54,7 +54,7 @@ class Weight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Bytes of memory that it takes."""
 
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
@@ -67,11 +67,11 @@ class Weight(Protocol):
         """Make the rows from `first` on zero."""
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, X], rows by number. Not of a packed copy."""
+        """[T, X]: the rows with these numbers. Not possible for a packed copy."""
 
     def packed(self) -> Weight:
-        """The same in the layout that `product` wants; perhaps itself. Call it once, after all
-        slices are filled.
+        """This weight in the layout that `product` needs, which may be the same object. Call it
+        once, after all slices are filled.
         """
 
     def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
@@ -258,7 +258,7 @@ def release_freed_memory() -> None:
 
     glibc keeps freed blocks below 32 MiB in its heap, and a packed copy, which is aligned
     differently, often does not fit where the last matrix was: without this a rank keeps up to a
-    seventh more than its weights. Other C libraries have no such call, or no need of it.
+    seventh more than its weights. Other C libraries do not have this call, or do not need it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

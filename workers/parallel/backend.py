@@ -74,8 +74,8 @@ class TorchTransport:
         timeout_s: float,
         who: str,
     ) -> TorchTransport:
-        """Reach the other `ranks` through the store at `address`; it may serve several such sets of
-        ranks. Raises `RuntimeError` when one does not come.
+        """Meet the other `ranks` at the store at `address`, which may serve several sets of ranks.
+        Raises `RuntimeError` when one of them does not come.
         """
         distributed = _distributed()
         timeout = timedelta(seconds=timeout_s)
@@ -121,7 +121,7 @@ class TorchTransport:
         return out_R
 
     def next_number(self, name: str) -> int:
-        """0, 1, 2, ...: each to the first rank that asks."""
+        """0, 1, 2, ...: every call, by whichever rank, gets the next number."""
         try:
             return int(self.store.add(name, 1)) - 1
         except RuntimeError as error:
@@ -133,7 +133,7 @@ class TorchTransport:
             self._backend._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
-        """Leave; never waits for a peer."""
+        """Leave the group; never waits for a peer."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()

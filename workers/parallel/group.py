@@ -44,7 +44,7 @@ class TensorParallelGroup:
         progress: Progress | None = None,
         backend: TorchTransport | None = None,
     ) -> None:
-        """`backend`: between all ranks, where it is there already."""
+        """`backend`: the transport between all ranks, if they are connected already."""
         self.progress = progress or Progress()
         self.rank = rank
         self.size = size
@@ -115,16 +115,16 @@ class TensorParallelGroup:
         return tensor.unsqueeze(0) if self.size == 1 else self._transport.all_gather(tensor)
 
     def barrier(self) -> None:
-        """Return when every rank is here (on CUDA: when its device is). While loading only: see
-        `wait_until_loaded`.
+        """Return when every rank has called this (on CUDA: when its device has reached this point).
+        While loading only: see `wait_until_loaded`.
         """
         if self.size == 1:
             return
         self._joined(self._backend).all_reduce(torch.zeros(1, device=self.device)).cpu()
 
     def share_out(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
-        """The tasks that this rank is to run: whichever rank is free takes the next one. Every rank
-        passes the same tasks, while loading, once per `name`.
+        """Yields the tasks that this rank is to run: whichever rank is free takes the next one.
+        Every rank passes the same tasks, while loading, once per `name`.
         """
         if self.size == 1:
             yield from tasks
@@ -134,8 +134,8 @@ class TensorParallelGroup:
             yield tasks[place]
 
     def wait_until_loaded(self) -> None:
-        """The last barrier. Then ranks on CPUs that share memory leave gloo, whose thread wakes a
-        hundred times per second, work or not.
+        """The last barrier. After it, ranks on CPUs that share memory leave gloo, whose thread
+        wakes a hundred times per second even if there is nothing to do.
         """
         self.barrier()
         if self._backend is not self._chosen and self.device.type == "cpu":
@@ -152,8 +152,8 @@ class TensorParallelGroup:
             transport.close()
 
     def share_memory(self, timeout_s: float, wanted: bool = True) -> None:
-        """Let ranks of one host reduce through memory that they share from now on if all of them
-        can and want to; otherwise they use gloo or NCCL.
+        """From now on, let the ranks of one host reduce through shared memory, if all of them can
+        and want to; otherwise they use gloo or NCCL.
 
         Every rank calls this at the same time. `timeout_s` bounds later operations. Raises
         `WorkerError`.
@@ -226,7 +226,7 @@ class TensorParallelGroup:
         return transport
 
     def _transports(self) -> list[Transport]:
-        """Each once: the barrier's may be the chosen one."""
+        """Every transport, once: the barrier's may also be the chosen one."""
         found = [self._chosen, self._backend if self._backend is not self._chosen else None]
         return [transport for transport in found if transport is not None]
 

@@ -1,5 +1,5 @@
-"""CPU ranks on several hosts of which some share one: shared memory within a host, gloo between the
-first rank of each.
+"""CPU ranks on several hosts, with several ranks on some: shared memory within a host, gloo between
+the first ranks of the hosts.
 
 What crosses the network goes once per host instead of once per rank, and ranks of one host do not
 take turns at its sockets. Sums stay in float32 until the end and are rounded once, as in shared
@@ -34,7 +34,7 @@ class HierarchicalReducer:
     ) -> None:
         self._within, self._between = within, between
         self._largest = max(map(len, hosts))
-        # Where each rank's part is once the hosts' padded parts follow one another.
+        # Where each rank's part is when the padded parts of the hosts follow one another.
         where = {
             rank: host * self._largest + index
             for host, ranks in enumerate(hosts)
@@ -71,7 +71,7 @@ class HierarchicalReducer:
             self._between.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Leave; ranks that wait for this one fail at once."""
+        """Leave the group; ranks that wait for this one fail at once."""
         self._within.close()
         if self._between is not None:
             self._between.close()

@@ -1,7 +1,7 @@
 """The memory that CPU ranks of one host share: made by rank 0, opened by the others.
 
-Nothing stays behind, whatever dies: on Linux the segment has no name (a memfd, which the others
-open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
+Nothing is left behind, whichever process dies: on Linux the segment has no name (a memfd, which the
+others open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
 written in full before it is mapped, so that a lack of memory is an error there and not a SIGBUS
 later. A *card* is what a rank tells its peers about itself: host, process id, and from rank 0 the
 path and token of the segment.
@@ -42,8 +42,8 @@ def remove(path: str) -> None:
 
 
 def open_segment(theirs: list[Any], mine: list[Any]) -> int:
-    """The file descriptor of rank 0's segment, from its card and ours. Raises `OSError` if it is
-    out of reach.
+    """The file descriptor of rank 0's segment, found by its card and ours. Raises `OSError` if it
+    is out of reach.
     """
     if mine[0] != theirs[0]:
         raise OSError("it runs on another host or in another container")

@@ -168,8 +168,8 @@ class SharedMemoryReducer:
         return self._gather("all_gather", tensor, GATHER)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank what the first one has in `tensor`: contiguous, of any dtype, on the CPU.
-        Errors as `all_reduce`.
+        """Copy the first rank's `tensor` to that of every rank: contiguous, of any dtype, on the
+        CPU. Errors as `all_reduce`.
         """
         address = tensor.data_ptr()
         self._run("broadcast", address, address, tensor.nbytes, BROADCAST)
@@ -179,7 +179,7 @@ class SharedMemoryReducer:
         self.timeout_s = timeout_s
 
     def close(self) -> None:
-        """Leave; ranks that wait for this one fail at once. Never waits for a peer."""
+        """Leave the group; ranks that wait for this one fail at once. Never waits for a peer."""
         self._leave("has left its tensor-parallel group")
 
     def _gather(self, name: str, tensor: torch.Tensor, kind: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ class SharedMemoryReducer:
         try:
             if advance(self._state, source, target, num_bytes, kind):
                 self._wait(name, source, target, num_bytes, kind)
-        except BaseException as error:  # also on an interrupt, because the operation is half done
+        except BaseException as error:  # even after an interrupt: the operation is half done
             self._leave(f"has failed before: {str(error) or type(error).__name__}")
             raise
 

@@ -1,14 +1,15 @@
 """GPU ranks of one node: small sums in one launch, through memory that every rank maps.
 
-A decode step sums little and often: 57 times 1 MiB or less with 28 layers. NCCL takes 12 to 24 µs
-for 512 KiB on NVLink, a kernel that reads what the others have written 7 to 11 (vLLM's figures).
-torch has such kernels over its symmetric memory. With two or four ranks each adds all parts itself,
-in the order of the ranks; with eight, the switch adds, and each rank hands the sum of its part to
-all. Either way the bits are the same everywhere. (Eight ranks that each let the switch add
-everything might not get the same bits.) What is larger, or of another dtype, goes through NCCL.
+A decode step sums small tensors often: with 28 layers, 57 times 1 MiB or less. NCCL takes 12 to 24
+µs for 512 KiB on NVLink, while a kernel that reads what the other ranks have written takes 7 to 11
+(vLLM's figures). torch has such kernels over its symmetric memory. With two or four ranks, each
+rank adds all parts itself, in the order of the ranks. With eight, each rank lets the switch add one
+part of the tensor and hands the sum to all. Either way the bits are the same on every rank. (Eight
+ranks that each let the switch add everything might not get the same bits.) Larger tensors, and
+those of other dtypes, go through NCCL.
 
-A kernel whose peer has died waits for it forever: its step is then late at `Device.wait`, or the
-driver has heard of the death, and the process is ended.
+A kernel whose peer has died waits for it forever. The process is then ended, either because
+`Device.wait` reaches its limit or because the driver has learned of the death.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class SymmetricMemoryReducer:
     name = "symmetric memory up to 1 MiB, nccl above"
 
     def __init__(self, nccl: TorchTransport, size: int, group: str, who: str) -> None:
-        """Meets the other ranks, which do the same. `group`: the name under which torch knows them.
-        Raises `RuntimeError` where torch cannot share memory between their GPUs.
+        """Meets the other ranks, which make this call at the same time. `group`: the name by which
+        torch knows them. Raises `RuntimeError` where torch cannot share memory between their GPUs.
         """
         self._nccl, self._size, self._group, self._who = nccl, size, group, who
         library = _library()
@@ -76,8 +77,8 @@ class SymmetricMemoryReducer:
         return _first(exchange(made.trial(rank))) or made
 
     def trial(self, rank: int) -> str:
-        """What is wrong with sums whose result is known; empty if nothing is. Every rank calls it
-        at the same time.
+        """Sums tensors whose result is known. Returns what is wrong with it, or an empty string.
+        Every rank calls it at the same time.
         """
         wrong = []
         try:
@@ -111,11 +112,11 @@ class SymmetricMemoryReducer:
         return self._nccl.all_gather(tensor)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Limit of every operation of NCCL from now on; see above for the others."""
+        """Limit of every NCCL operation from now on; the other kernels have none (see the top)."""
         self._nccl.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Leave; never waits for a peer."""
+        """Leave the group; never waits for a peer."""
         self._nccl.close()
 
     def _fits(self, tensor: torch.Tensor) -> bool:
@@ -139,7 +140,7 @@ class SymmetricMemoryReducer:
 
 
 def _obstacle(device: torch.device, cards: list[str], size: int) -> str:
-    """Why this rank cannot take part; empty if it can. `cards`: host and GPU of each rank."""
+    """Why this rank cannot take part; empty if it can. `cards`: the host and GPU of each rank."""
     hosts, indexes = zip(*(card.rsplit(" ", 1) for card in cards), strict=True)
     if size not in _ONE_SHOT + _THROUGH_SWITCH:
         return f"{size} ranks are not 2, 4 or 8"

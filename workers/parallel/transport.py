@@ -1,8 +1,9 @@
 """How the tensors of a tensor-parallel group travel: what every transport does.
 
-`backend.py` has gloo (CPU) and NCCL (CUDA), `shared_memory.py` the ranks of one host, and
-`hierarchical.py` ranks on several hosts of which some share one. All ranks call the same operations
-in the same order, from one thread; `close` may come from another. Legend: R ranks of the group.
+`backend.py` has gloo (CPU) and NCCL (CUDA), `shared_memory.py` serves ranks of one host,
+`hierarchical.py` ranks on several hosts with several ranks on some, and `symmetric_memory.py` GPUs
+of one node. All ranks call the same operations in the same order, from one thread; `close` may come
+from another. Legend: R ranks of the group.
 """
 
 from __future__ import annotations
@@ -37,5 +38,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave. Never waits for a peer."""
+        """Leave the group. Never waits for a peer."""
         ...

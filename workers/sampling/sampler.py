@@ -38,7 +38,9 @@ from workers.sampling.state import (
 
 
 class Group(Protocol):
-    """What the sampler needs of the tensor-parallel group. All tensors that it passes are int64."""
+    """The part of the tensor-parallel group that the sampler uses. All tensors that it passes are
+    int64.
+    """
 
     rank: int
     size: int
@@ -55,8 +57,8 @@ _COLUMNS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked for them. `rows` and `num_top` are on the host: place in the
-    batch, number of alternatives.
+    """Logprobs of the rows that asked for them. `rows` (places in the batch) and `num_top` (numbers
+    of alternatives) are on the host.
 
     logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
     """
@@ -70,7 +72,7 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMasks:
-    """What rows of the batch may choose, as `mask_columns` takes it."""
+    """Which tokens rows of the batch may choose, in the form that `mask_columns` takes."""
 
     rows_R: torch.Tensor
     words_RW: torch.Tensor
@@ -282,8 +284,8 @@ class Sampler:
         )
 
     def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
-        """Limits of rows that may keep any number of tokens. A row without a filter searches within
-        -1, which holds no token.
+        """Limits of rows that may keep any number of tokens. A row without the filter searches
+        within a gap of -1, where there is no token.
         """
         everything_R, nothing_R = (
             torch.full_like(gaps.max_R, torch.inf),
@@ -399,7 +401,7 @@ def _gap_rows(
 
 
 class _TokenCounts:
-    """Which tokens of this shard are in a slot's prompt, and how often each is in its output;
+    """Which tokens of this shard occur in a slot's prompt, and how often each occurs in its output;
     meaningful only for slots in use.
     """
 
@@ -419,7 +421,7 @@ class _TokenCounts:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
-        """Start `slot` over with these tokens."""
+        """Reset `slot` to these tokens."""
         if self._tables is None:
             with torch.inference_mode(
                 False
@@ -444,7 +446,7 @@ class _TokenCounts:
         self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
     def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
-        """Penalized logits of a part of the rows, [R, V]."""
+        """Penalized logits of some of the rows, [R, V]."""
         assert self._tables is not None
         return sampling.penalize(
             logits_BV.index_select(0, rows.rows_R[part]),

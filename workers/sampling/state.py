@@ -4,8 +4,8 @@ Owns tables on the host with one entry per slot; nothing here needs the value of
 the engine may run a step ahead. `batch` picks the rows of a step and gathers those that use the
 same stages into one draw: a stage that no row uses is absent from the batch and costs nothing. All
 ranks build the same draws, so that their all-reduces pair up; only the entries of `bias` and
-`masked_N` differ, each rank holds those of its own shard. Legend: B sampling rows of the step, R
-rows of one draw, L rows that report logprobs, N flat entries.
+`masked_N` differ, because each rank holds those of its own shard. Legend: B sampling rows of the
+step, R rows of one draw, L rows that report logprobs, N flat entries.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Filters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRows:
-    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None when they
-    are all of it.
+    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None if they are
+    the whole batch.
 
     seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
         sampled.
@@ -348,7 +348,7 @@ class SamplingState:
 
 
 def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
-    """How the token of a row is drawn."""
+    """The kind of draw that a row needs."""
     if temperature == 0:
         return GREEDY
     if 0 < top_k <= MAX_LISTED:

@@ -1,5 +1,5 @@
-"""Anthropic's Messages API as an adapter over chats: a request becomes one of chats, its answer is
-written by `writer.py`. Nothing is kept between requests.
+"""Anthropic's Messages API as an adapter over chats: a request becomes a chat request, and
+`writer.py` writes the answer. Nothing is kept between requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def count_tokens(request: CountTokensRequest, served: Served, max_messages: int)
 
 
 def _chat(request: CountTokensRequest, served: Served) -> dict[str, Any]:
-    """What makes up the prompt, as fields of a chat."""
+    """The parts of the prompt, as fields of a chat request."""
     if request.messages[-1].role == "assistant":
         raise RequestError(
             "the last message must be of role user: to go on with the beginning of an answer is not"
@@ -91,7 +91,9 @@ def _chat(request: CountTokensRequest, served: Served) -> dict[str, Any]:
 
 
 def _turns(message: Message) -> list[dict[str, Any]]:
-    """A message as one of chats; results of tools are messages of their own, before the rest."""
+    """A message as messages of a chat; each tool result becomes a message of its own, before the
+    rest.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, texts, thoughts, calls = [], [], [], []

@@ -1,5 +1,5 @@
-"""The requests of Anthropic's Messages API (docs.anthropic.com, "Messages"), as far as they are
-honored; other fields and blocks are refused by name.
+"""The requests of Anthropic's Messages API (docs.anthropic.com, "Messages"), with the fields and
+blocks that are honored; others are refused by name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ToolChoice(Model):
 
 
 class Thinking(Model):
-    """A budget is not kept: thinking ends when the model ends it, or at `max_tokens`."""
+    """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None

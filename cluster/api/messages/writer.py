@@ -32,7 +32,7 @@ class MessageWriter:
         self._parser = AnswerParser(state, tools=tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
-        self._open: str | None = None  # the kind of the block that is not closed yet
+        self._open: str | None = None  # the kind of the block that is open
         self._has_calls = self._has_started = False
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -141,7 +141,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> Any:
-    """The arguments, which are JSON, as an object; what is not JSON stays visible."""
+    """The arguments as an object; a value that is not an object is wrapped in one."""
     value = json.loads(call.arguments)
     return value if isinstance(value, dict) else {"arguments": value}
 

@@ -12,7 +12,7 @@ FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# A browser runs and asks for nothing but what this server sends.
+# A browser loads and runs only what this server sends.
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API as an adapter over chats: a request becomes one of chats, its answer is
-written by `writer.py`. Nothing is kept between requests.
+"""OpenAI's Responses API as an adapter over chats: a request becomes a chat request, and
+`writer.py` writes the answer. Nothing is kept between requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.client.outputs import Generation
 from cluster.client.thinking import state_after
 from scheduler.errors import RequestError
 
-# Fields that mean the same in both.
+# Fields that mean the same in both APIs.
 _SAME = (
     *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
@@ -80,13 +80,13 @@ def _chat(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as messages of a chat. Reasoning, text and calls that follow each other are one
-    message of the assistant.
+    """The input as messages of a chat. Consecutive reasoning, text and calls become one message of
+    the assistant.
     """
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}]
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's, while it may go on
+    turn: dict[str, Any] | None = None  # the assistant's message, while more may belong to it
     for item in request.input:
         if isinstance(item, CallOutputItem):
             output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}

@@ -1,5 +1,5 @@
-"""The requests of OpenAI's Responses API, as far as they are honored; everything that needs
-something stored, and tools that the server would run, are refused by name.
+"""The requests of OpenAI's Responses API, with the fields that are honored. Everything that would
+need stored state, and tools that the server would run, are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class InputText(Model):
 
 
 class OutputText(Model):
-    """Text of an answer, sent back as it came."""
+    """Text of an earlier answer, sent back unchanged."""
 
     type: Literal["output_text"]
     text: str
@@ -72,7 +72,7 @@ class CallOutputItem(Model):
 
 
 def _type_of(item: Any) -> Any:
-    """Messages may come without a type."""
+    """The type of an item; messages may come without one."""
     return item.get("type", "message") if isinstance(item, dict) else None
 
 
@@ -135,13 +135,13 @@ class ResponsesRequest(Model):
         for name in WITHOUT_EFFECT.keys() - {"metadata", "modalities", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
-        "max_tool_calls": (lambda _: True, ""),  # of tools that the server runs
+        "max_tool_calls": (lambda _: True, ""),  # types of tools that the server would run
         "truncation": (
             lambda value: value == "disabled",
             "a conversation is not shortened; only 'disabled' is possible",
         ),
         "include": (
-            # Asked for by clients that keep the conversation themselves; reasoning is sent plainly.
+            # Clients that keep the conversation themselves ask for it; reasoning is not encrypted.
             lambda value: (
                 isinstance(value, list) and not {*map(str, value)} - {"reasoning.encrypted_content"}
             ),

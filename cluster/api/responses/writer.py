@@ -63,8 +63,8 @@ class ResponseWriter:
         return b""
 
     def error(self, error: BaseException) -> bytes:
-        """The event that ends a stream that failed. With the `error` that clients of the other
-        streams look for.
+        """The event that ends a stream that failed. It has the `error` field that clients of the
+        other streams look for.
         """
         described = body_of(error)["error"]
         fields = {name: described[name] for name in ("code", "message", "param")}
