@@ -1,4 +1,4 @@
-"""Large random checkpoints, written fast, to measure memory and time; the values mean nothing."""
+"""Large random checkpoints, written fast, to measure memory and time. The values do not matter."""
 
 from __future__ import annotations
 

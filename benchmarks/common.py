@@ -53,7 +53,7 @@ QWEN3_60M = _QWEN3 | {
 
 
 def machine() -> dict[str, Any]:
-    """Processor, those of its instructions that speed depends on, cores this process may use,
+    """The processor, its instructions that matter for speed, the cores this process may use, and
     versions.
     """
     info = Path("/proc/cpuinfo")
@@ -122,8 +122,8 @@ def median(values: list[float]) -> float:
 def write_result(
     name: str, limit: str, measured: Mapping[str, Any], module: str | None = None
 ) -> None:
-    """Write benchmarks/results/NAME.json and print it. `limit` says what to judge the numbers
-    against.
+    """Write benchmarks/results/NAME.json and print it. `limit` says what the numbers should be
+    compared with.
 
     `module` is the benchmark's module, if its name differs from the result's.
     """

@@ -10,11 +10,11 @@ For each number of ranks and each batch size, the median time between two decode
                      process, step by step; with more, between steps that a rank has finished, with
                      every later plan already in its pipe
 
-At tp 1, once with all cores for the rank, as engines run, and once with one core, which leaves the
-others to the driver and Ray; and `sleeping`: the real driver and rank actors with ranks that only
-wait for a simulated device, with 0 to 4 steps ahead, for steps of several lengths and for launches
-that keep a core of the rank busy. What a step takes beyond the device's is time that a GPU would
-spend waiting. The limits: `no_ray`, and the step of the device.
+At tp 1, once with all cores for the rank, as engines run by default, and once with one core, which
+leaves the others to the driver and Ray; and `sleeping`: the real driver and rank actors with ranks
+that only wait for a simulated device, with 0 to 4 steps ahead, for steps of several lengths and for
+launches that keep a core of the rank busy. The time of a step beyond that of the device is time
+that a GPU would spend waiting. The limits: `no_ray`, and the step of the device.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     write_result(name, limit, measured, module="dispatch")
 
 
-# The engines stand idle in turn, and would make their spares just then.
+# Each engine is idle while the others run, and would make its spares during that time.
 NO_SPARES = {"spares": "off"}
 
 

@@ -44,7 +44,7 @@ class TimedDriver(Driver):
         return report
 
     async def take_moments(self) -> list[float]:
-        """Seconds, since the last call."""
+        """The moments since the last call, in seconds."""
         moments, self._moments = self._moments, []
         return moments
 
@@ -66,7 +66,7 @@ class OneCoreDriver(TimedDriver):
 
 
 class SleepingWorker(Worker):
-    """Loads as a rank does, then waits instead of computing, as a host does for a GPU.
+    """Loads like a rank, then waits instead of computing, like the host of a GPU.
 
     Launching a step keeps a core busy for `launch_s`. On the simulated device, step k is done
     `step_s` after the later of its launch and the end of step k - 1.

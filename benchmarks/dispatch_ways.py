@@ -35,12 +35,12 @@ from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
 
 PROMPT_LEN = 32
-NUM_SKIPPED = 10  # intervals at both ends: prefill, and the first steps of a batch
+NUM_SKIPPED = 10  # intervals left out at both ends, such as prefill and the first steps of a batch
 Measure = Callable[[int], float]
 
 
 def mean_step_ms(moments: list[float]) -> float:
-    """Milliseconds per decode step: of many steps, of which some come in pairs."""
+    """Milliseconds per decode step: the mean of many steps, because some come in pairs."""
     inner = moments[NUM_SKIPPED:-NUM_SKIPPED]
     return 1000 * (inner[-1] - inner[0]) / (len(inner) - 1)
 
@@ -123,7 +123,7 @@ def start_in_process(config: ResolvedConfig, num_threads: int) -> Engine:
     return Engine(_scheduler(config, executor.num_kv_blocks), executor, num_steps_ahead=0)
 
 
-_engine_here: Engine | None = None  # of the process that is the only rank
+_engine_here: Engine | None = None  # threads of the process that is the only rank
 
 
 def _start_rank(config: ResolvedConfig, num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What the driver's process pays per step for each rank: `python -m benchmarks.fan_out`.
+"""The driver's processor time per step for each rank: `python -m benchmarks.fan_out`.
 
 Actors that echo bytes stand for ranks. One process sends each of them a plan of 256 sequences and
 waits for all answers, again and again, as the executor does. Its processor time per round is what
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def processor_s() -> float:
-    """Of all threads of this process."""
+    """Processor seconds of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

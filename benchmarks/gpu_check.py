@@ -1,7 +1,7 @@
 """What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check
 [--out FILE]`.
 
-    machine      the GPU, versions, what its memory and its matrix units can sustain
+    machine      the GPU, versions, what its memory and its matrix units sustain
     numerics     every kernel against its reference
     answers      the default model, real weights, with both kinds of cache
     speed        every kernel, the whole sampler and the products against their lower bounds
@@ -51,7 +51,7 @@ from workers.roofline import Machine
 
 
 def machine(check: Check) -> None:
-    """What this machine has, and the ceilings from which the floors of the other sections are
+    """The machine's hardware, and the ceilings from which the floors of the other sections are
     computed.
     """
     check.add("device", lambda: _describe(check))
@@ -82,8 +82,8 @@ def _describe(check: Check) -> Row:
 
 
 def _ceilings(check: Check) -> Row:
-    """The faster of a copy (bytes read and written) and a sum (bytes read); a square product in
-    bfloat16.
+    """Memory speed: the faster of a copy (bytes read and written) and a sum (bytes read). Computing
+    speed: a square product in bfloat16.
     """
     num_bytes, size = (2**20, 64) if check.small else (4 * 2**30, 8192)
     source = torch.empty(num_bytes, dtype=torch.uint8, device=check.device).random_()
@@ -109,7 +109,7 @@ def _process_group(check: Check) -> Row:
     backend = TorchTransport.connect(
         [0], 0, rendezvous.address, check.device, _GROUP_TIMEOUT_S, "rank 0"
     )
-    # Claims to be one of two: a group of one does nothing.
+    # It claims to be one of two ranks, because a group of one does nothing.
     group = TensorParallelGroup(0, 2, check.device, backend=backend)
     summed, largest = (
         check.normal(64, 1024),
@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "ranks": (two_ranks, 30.0),
     "sanitizer": (sanitizer, 35.0),
 }
-# Time that a section has to stop by itself before its process is killed.
+# How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0
 # Runs a section, given its name, the file for its part, and the time at which it must stop.
@@ -257,7 +257,9 @@ def main() -> None:
         ("--tb-per-s", float),
         ("--tflop-per-s", float),
     ):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for the process of a section
+        parser.add_argument(
+            name, type=kind, help=argparse.SUPPRESS
+        )  # used in the process of a section
     args = parser.parse_args()
     if args.part is not None:
         run_part(args)

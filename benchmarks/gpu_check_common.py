@@ -27,11 +27,11 @@ from workers.roofline import Machine
 Row = dict[str, Any]
 Call = Callable[[], object]
 
-# Inputs that are used in turn take up this much together, several times the second-level cache, if
-# there can be that many sets.
+# Together, the sets of inputs used in turn have this many bytes, several times the second-level
+# cache, if that many sets are possible.
 _ROTATED_BYTES = 256 * 2**20
 _MOST_SETS = 64
-# If the clock has slowed down while the host prepared, it recovers within the first repetitions.
+# If the GPU's clock has slowed down meanwhile, it recovers within the first repetitions.
 _WARMED_US = 30_000.0
 _TIMED_US = 50_000.0
 _FEWEST_REPLAYS = 3
@@ -42,8 +42,8 @@ class Check:
     """One run. `backends`: Triton's, and flash-attn's where there is one. `ceilings`: what this
     machine can sustain; an H200's data sheet until it is measured.
 
-    `small`: tiny shapes, for any device. `rows` are the results of the section that runs; `on_row`
-    is called after each.
+    `small`: tiny shapes, for any device. `rows` are the results of the running section; `on_row` is
+    called after each.
     """
 
     device: torch.device
@@ -137,7 +137,7 @@ def attention_of(
 def with_parts(
     attn: AttentionMetadata, query_lens: Sequence[int], kernels: Kernels, kv_heads: int
 ) -> AttentionMetadata:
-    """With the rows of one query at the front divided as the backend wants it."""
+    """The metadata with the decode rows at the front divided into parts as the backend needs it."""
     device = attn.seq_lens_B.device
     num_rows = next((row for row, n in enumerate(query_lens) if n != 1), len(query_lens))
     num_places = kernels.decode_places(num_rows, kv_heads, attn.max_seq_len, device)
@@ -183,7 +183,7 @@ def median_us(check: Check, calls: Sequence[Callable[[], object]]) -> float:
     """
 
     def run() -> None:
-        kept = [call() for call in calls]  # so that each writes its own memory
+        kept = [call() for call in calls]  # so that each call writes its own memory
         del kept
 
     if not check.on_gpu:
@@ -226,7 +226,7 @@ def timed(
 
 
 def free_memory(check: Check) -> None:
-    """Give back what nobody holds any more."""
+    """Free the memory that nothing holds any more."""
     gc.collect()
     if check.on_gpu:
         torch.cuda.empty_cache()

@@ -64,8 +64,8 @@ TINY = QWEN3_0_6B | {
     "head_dim": 64,
 }
 # Between two correct backends, 0.33 to 0.38 of the tokens came before the first difference
-# (bfloat16, on a CPU); 0.002 with attention that returns zeros, and 0.02 with attention that scales
-# by 0.8 of what it should.
+# (bfloat16, on a CPU). With attention that returns zeros it was 0.002, and 0.02 with attention that
+# scales by 0.8 of what it should.
 _EQUAL_IN_16_BITS = 0.15
 _PUBLISHED = {"nano-vLLM, RTX 4070 Laptop": 1434.13, "vLLM, RTX 4070 Laptop": 1361.84}
 _NO_GRAPHS = {"note": "graphs are not available"}
@@ -118,7 +118,7 @@ def open_engine(
     """An engine that runs a step ahead, over a model of this shape. `options` are those of
     `EngineConfig`.
     """
-    free_memory(check)  # of an engine whose error was still referenced when it closed
+    free_memory(check)  # memory of an engine whose error was still referenced when it closed
     torch.manual_seed(0)
     engine = EngineConfig(
         model="random weights", device=check.device.type, attention_backend=backend, **options
@@ -154,12 +154,12 @@ def open_engine(
 
 
 def near_zero(piece: WeightSlice) -> None:
-    """For measuring time: logits are nearly flat, so that sampling skips nothing."""
+    """Weights for measuring time: logits are nearly flat, so that sampling skips nothing."""
     piece.target.uniform_(-0.05, 0.05)
 
 
 def wide(piece: WeightSlice) -> None:
-    """For comparing tokens: greedy outputs vary, and every parameter affects them."""
+    """Weights for comparing tokens: greedy outputs vary, and every parameter affects them."""
     noise = torch.randn_like(piece.target)
     if piece.target.dim() == 1:
         piece.target.copy_(1 + 0.3 * noise)
@@ -230,7 +230,7 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
         enable_prefix_caching=False,
         max_num_seqs=batches[-1],
         max_num_batched_tokens=16384,
-        # By default: decode graphs are captured for rows of this length.
+        # The default, so that decode graphs are captured for rows of this length.
         max_model_len=64 if check.small else None,
         num_kv_blocks=batches[-1] * (context + 128) // 16,
     ) as (engine, executor, config):
@@ -325,7 +325,7 @@ def decode_step(
     steps: int,
     size: int = 1,
 ) -> Row:
-    """The median step of this rank, one of `size`."""
+    """The median time of a step of this rank, one of `size`."""
     _start_batch(engine, model, batch, context, steps)
     executor.launch_s.clear()
     moments = [time.perf_counter()]
@@ -355,7 +355,7 @@ def _prefill_step(
     num_prompts: int,
     prompt_len: int,
 ) -> Row:
-    """The median over equal steps, without the first, which compiles."""
+    """The median time of equal steps, without the first, which compiles kernels."""
     repeats = 2 if check.small else 6
     prompts = prompts_of(
         {"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts
@@ -446,7 +446,7 @@ def _throughput(check: Check, backend: str) -> Row:
 
 def tokens(check: Check) -> None:
     """Outputs of every backend, through graphs and without, against the reference backend's; and
-    launches under torch's watch for waits. The requests use every parameter of sampling.
+    launches while torch watches for waits. The requests use every parameter of sampling.
 
     In float32 outputs must be equal. In 16 bits, different orders of summation round differently,
     which decides near ties: what counts is the fraction of tokens before the first difference.
@@ -460,7 +460,7 @@ def tokens(check: Check) -> None:
                 name = f"{dtype} {backend} {'eager' if eager else 'graph'}"
                 if eager or (
                     check.on_gpu and backend != "reference"
-                ):  # whose attention waits for the GPU
+                ):  # its attention waits for the GPU
                     check.add(name, partial(_compare, check, outputs, name, dtype, backend, eager))
                 else:
                     check.add(name, lambda: _NO_GRAPHS)
@@ -516,7 +516,7 @@ def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
         drawn | {"top_k": 20, "top_p": 0.9},
         drawn | {"top_p": 0.7},
         drawn | {"min_p": 0.05},
-        drawn | {"top_k": MAX_LISTED + 1},  # more than the list holds
+        drawn | {"top_k": MAX_LISTED + 1},  # more than a list of nearest tokens holds
         greedy | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         greedy | {"logit_bias": ((3, 5.0), (vocab_size - 1, -100.0))},
         greedy | {"min_tokens": 4, "stop_token_ids": frozenset(range(0, vocab_size, 2))},
@@ -551,7 +551,7 @@ def _compare(
         "first": sorted(places)[:5],
         "equal": rounded(equal),
     }
-    # Otherwise every model would look the same.
+    # Otherwise every output would look the same.
     varied = len({token for output in want for token in output}) > count
     return row | {
         "passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)

@@ -1,5 +1,5 @@
-"""Two sections of the GPU check: the model that comes with Eagleray must answer, and CUDA's own
-checkers go over the kernels.
+"""Two sections of the GPU check: the model that comes with Eagleray must answer correctly, and
+CUDA's own checkers run the kernels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
 
 _TOOLS = ("memcheck", "racecheck", "initcheck")
-_FEWEST_S = 15.0  # importing torch under a checker takes about that
+_FEWEST_S = 15.0  # importing torch under a checker takes about this long
 _TOOL_ENDS_S = 3.0
 _ANSWERS = {"What is 47 + 38?": "85", "What is 82 - 35?": "47"}
 
 
 def answers(check: Check) -> None:
-    """Real weights, the tokenizer and the chat template, with default options."""
+    """Answers with real weights, the tokenizer and the chat template, with default options."""
     if not check.on_gpu:
         check.add("default model", lambda: {"note": "takes minutes in the interpreter"})
         return
@@ -92,7 +92,7 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
         row: Row = {"answers": " | ".join(said.values())[:60]}
         if check.on_gpu:
             free, total = torch.cuda.mem_get_info(check.device)
-            # What the ledger promises beside what is really gone, others' use left out.
+            # What the ledger says, beside the memory really in use, without what others use.
             row |= {
                 "promised_gib": rounded(total * engine_config.gpu_memory_utilization / 2**30),
                 "taken_gib": rounded((free_before - free) / 2**30),
@@ -105,7 +105,7 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
 
 def sanitizer(check: Check) -> None:
     """compute-sanitizer over the small shapes of `numerics`, where it is installed. The tools share
-    the time that is left; a tool may end before the shapes do.
+    the time that is left; a tool may run out of time before it has seen all shapes.
     """
     path = shutil.which("compute-sanitizer")
     for place, tool in enumerate(_TOOLS):

@@ -34,8 +34,7 @@ from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
 EPS = 1e-6
 # float32's own roundings, in units of one rounding to 16 bits.
 _SLACK = 0.05
-# For a weight: the rounding of two exponentials, and one more for each token whose floor that
-# moves.
+# For a weight: the rounding of two exponentials, and one more if that moves it across an integer.
 _WEIGHT_TOLERANCE = 1e-6
 
 # Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks
@@ -50,7 +49,7 @@ _BATCHES = {
     "long prefill": ([2048, 1500], [2048, 900]),
     "wide decode": (_WIDE, [1] * len(_WIDE)),
 }
-# Query heads, KV heads, head dim, block size, None for the backend's.
+# Query heads, KV heads, head dim, block size (None for the backend's default).
 _ATTENTION_CASES = (
     (16, 8, 128, None),
     (32, 8, 128, None),
@@ -62,7 +61,7 @@ _SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 
 
 
 def numerics(check: Check) -> None:
-    """The section."""
+    """Run the section."""
     triton = check.backends["triton"]
     elementwise(check, triton)
     store(check, triton)
@@ -291,7 +290,7 @@ def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:
 
 
 def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
-    """The lists, and the limits that follow from them."""
+    """The lists of nearest tokens, and the limits that follow from them."""
     num_rows, device = len(gaps.rows_R), gaps.rows_R.device
     top_k_R = torch.tensor([20, 1, 50, 7, 3], device=device)[:num_rows]
     top_p_R = torch.tensor(
@@ -401,7 +400,7 @@ def _weights_alone(
 def poisoned() -> Iterator[None]:
     """Fill what is allocated here and not initialized with NaN, or with the largest integer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations without a deterministic form
+        warnings.simplefilter("ignore")  # about operations without a deterministic form
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -432,8 +431,8 @@ def _equal(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Row:
 
 
 def _near(got: torch.Tensor, want: torch.Tensor, num_tokens: int) -> Row:
-    """Sums of weights: up to the rounding of the exponential, and one for each token whose floor
-    that moves.
+    """Whether sums of weights are near: they may differ by the rounding of the exponential, plus
+    one for each token whose weight that moves across an integer.
     """
     error, largest = (got - want).abs().double(), want.double()
     passed = got.dtype == want.dtype and bool(
@@ -444,8 +443,8 @@ def _near(got: torch.Tensor, want: torch.Tensor, num_tokens: int) -> Row:
 
 
 def worst_of(*rows: Row) -> Row:
-    """The first row that has not passed; otherwise the one that used most of its limit, or the
-    last.
+    """The first row that has not passed; otherwise the row that came closest to its limit, or the
+    last one.
     """
     failed = [row for row in rows if not row["passed"]]
     return (

@@ -1,8 +1,8 @@
 """A section of the GPU check in its own process, which may crash or hang without affecting the
 others.
 
-The process writes its part, a JSON file, after every row (`run_section`). Whoever started it reads
-what is there when it has ended or was killed (`run_process`). Does not import torch.
+The process writes its part, a JSON file, after every row (`run_section`). The process that started
+it reads that file when it has ended or was killed (`run_process`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TimeUp(BaseException):
 
 
 def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s: float) -> None:
-    """Run it until it ends or the clock `time.monotonic` shows `until_s`. `part` holds the rows
-    there are so far.
+    """Run the section until it ends or `time.monotonic` reaches `until_s`. `part` holds the rows so
+    far.
     """
 
     def time_up(*_: object) -> None:
@@ -71,8 +71,8 @@ def run_section(check: Check, run: Callable[[Check], None], part: Path, until_s:
 
 
 def run_process(command: list[str], part: Path, due_s: float) -> Section:
-    """What `command` has left in `part` when it has ended; it is killed when `time.monotonic` shows
-    `due_s`.
+    """What `command` has left in `part` when it has ended; it is killed when `time.monotonic`
+    reaches `due_s`.
     """
     began_s = time.monotonic()
     part.unlink(missing_ok=True)

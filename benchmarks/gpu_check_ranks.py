@@ -1,9 +1,9 @@
-"""The section of the GPU check with two ranks, each on a GPU of its own: what sums between them
-take, the tokens beside those of one rank, and steps of the 0.6B shape.
+"""The section of the GPU check with two ranks, each on a GPU of its own: the time of sums between
+them, their tokens beside those of one rank, and steps of the 0.6B shape.
 
 No Ray: the process of the section is rank 0, and starts rank 1, which runs this module. Both do the
-same work under the same scheduler, whose plans follow from the requests alone, so nobody has to
-tell them what to run.
+same work under the same scheduler, whose plans follow from the requests alone, so they need no
+messages about what to run.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run_way(check: Check, way: Way, alone: dict[str, Any]) -> None:
 @contextmanager
 def _other_rank(way: Way) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "benchmarks.gpu_check_ranks", json.dumps(asdict(way))]
-    # It ends with its standard input, so also when this process is killed.
+    # It ends when its standard input is closed, so it ends even if this process is killed.
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         try:
@@ -127,8 +127,8 @@ def sums(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]
 
 
 def _sum(check: Check, group: TensorParallelGroup, tensor: torch.Tensor) -> Row:
-    """Both ranks sum equally often, whatever the clock says. The time of a sum has a multiplication
-    in it, which keeps the numbers as they are.
+    """Both ranks sum equally often, whatever the clock says. The time of a sum includes a
+    multiplication, which keeps the numbers from growing.
     """
 
     def run() -> None:
@@ -225,7 +225,9 @@ PARTS = (sums, tokens, decode)
 
 
 def _backend(check: Check) -> str:
-    """Where there is no GPU, this is about the ranks alone."""
+    """The backend. Where there is no GPU, only the work of the ranks is checked, so any backend
+    will do.
+    """
     return "triton" if check.on_gpu else "cpu"
 
 
@@ -242,7 +244,7 @@ def by_name(piece: WeightSlice) -> None:
 
 
 def main() -> None:
-    """Rank 1: says its tokens when all is done."""
+    """Rank 1: prints its tokens at the end."""
 
     def end_with_parent() -> None:
         sys.stdin.read()

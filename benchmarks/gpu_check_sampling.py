@@ -15,7 +15,7 @@ from scheduler.params import Sampling
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler
 
-# What the rows ask for; "own settings" are those of Qwen3's generation config.
+# The sampling parameters of the rows; "own settings" are those of Qwen3's generation config.
 KINDS = {
     "greedy": Sampling(seed=1, max_tokens=9, temperature=0.0),
     "temperature": Sampling(seed=1, max_tokens=9, temperature=0.8),
@@ -60,7 +60,7 @@ def _sampler_call(check: Check, num_rows: int, num_columns: int, sampling: Sampl
 
 
 def products(check: Check) -> None:
-    """Each product of a layer against reading its weights, or its operations."""
+    """Each product of a layer, against the time to read its weights or to compute it."""
     shapes = {"tiny": ((64, 96),)} if check.small else _PRODUCTS
     for model, features in shapes.items():
         for num_in, num_out in features:

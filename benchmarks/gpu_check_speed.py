@@ -43,7 +43,7 @@ _GRAPH_BOUND = 40960
 
 
 def speed(check: Check) -> None:
-    """The section."""
+    """Run the section."""
     pool = _Pool.allocate(check)
     for heads in _SMALL_HEADS if check.small else _HEADS:
         _decode(check, pool, heads)
@@ -246,7 +246,7 @@ def _store(check: Check) -> None:
     for heads in _SMALL_HEADS if check.small else _HEADS:
         num_heads, kv_heads, dim = heads
         for num_tokens in (3,) if check.small else (1, 64, 2048):
-            # Queries, keys and values in and out, and a line of the table a token.
+            # Queries, keys and values in and out, and one line of the table per token.
             num_bytes = (
                 num_tokens * dim * (2 * (num_heads + 2 * kv_heads) * check.dtype.itemsize + 4)
             )

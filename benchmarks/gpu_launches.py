@@ -1,4 +1,4 @@
-"""What a decode step of Qwen3-0.6B asks of a GPU, counted without one: `python -m
+"""Counts, without a GPU, what a decode step of Qwen3-0.6B asks of one: `python -m
 benchmarks.gpu_launches [--bound 40960] [--tokens 512]`.
 
 For each number of rows: launches inside the graph and outside (rows that sample greedily, then with
@@ -50,7 +50,7 @@ SETTINGS = {
 }
 _SUSTAINED = 0.85
 _LAUNCH_US = 2.5
-# Kernels read only some rows of these.
+# Kernels read only some rows of these tensors.
 _TABLES = {"k_cache", "v_cache", "k_cache_NPKD", "v_cache_NPKD", "tokens_SL", "cos_sin_LD"}
 _TABLES |= {"block_table_SW", "block_table_BW", "acc_XHD"}
 
@@ -76,7 +76,7 @@ class Counts:
         return sum(self.bytes) / tb_per_s / 1e9
 
     def estimate_ms(self, tb_per_s: float) -> float:
-        """See the module."""
+        """See the docstring of the module."""
         rate = 1e6 * tb_per_s * _SUSTAINED  # bytes per microsecond
         return sum(max(_LAUNCH_US, num_bytes / rate) for num_bytes in self.bytes) / 1000
 
@@ -190,7 +190,7 @@ class _Kernels(backend.TritonKernels):
 def count(
     rows: int, tokens: int, bound: int, sampling: Sampling
 ) -> tuple[CountingGpu, ModelRunner]:
-    """One decode step of so many rows of so many tokens."""
+    """Count one decode step with this many rows of this many tokens."""
     config = _config(rows, bound)
     kv_row = 2 * 2 * config.model.num_key_value_heads * config.model.head_dim
     device = CountingGpu(rows * tokens * kv_row)

@@ -81,7 +81,7 @@ def running(
         server.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):  # what it has left behind
+        with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
             os.killpg(server.pid, signal.SIGKILL)
 
 
@@ -94,7 +94,7 @@ def _answers(port: int) -> bool:
 
 
 def quantile(values: list[float], q: float) -> float:
-    """The value that a share `q` of the values does not exceed; 0 without values."""
+    """The `q`-quantile of the values, q from 0 to 1; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 async def run_streams(url: str, bodies: list[dict[str, Any]]) -> Timings:
-    """All bodies at once as streams of `/v1/completions`."""
+    """Send all bodies at once, as streams of `/v1/completions`."""
     timings = Timings()
     began = time.perf_counter()
     await asyncio.gather(*(_stream(url, body, timings) for body in bodies))

@@ -73,7 +73,7 @@ def find(title: str) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """User and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

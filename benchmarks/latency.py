@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per rate, on one engine; each rate has its own prompts."""
+    """One row per rate, all on one engine; each rate has its own prompts."""
     rows = []
     with LLM(model, tensor_parallel_size=args.tp, device="cpu", max_model_len=MAX_MODEL_LEN) as llm:
         vocab_size = llm.report.limits.vocab_size
@@ -93,7 +93,7 @@ def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def beside_prompts(model: str, args: argparse.Namespace, chunk_size: int) -> dict[str, Any]:
-    """The row of one limit of tokens per step."""
+    """The row for one limit of tokens per step."""
     numbers = random.Random(chunk_size)
     with LLM(
         model,

@@ -1,11 +1,11 @@
-"""A server that is offered ten times what it can do: does it still do all it can?
+"""Offers a server ten times the load that it can handle: does its throughput stay what it was?
 
     python -m benchmarks.overload --model DIR [--tp 2] [--times 10] [--seconds 60]
         [--tokens 64] [--open 64]
 
 First `--open` clients send one request after another: the saturated rate. Then requests come at
-`--times` that rate, at random moments, and what does not fit among `--open` outputs is refused.
-Prints one JSON line: output tokens per second of both, and how fast a refusal is.
+`--times` that rate, at random moments, and those that do not fit among `--open` outputs are
+refused. Prints one JSON line: output tokens per second of both, and the time that a refusal takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.http_load import free_port, quantile, running
 from benchmarks.serving import bodies
 from benchmarks.serving_load import OURS
 
-RAMP = 0.2  # share of the time that is not counted: the batch fills up
+RAMP = 0.2  # share of the time that is not counted, while the batch fills up
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Seen:
 
 
 async def send(port: int, body: dict[str, Any], seen: Seen) -> None:
-    """One request that wants the whole answer, on a connection of its own."""
+    """Send one request that is not streamed, on a connection of its own."""
     data = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def run(llm: LLM, args: argparse.Namespace, numbers: random.Random) -> dict[str, float]:
-    """One batch with a new prefix."""
+    """Run one batch with a new prefix."""
     prefix = [numbers.randrange(500) for _ in range(args.prefix)]
     params = SamplingParams(max_tokens=args.output, ignore_eos=True, temperature=0.0)
     requests = [

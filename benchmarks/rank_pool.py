@@ -138,7 +138,7 @@ class PoolExecutor:
 
 @contextmanager
 def executor_of(pool: WorkerPool, config: ResolvedConfig) -> Iterator[PoolExecutor]:
-    """An executor that is closed whatever happens."""
+    """An executor for the block, which closes it in any case."""
     executor = PoolExecutor(pool, config)
     try:
         yield executor

@@ -1,4 +1,4 @@
-"""What a process of the pool does: it holds a `Worker`, calls it, and inspects it for tests."""
+"""The program of a pool's process: it holds a `Worker`, calls it, and inspects it for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler.messages import StepPlan
 from workers.worker import Worker
 
 _KERNELS = ("paged_attention", "qk_norm_rope_store", "rms_norm", "add_rms_norm", "silu_and_mul")
-_VOCABULARY = 50_000  # products of at least so many output features are the head's
+_VOCABULARY = 50_000  # products of at least this many output features are the head's
 
 
 class RankProcess:
@@ -89,7 +89,9 @@ class RankProcess:
         self._clock(self.worker, "launch", "launch")
 
     def read_clocks(self) -> dict[str, float]:
-        """By part of the step. `other` is what is left of the launches, which are there too."""
+        """Seconds by part of the step. `other` is the rest of the launches, whose total is included
+        too.
+        """
         seconds = dict(self.seconds)
         known = sum(value for name, value in seconds.items() if name != "launch")
         return seconds | {"other": seconds["launch"] - known}

@@ -1,9 +1,9 @@
-"""What the scheduler adds to a decode step: `python -m benchmarks.scheduler_scaling [--sizes 1 16
-256 1024]`.
+"""The time that the scheduler adds to a decode step: `python -m benchmarks.scheduler_scaling
+[--sizes 1 16 256 1024]`.
 
 For each number of running sequences the median time of `schedule` and `apply` for one step and the
-size of its pickled plan, without a model: results are made up. Rounds over the sizes alternate. The
-limit: 1 ms for 256 sequences, so that the host is ready before the fastest device.
+size of its pickled plan, without a model: results are invented. Rounds over the sizes alternate.
+The limit: 1 ms for 256 sequences, so that the host is ready before the fastest device.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ async def run_in_process(llm: Any, each: list[dict[str, Any]]) -> Timings:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    # Some seconds after its start an engine makes its spares, which would fall into one way or the
-    # other.
+    # An engine makes its spares some seconds after its start, which would slow one of the ways.
     options = {"max_model_len": 1024, "kv_cache_bytes": 2**30, "spares": "off"}
     return {"tensor_parallel_size": args.tp} | options
 
@@ -100,7 +99,7 @@ def serve_uvicorn(args: argparse.Namespace) -> None:
 
 
 def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """One line per number of streams, of one start of a way."""
+    """One line per number of streams, from one start of a way."""
     if way == "in-process":
         return _measure_in_process(args, seed)
     port = free_port()

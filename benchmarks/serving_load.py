@@ -1,4 +1,5 @@
-"""Servers under a rising load of requests: ours and a peer's, driven by the same load generator.
+"""Compares servers under a rising load of requests: ours and a peer's, with the same load
+generator.
 
     python -m benchmarks.serving_load --model DIR --load-command "CMD" [--peer-command "CMD"]
         [--tp 2] [--shares 25,50,75,100,120] [--seconds 30] [--input-len 128] [--output-len 64]
@@ -41,7 +42,7 @@ OURS = "{python} launch.py serve --model {model} --port {port} --tp {tp} --serve
 
 
 def load(args: argparse.Namespace, port: int, num: int, rate: float, seed: int) -> dict[str, Any]:
-    """The figures of one run of the load generator; `rate` in requests per second."""
+    """The figures of one run of the load generator; `rate` is in requests per second."""
     result = Path(tempfile.mkdtemp()) / "result.json"
     command = [
         *shlex.split(args.load_command),
@@ -79,7 +80,7 @@ def main() -> None:
     print(json.dumps({"machine": machine(), "model": args.model, "tp": args.tp}), flush=True)
 
     def run(name: str, loads: list[Load]) -> list[dict[str, Any]]:
-        """The lines of one start of a server."""
+        """The lines from one start of a server."""
         port = free_port()
         command = commands[name].format(
             python=sys.executable, model=args.model, port=port, tp=args.tp

@@ -56,7 +56,7 @@ def main() -> None:
             enable_prefix_caching=False,
         )
         config = resolve_config(options, ModelConfig.from_dir(Path(model)), Path(model), "cpu")
-        os.environ.setdefault(HUGE_PAGES, "1")  # as actors have it
+        os.environ.setdefault(HUGE_PAGES, "1")  # as in the actors of an engine
         pool = WorkerPool(args.tp)
         try:
             ms, machines = measure(pool, config, args)
@@ -132,7 +132,7 @@ def measure(
 def floors(
     config: ResolvedConfig, batch_size: int, context: int, machine: Machine
 ) -> dict[str, float]:
-    """Least milliseconds of the parts that read or compute much."""
+    """The least milliseconds for each part that reads or computes much."""
     model, held = config.model, config.quantization
     item, of_weights = (torch_dtype(name).itemsize for name in (config.dtype, config.weight_dtype))
 

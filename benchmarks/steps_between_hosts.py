@@ -3,8 +3,8 @@
 An engine over two hosts made of network namespaces (`tests.cluster.nodes.hosts`), driver and first
 ranks on one: per step, the packets and bytes that leave it, without those of an idle cluster. Two
 models that differ only in their layers tell what a layer adds, which is two sums over the ranks,
-from the rest, which is Ray's calls and the sums of the embedding and the sampler. Needs root.
-Counts have no limit to be held against; times would be those of two hosts on the same cores.
+from the rest, which is Ray's calls and the sums of the embedding and the sampler. Needs root. There
+is no limit with which to compare the counts. Times would be those of two hosts on the same cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def count(model: str, head: str, tp: int, *, share: bool) -> list[dict[str, Any]]:
-    """Per number of rows; on the host `head`, in its Ray cluster."""
+    """The counts per number of rows; run on the host `head`, in its Ray cluster."""
     from cluster import LLM, SamplingParams
 
     options: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 2**27, "spares": "off"}
@@ -69,7 +69,7 @@ def count(model: str, head: str, tp: int, *, share: bool) -> list[dict[str, Any]
 
 
 def measure(model: str, tp: int, *, share: bool) -> list[dict[str, Any]]:
-    """`count` in a cluster of two hosts with the ranks divided between them."""
+    """Run `count` in a cluster of two hosts with the ranks divided between them."""
     environment = os.environ | {
         "EAGLERAY_CACHE_DIR": str(cache_dir()),
         "PYTHONPATH": str(CHECKOUT),

@@ -1,9 +1,9 @@
 """What constrained output costs: `python -m benchmarks.structured [--tp 2]`.
 
-Sixteen sequences of the 0.6B shape decode, free, all constrained to a JSON schema, or half and
-half, in alternating runs. The tokenizer is made here: 151,000 random words, as bytes. Then the gaps
-between tokens of eight free streams, alone and while `--hostile` grammars are refused one after the
-other.
+Sixteen sequences of the 0.6B shape decode in alternating runs: unconstrained, all constrained to a
+JSON schema, or half and half. The tokenizer is made here: 151,000 random words, as bytes. Then the
+gaps between tokens of eight free streams, alone and while `--hostile` grammars are refused one
+after the other.
 """
 
 from __future__ import annotations

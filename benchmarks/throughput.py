@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def commands(args: argparse.Namespace, tp: int) -> dict[str, list[str]]:
-    """What to run by name; transformers only at tp 1, since it uses the whole machine."""
+    """The commands by name; transformers only at tp 1, since it uses the whole machine."""
     ours = [
         sys.executable,
         "launch.py",
@@ -92,7 +92,7 @@ def commands(args: argparse.Namespace, tp: int) -> dict[str, list[str]]:
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """The line of JSON that a command prints."""
+    """Run a command and return the line of JSON that it prints."""
     done = subprocess.run(
         command, cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )

@@ -1,4 +1,4 @@
-"""What an all-reduce takes by transport and size: `python -m benchmarks.transports`.
+"""The time of an all-reduce by transport and size: `python -m benchmarks.transports`.
 
 Ranks on one host through shared memory and through gloo, on hosts of their own (made of network
 namespaces, see `tests.cluster.nodes.hosts`) through gloo, and four on two hosts, through gloo and
@@ -74,13 +74,15 @@ def sent() -> tuple[int, int]:
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0" and is_host():
-            fields = numbers.split()  # eight of what was received, then of what was sent
+            fields = (
+                numbers.split()
+            )  # eight columns about received packets, then those about sent ones
             return int(fields[9]), int(fields[8])
     return 0, 0
 
 
 def is_host() -> bool:
-    """Whether this process is in a host of its own."""
+    """Whether this process runs in a host of its own."""
     return socket.gethostname().startswith("host1")
 
 

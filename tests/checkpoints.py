@@ -38,8 +38,8 @@ class Shape:
 
 
 def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
-    """Write a checkpoint and return the transformers model it came from, in float32 and eval mode,
-    with the values that are stored.
+    """Write a checkpoint. Returns the transformers model with the stored values, in float32 and
+    eval mode.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -80,8 +80,8 @@ def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> tor
 
 
 def quantize_checkpoint(model_dir: Path) -> None:
-    """Rewrite a checkpoint of one file as compressed-tensors stores 8-bit weights: per layer matrix
-    its codes and a `weight_scale` per row, and a `quantization_config`.
+    """Rewrite a checkpoint of one file as compressed-tensors stores 8-bit weights: codes and a
+    `weight_scale` per row for each layer matrix, and a `quantization_config`.
     """
     from safetensors.torch import load_file, save_file
 

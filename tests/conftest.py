@@ -7,7 +7,7 @@ import signal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray's own default, 15, leaves its workers next to nothing of a core that another program uses.
+# Ray's own default, 15, leaves its workers almost no time on a core that another program uses.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,13 +28,13 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """From here on the collector looks only at what tests create."""
+    """From here on, the garbage collector looks only at what tests create."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` looks for tests that start engines in tests/cluster alone, to collect less."""
+    """`make test` looks for tests that start engines only in tests/cluster, to collect less."""
     for item in items:
         if item.get_closest_marker("engine") and "tests/cluster/" not in item.path.as_posix():
             raise pytest.UsageError(f"{item.nodeid} is marked `engine` outside tests/cluster")

@@ -82,7 +82,7 @@ class Exchange:
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
         self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         self.status: int | None = None
-        self.writer: Writer | None = None  # of the stream that has begun
+        self.writer: Writer | None = None  # the writer of the stream, once that has begun
         self.written_s = 0.0  # when something was last written
         self._commented = False  # whether that was a comment
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
@@ -271,9 +271,7 @@ class Api:
             return
         scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            given = exchange.headers.get(
-                b"x-api-key", b""
-            )  # Anthropic's clients send it in this header
+            given = exchange.headers.get(b"x-api-key", b"")  # where Anthropic's clients send it
         if not hmac.compare_digest(given.strip(), self._api_key):
             raise HttpError(
                 401,

@@ -39,9 +39,7 @@ from scheduler.scheduler import Scheduler
 
 SILENCE_CHECK_S = 1.0
 STOP_TIMEOUT_S = 2.0
-SWITCH_INTERVAL_S = (
-    0.0005  # seconds; the two threads alternate often, and neither computes for long
-)
+SWITCH_INTERVAL_S = 0.0005  # the two threads alternate often, and neither computes for long
 
 logger = logging.getLogger("eagleray.driver")
 

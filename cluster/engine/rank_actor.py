@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from workers.worker import Worker
 
 LOOK_AT_CORES_S = 2.0
-SWITCH_INTERVAL_S = (
-    0.0002  # within which Ray's threads hand the interpreter back to the computing one
-)
+SWITCH_INTERVAL_S = 0.0002  # for Ray's threads, which must let the computing one go on
 
 
 class RankActor:

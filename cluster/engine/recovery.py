@@ -44,9 +44,7 @@ class Recovery:
     give_up_after_s: float = GIVE_UP_AFTER_S
     state: State = State.SERVING
     num_recoveries: int = 0
-    attempts: list[str] = field(
-        default_factory=list
-    )  # attempts since the last result, and how each ended
+    attempts: list[str] = field(default_factory=list)  # since the last result; how each ended
     _first_fault_s: float = 0.0
     _due_s: float = 0.0
     _served_s: float = 0.0  # since when the present group serves

@@ -85,7 +85,7 @@ _FORMATS = {
 }
 FORMATS = tuple(_FORMATS)
 _MAX_DEPTH = 64
-_MAX_LENGTH = 10_000  # of a string whose length is limited
+_MAX_LENGTH = 10_000  # the largest limit on the length of a string
 _MAX_WHITESPACE = 10  # in a row: enough to indent, but too few to go on forever
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 

@@ -24,9 +24,9 @@ from llvmlite import binding as llvm
 from kernels.cpu.jit import as_array, inlined_jit
 
 PANEL = 64
-ROW_BYTES = 4 * PANEL  # of the sums of one row in a panel
+ROW_BYTES = 4 * PANEL  # bytes of one row's sums in a panel
 _LANE_BYTES = 4
-_DOT_BYTES = _LANE_BYTES * PANEL  # of what one dot product of every output feature reads
+_DOT_BYTES = _LANE_BYTES * PANEL  # what one dot product of every output feature reads
 _BLOCK_BYTES = 64
 _CHUNK = 32  # dot products: 8 KiB of weights
 

@@ -154,7 +154,7 @@ def run_each_once(dtype: torch.dtype) -> None:
     limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
     gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
     pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
-    if dtype is torch.float32:  # of adjusted logits
+    if dtype is torch.float32:  # adjusted logits are float32
         mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 

@@ -161,7 +161,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
         attn: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        if attn.is_decode:  # of the two functions, the one that splits the keys of a row
+        if attn.is_decode:  # the function that can split the keys of a row
             out_B1HD: torch.Tensor = with_kvcache(
                 q_THD.unsqueeze(1),
                 k_cache_NPKD,

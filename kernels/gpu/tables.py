@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 128  # of one program
+_TOKENS = 128  # tokens per program
 
 
 def look_up(

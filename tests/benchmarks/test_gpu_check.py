@@ -1,4 +1,4 @@
-"""The GPU check with small sizes: every section runs to its end, and wrong kernels do not pass."""
+"""The GPU check with small sizes: every section is completed, and wrong kernels do not pass."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
 def test_batches_reach_every_way_of_launching_attention(
     case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the 132 multiprocessors that are assumed for a CPU."""
+    """On the 132 multiprocessors that a CPU is assumed to have."""
     launched: set[tuple[str, int, bool]] = set()
 
     def recorder(name: str) -> Any:
@@ -158,7 +158,7 @@ def test_batches_reach_every_way_of_launching_attention(
         )
         q_THD = torch.empty(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
         gpu_attention.paged_attention(q_THD, cache, cache, attn, 1.0)
-    # Decode always with scratch memory, for rows of one part and of several.
+    # Decode always uses scratch memory, for rows of one part and of several.
     assert launched == {("prefill", 64, False), ("prefill", 128, False), ("decode", 16, False)}
     assert min(one_part) < 5 and (max(one_part) > 50 or kv_heads == 2)
 
@@ -347,7 +347,7 @@ def test_end_of_time_that_a_destructor_swallows_comes_again(
 
     def swallows(check: Check) -> None:
         slow = Slow()
-        del slow  # Python drops exceptions raised meanwhile
+        del slow  # Python drops exceptions raised here
         check.add("swallowed", lambda: {"passed": True})
         time.sleep(20)
 
@@ -385,7 +385,7 @@ run_section(SimpleNamespace(rows=[], on_row=None), section, Path(sys.argv[1]), f
 def test_ranks_whose_weights_do_not_fit_together_do_not_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is another process, and has the right ones."""
+    """Rank 1 is another process, and has the right weights."""
     by_name = gpu_check_ranks.by_name
 
     def by_other_names(piece: WeightSlice) -> None:

@@ -1,4 +1,4 @@
-"""What a decode step asks of a GPU: the counts of the page are those of the code."""
+"""What a decode step asks of a GPU: the counts in the docs are those of the code."""
 
 from __future__ import annotations
 

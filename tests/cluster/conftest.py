@@ -48,8 +48,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def users_ray() -> Iterator[None]:
-    """Ray as started by a program that also uses it for other things. Its GPUs are only numbers
-    that it hands out.
+    """Ray as started by a program that also uses it for other things. Its GPUs do not exist: Ray
+    only hands out their numbers.
     """
     import ray
 

@@ -124,7 +124,7 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
 def test_ctrl_c_during_start_leaves_nothing(
     small_model: SmallModel, requests: Path, delay_s: float
 ) -> None:
-    """A start of Ray that is under way finishes first, so this takes longer on a busy machine."""
+    """Ray finishes a start that has begun, so this takes longer on a busy machine."""
     run = start("--model", small_model.path, "--tp", "2", "--input", requests)
     time.sleep(delay_s)
     os.killpg(run.pid, signal.SIGINT)
@@ -153,7 +153,7 @@ def test_a_ray_address_to_nowhere_is_refused_at_once(
 def test_a_folder_in_which_ray_cannot_start_is_refused(
     small_model: SmallModel, requests: Path, length: int
 ) -> None:
-    """120 letters are too long for a socket, 300 for a folder."""
+    """120 letters are too many for a socket, 300 for a folder."""
     with tempfile.TemporaryDirectory() as folder:
         run = start(
             "--model",

@@ -71,7 +71,7 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter, which is slow: the same kernels, layers and plans as on GPUs, with
-    everything on, for every third prompt.
+    all features on, for every third prompt.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     some = prompts()[::3]
@@ -288,8 +288,10 @@ def test_a_frontend_that_stops_polling_has_its_requests_aborted(
 def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first ranks are created here, beside the driver, which creates no others."""
-    created: dict[int, RankHandle] = {}  # held: Ray ends actors that nobody holds
+    """The program creates the first ranks, beside the driver, which creates no others."""
+    created: dict[
+        int, RankHandle
+    ] = {}  # kept in a variable, because Ray ends actors that nobody refers to
 
     class Noting(RankMaker):
         def create(self, place: Place, spare_among: Sequence[Place] = ()) -> RankHandle:

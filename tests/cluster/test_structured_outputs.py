@@ -1,4 +1,6 @@
-"""Constrained output through the whole engine: what ends validates, whatever happens meanwhile."""
+"""Constrained output through the whole engine: complete outputs are valid, whatever happens
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NUM_SCHEMAS = 60
 
 @pytest.fixture(scope="module")
 def llm(users_ray: None) -> Iterator[LLM]:
-    """With so few blocks that sequences are preempted."""
+    """An engine with so few blocks that sequences are preempted."""
     options: dict[str, Any] = {"num_kv_blocks": 24, "max_num_seqs": 16, "max_model_len": 256}
     with LLM(
         tensor_parallel_size=2, device="cpu", dtype="float32", block_size=16, **options
@@ -47,7 +49,7 @@ def params(structure: StructuredOutputs | None, **more: Any) -> SamplingParams:
 
 
 def check(output: RequestOutput, structure: StructuredOutputs) -> bool:
-    """Whether it ended; then it must validate."""
+    """Whether the output is complete; if it is, it must be valid."""
     [completion] = output.outputs
     assert completion.finish_reason in ("stop", "length"), completion
     if completion.finish_reason == "length":

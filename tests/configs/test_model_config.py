@@ -1,4 +1,4 @@
-"""Reading `config.json` and `generation_config.json`: both spellings, and what is refused by
+"""Reading `config.json` and `generation_config.json`: old and new keys, and what is refused by
 name.
 """
 

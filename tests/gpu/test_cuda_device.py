@@ -1,4 +1,4 @@
-"""What `CudaDevice` promises, for which `FakeGpu` stands in elsewhere."""
+"""The promises of `CudaDevice`, which `FakeGpu` replaces in other tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
 
 def test_nothing_but_wait_waits(device: CudaDevice) -> None:
     """With a second of work queued, copies in both directions return at once, and their content is
-    right once waited for.
+    right after waiting.
     """
     uploads = device.step_uploads(64)
 

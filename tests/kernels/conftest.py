@@ -11,7 +11,7 @@ from kernels.select import select_backend
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """The CPU kernels divide their work between two threads, as on the smallest machine."""
+    """Let the CPU kernels divide their work between two threads, as on the smallest machine."""
     kernels = select_backend("cpu", "cpu")
     kernels.set_num_threads(2)
     yield

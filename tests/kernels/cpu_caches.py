@@ -1,4 +1,6 @@
-"""The CPU's KV caches from and to [N, P, K, D], written apart from the kernels that use them."""
+"""Converts the CPU's KV caches from and to [N, P, K, D], independently of the kernels that use
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from kernels.cpu.kv_layout import width
 def to_cpu(
     k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Caches as the CPU's kernels want them that multiply `dtype`, by default the caches' own."""
+    """Caches in the layout of CPU kernels for products in `dtype`, by default the caches' own."""
     blocks, size, kv_heads, dim = k_NPKD.shape
     w = width(dtype or k_NPKD.dtype, dim, size)
     k_NKDP, v_NKPD = k_NPKD.permute(0, 2, 3, 1), v_NPKD.permute(0, 2, 1, 3)
@@ -22,7 +24,7 @@ def to_cpu(
 def from_cpu(
     k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies as [N, P, K, D]."""
+    """Copies of the caches as [N, P, K, D]."""
     blocks, kv_heads, dim, size = k_cache.shape
     w = width(dtype or k_cache.dtype, dim, size)
     k = k_cache.view(blocks, kv_heads, dim // w, size, w).transpose(3, 4)

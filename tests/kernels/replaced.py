@@ -1,4 +1,4 @@
-"""A backend with some of its functions replaced, to watch or to shorten a run."""
+"""A backend with some of its functions replaced, to observe or to shorten a run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_parts_fit_and_none_could_be_shorter(seed: int) -> None:
     parts = parts_of(seq_lens, places)
     assert all(1 <= n <= MAX_PARTS for n in parts) and sum(parts) <= places
     length = PART_TOKENS * -(-longest_part(seq_lens, parts) // PART_TOKENS)
-    if length > PART_TOKENS:  # in parts one step shorter, a row or the batch would not fit
+    if length > PART_TOKENS:  # with parts one step shorter, a row or the batch would not fit
         shorter = [max(1, -(-n // (length - PART_TOKENS))) for n in seq_lens]
         assert sum(shorter) > places or max(shorter) > MAX_PARTS
 

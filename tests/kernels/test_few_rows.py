@@ -56,7 +56,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
 
 
 def test_another_layout_is_seen() -> None:
-    """As a later oneDNN, or one for another processor, may pack."""
+    """A later oneDNN, or one for another processor, may pack differently."""
     weight = normal(256, 128, seed=1)
     other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0).contiguous(), 16)
     assert packed_address(weight, other) is None

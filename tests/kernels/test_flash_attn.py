@@ -251,7 +251,7 @@ def test_best_library_for_the_gpu_is_chosen(
     else:
         assert library is not None
         assert library.version.startswith(chosen)
-    assert not caplog.records  # an absent library is no reason for a warning
+    assert not caplog.records  # an absent library is not worth a warning
 
 
 def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 
 
 def numbers() -> torch.Tensor:
-    """Every number of 8 bits, the middle between each and the next and its neighbors, and what is
-    too large or too small.
+    """Every number of 8 bits, the midpoint between each and the next with its neighbors, and
+    numbers that are too large or too small.
     """
     codes = from_fp8(EVERY_CODE)
     finite = codes[codes.isfinite()].sort().values
@@ -54,9 +54,9 @@ def test_the_reference_rounds_to_nearest_and_does_not_overflow() -> None:
 def test_every_number_is_stored_as_the_reference_stores_it(
     kernels: Kernels, dtype: torch.dtype
 ) -> None:
-    """As values, which nothing changes on their way to the cache; and as keys, rotated."""
+    """As values, which reach the cache unchanged, and as keys, which are rotated."""
     x = numbers().to(dtype)
-    if kernels is TRITON:  # which also squares them, about which the interpreter complains
+    if kernels is TRITON:  # it also squares them, about which the interpreter complains
         x = x[x.abs() < 1e15]
     v_TKD = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 2, 16)
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_every_number_is_stored_as_the_reference_stores_it(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_a_gpu_keeps_only_finite_numbers(dtype: torch.dtype) -> None:
-    """Whoever has the block next must not meet them, nor multiply them by 0."""
+    """The next owner of the block must not find others there, nor multiply them by 0."""
     x = torch.tensor([1.0, torch.nan, -torch.inf, torch.inf, 2.0, -torch.nan, 3.0, -4.0] * 2)
     activation = torch.float32 if dtype is torch.uint8 else dtype
     qkv = torch.ones(1, 3, 16, dtype=activation, device=DEVICE)
@@ -99,7 +99,7 @@ def test_a_gpu_keeps_only_finite_numbers(dtype: torch.dtype) -> None:
     table = torch.ones(1, 16, device=DEVICE)
     zeros = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of the interpreter, about NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # warnings of the interpreter, about NaN
         TRITON.qk_norm_rope_store(
             qkv, weight, weight, 1e-6, table, zeros, caches[0], caches[1], zeros.long()
         )

@@ -48,7 +48,7 @@ def on_device(case: Case) -> Case:
 
 
 def divided(case: Case, num_places: int | None = None) -> Case:
-    """With the rows of one query at the front divided between as many programs."""
+    """The metadata with the decode rows at the front divided between this many programs."""
     q, k_cache, v_cache, attn = case
     query_lens = attn.query_start_B1.diff().tolist()
     num_rows = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
@@ -74,7 +74,7 @@ def paged_attention_gpu(
     attn: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Divided, if it is not yet."""
+    """Attention, after dividing the decode rows if they are not divided yet."""
     case = on_device((q, k_cache, v_cache, attn))
     if attn.decode is None:
         case = divided(case)
@@ -204,7 +204,7 @@ def test_rows_without_parts_go_the_way_of_prompts() -> None:
 def test_any_number_of_places_gives_the_same(
     lens: tuple[list[int], list[int]], extra: int, new_memory_is_nan: None
 ) -> None:
-    """Also more than there are tiles to take them."""
+    """Including more places than there are tiles."""
     rows = sorted(zip(*lens, strict=True), key=lambda row: row[1] != 1)
     seq_lens, query_lens = [row[0] for row in rows], [row[1] for row in rows]
     case = make_case(seq_lens, query_lens, kv_heads=2, group=3, head_dim=128, dtype=torch.float16)

@@ -26,8 +26,8 @@ MAX_REGISTERS = 255
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Compiled]:
-    """Results by case and chip. Of several processes with tests, the first compiles, with all
-    cores, and the others wait for it.
+    """Results by case and chip. Among several test processes, the first compiles with all cores
+    while the others wait.
     """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -19,8 +19,8 @@ EPS = 1e-6
 BFLOAT16 = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 DTYPES = list(dict.fromkeys((torch.float32, torch.float16, BFLOAT16)))
 # Both compute in float32, in different orders and with different approximations of square roots and
-# exponentials. Near the middle of two 16-bit numbers that decides which one is taken, and a product
-# with it changes by as much again.
+# exponentials. Near the middle of two 16-bit numbers, that decides which one is taken, and a
+# product with it changes by as much again.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 # The terms that a rotation adds are at most this large, so the sum may be off by the tolerance for
 # that size.
@@ -206,7 +206,7 @@ def test_fused_kernel_turns_queries_and_keys_and_stores(
     assert torch.equal(caches[1], want[1])
     assert torch.equal(qkv, before)
     written = slots[slots >= 0] + block_size
-    for cache, expected in zip(caches, want, strict=True):  # everywhere else not a bit has changed
+    for cache, expected in zip(caches, want, strict=True):  # no bit has changed anywhere else
         cache.flatten(0, 1)[written] = expected.flatten(0, 1)[written]
         assert torch.equal(cache, expected)
 

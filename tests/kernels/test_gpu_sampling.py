@@ -59,7 +59,7 @@ ROWS = (
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Tensors, tuples of them and `GapRows` on `device`; anything else as it is."""
+    """Tensors, tuples of them and `GapRows`, moved to `device`; anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -71,7 +71,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel with arguments from the CPU and answers on it."""
+    """The kernel with arguments and results on the CPU."""
     return lambda *arguments: moved(kernel(*moved(arguments, DEVICE)), torch.device("cpu"))
 
 
@@ -109,7 +109,7 @@ def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
         gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_TILE", 32)  # four times as fast in the interpreter
+        patch.setattr(sampling, "_TILE", 32)  # this is four times as fast in the interpreter
         return torch.as_tensor(gpu.block_weights(apart_gaps, limit)[0])
 
 
@@ -299,7 +299,7 @@ def test_histogram_does_not_depend_on_how_rows_are_spread(
 
 def test_blocks_whose_best_token_lies_beyond_the_limit_are_not_read() -> None:
     gaps = make_rows(make_logits("equal", 3 * BLOCK, torch.float32), [0])
-    gaps.block_max_BX[:, 1] = -50.0  # as no block of such tokens could have
+    gaps.block_max_BX[:, 1] = -50.0  # larger than any block of such tokens could have
     limit, prefix = torch.full((1,), 9.5), torch.zeros(1, dtype=torch.int32)
     sums, _ = gpu.block_weights(gaps, limit)
     assert (sums > 0).tolist() == [[True, False, True]]

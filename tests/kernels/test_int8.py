@@ -62,7 +62,9 @@ def test_rows_of_zeros_and_of_tiny_numbers_are_zero() -> None:
 
 
 def test_extreme_codes_do_not_saturate() -> None:
-    """Every product at its largest: with 16-bit sums, as without the instruction, it overflows."""
+    """Every product at its largest: with 16-bit sums, as on processors without the instruction, it
+    would overflow.
+    """
     codes = torch.full((64, 4096), -127, dtype=torch.int8)
     packed = OURS.pack(Int8Weight(codes_YX=codes, scale_Y=torch.ones(64)))
     for rows in (1, max_rows() + 1):
@@ -72,7 +74,7 @@ def test_extreme_codes_do_not_saturate() -> None:
 
 
 def test_another_layout_is_left_to_onednn() -> None:
-    """As a later oneDNN, or one for another processor, may pack."""
+    """A later oneDNN, or one for another processor, may pack differently."""
     weight = weight_of(128, 64)
     other = torch.ops.onednn.qlinear_prepack(weight.codes_YX.flip(0).contiguous(), None)
     assert packed_address(weight.codes_YX, other) is None

@@ -33,7 +33,7 @@ def test_products_are_exact_to_rounding(size_out: int, size_in: int, with_bias: 
 def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
     size_out: int, size_in: int
 ) -> None:
-    """Engines on one machine may give each other cores at any time."""
+    """Engines on one machine may take cores from each other at any time."""
     packed, x = pack_weight(normal(size_out, size_in)), normal(64, size_in, seed=1)
     before, found = torch.get_num_threads(), []
     try:

@@ -70,7 +70,7 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
 
 
 def test_every_value_of_bfloat16_is_multiplied_as_it_is() -> None:
-    """Also infinities, zeros of both signs and numbers too small to be normal."""
+    """Including infinities, zeros of both signs and subnormal numbers."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[~values.isnan()]
     weight = torch.zeros(-(-len(values) // PANEL) * PANEL, 1, dtype=torch.bfloat16)

@@ -90,7 +90,7 @@ def test_loops_go_on_while_another_thread_holds_the_lock_of_the_interpreter() ->
         assert time.monotonic() < limit_s, "the thread did not begin to loop within 30 s"
         time.sleep(0.01)
     before = int(num_loops[0])
-    sum(range(20_000_000))  # one call into C: the lock is not given away meanwhile
+    sum(range(20_000_000))  # one call into C, which does not release the lock
     during = int(num_loops[0]) - before
     ended[0] = 1
     thread.join(30)

@@ -1,4 +1,6 @@
-"""Kernels give the same bits on every processor: no instruction whose result is up to the chip."""
+"""Kernels give the same bits on every processor: they use no instruction whose result depends on
+the chip.
+"""
 
 from __future__ import annotations
 

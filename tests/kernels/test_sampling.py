@@ -100,7 +100,7 @@ def test_packed_candidates_order_by_value_then_lower_id() -> None:
 
 
 def test_exponentials_do_not_depend_on_place_or_length() -> None:
-    """The sampler's independence of shards and batches rests on it."""
+    """The sampler's independence of shards and batches depends on it."""
     gaps = normal(1, 5000).abs() * 12
     whole = kernels.token_weights(gaps)
     for start in (0, 1, 3, 8, 17, 4001):

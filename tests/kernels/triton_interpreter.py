@@ -2,7 +2,7 @@
 
 At each launch, and whenever a kernel calls another function, the interpreter prepares the language
 anew by looking at every name there is, which takes 40% of the time of our kernels. Here it does so
-once per process, which then can compile no kernel any more.
+once per process, which cannot compile a kernel after that.
 """
 
 import functools
@@ -14,12 +14,14 @@ from triton import language
 from triton.runtime import interpreter
 
 _prepare = interpreter._patch_lang
-_SCOPE = interpreter._LangPatchScope()  # of no changes, so nothing is taken back
+_SCOPE = interpreter._LangPatchScope()  # an empty list of changes, so nothing is restored
 
 
 @functools.cache
 def _languages(function: Callable[..., Any]) -> list[ModuleType]:
-    """What `function` knows the language as: all of it, or in Triton's own functions its core."""
+    """The modules by which `function` refers to the language: all of it, or only its core in
+    Triton's own functions.
+    """
     known = (language, language.core)
     return [module for module in known if any(v is module for v in function.__globals__.values())]
 

@@ -27,7 +27,7 @@ from workers.parallel.backend import TorchTransport
 LIMIT_BYTES = 2**20
 _ONE_SHOT, _THROUGH_SWITCH = (2, 4), (8,)
 _DTYPES = (torch.bfloat16, torch.float32)
-_ALIGN = 16  # of addresses and sizes; what torch allocates begins at multiples of it
+_ALIGN = 16  # addresses and sizes must be multiples of this; those of torch's allocations are
 
 
 class SymmetricMemoryReducer:

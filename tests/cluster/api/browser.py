@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page that has been opened, with everything that went wrong in it and all it asked for."""
+    """An open page, with all its errors and all the requests it has made."""
 
     def __init__(self, browser: Browser, url: str) -> None:
         self.faults: list[str] = []
@@ -39,7 +39,7 @@ class Watched:
         )
         self.page.goto(url)
         self.page.wait_for_selector("#tiles dd")
-        # Every text that the answers have had, in the order they were seen.
+        # Every state of the texts of the answers, in the order seen.
         self.page.evaluate(
             """() => {
                 window.seen = [];
@@ -52,7 +52,7 @@ class Watched:
         )
 
     def seen(self) -> list[str]:
-        """The texts of the answers so far, as they grew."""
+        """The states of the texts of the answers so far."""
         found: list[str] = self.page.evaluate("() => window.seen")
         return found
 
@@ -63,5 +63,5 @@ class Watched:
         self.page.keyboard.press("Enter")
 
     def tile(self, name: str) -> str:
-        """The text of one of the engine's numbers."""
+        """The text of a tile, which shows one of the engine's numbers."""
         return self.page.locator(f"#tiles div:has(dt:text-is('{name}')) dd").inner_text()

@@ -1,4 +1,4 @@
-"""How much one API process takes: `python -m tests.cluster.api.capacity`.
+"""How much load one API process can handle: `python -m tests.cluster.api.capacity`.
 
 A server process over a scripted engine, and this process as the clients, on one machine. Prints
 one JSON line.
@@ -41,7 +41,7 @@ def run_server() -> None:
 
 
 async def request(port: int, path: str, body: dict[str, Any] | None) -> tuple[bytes, float]:
-    """The answer on a connection of its own, and its seconds."""
+    """The answer to a request on a connection of its own, and the seconds it took."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode() if body is not None else b""
@@ -72,7 +72,7 @@ async def streams(port: int, pid: int) -> dict[str, Any]:
     done, answers = context.Event(), context.Queue()
     asking = context.Process(target=ask_health, args=(port, done, answers))
     asking.start()
-    await asyncio.to_thread(answers.get)  # it has begun
+    await asyncio.to_thread(answers.get)  # the stream has begun
     before = memory_of(pid)
     began = time.perf_counter()
     body = {"prompt": "long", "max_tokens": 60, "stream": True}
@@ -99,7 +99,7 @@ async def streams(port: int, pid: int) -> dict[str, Any]:
 
 
 def ask_health(port: int, done: Any, answers: Any) -> None:
-    """Put the seconds of every answer into the queue once `done` is set."""
+    """Ask until `done` is set, then put the seconds of every answer into the queue."""
     seconds: list[float] = []
     answers.put(None)
     while not done.is_set():
@@ -111,7 +111,7 @@ def ask_health(port: int, done: Any, answers: Any) -> None:
 
 
 async def idle(port: int, pid: int) -> float:
-    """KiB of server memory per connection that says nothing."""
+    """KiB of server memory per idle connection."""
     before = memory_of(pid)
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_IDLE)]
     await asyncio.sleep(0.5)
@@ -128,7 +128,7 @@ def memory_of(pid: int) -> int:
 
 
 def measure() -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     code = "from tests.cluster.api.capacity import run_server; run_server()"
     with subprocess.Popen(
         [sys.executable, "-c", code],

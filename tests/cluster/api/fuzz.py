@@ -1,4 +1,4 @@
-"""Wrong requests in great numbers: `python -m tests.cluster.api.fuzz [--requests N] [--seed S]`.
+"""Large numbers of wrong requests: `python -m tests.cluster.api.fuzz [--requests N] [--seed S]`.
 
 Raw bytes on real connections: fields of wrong types and values, bad UTF-8, NULs, deep JSON, lengths
 that are huge or wrong, clients that leave at any byte. Every answer must be complete, in JSON, and
@@ -56,7 +56,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def sane(path: str) -> dict[str, Any]:
-    """A request that works."""
+    """A valid request."""
     known: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
         "/v1/responses": {"input": "Hi"},
@@ -70,7 +70,7 @@ def sane(path: str) -> dict[str, Any]:
 
 
 def body(rng: random.Random, path: str) -> bytes:
-    """A body that is wrong in some way, or right."""
+    """A body that is invalid in some way, or valid."""
     kind = rng.randrange(10)
     if kind < 6:
         fields = sane(path) | {
@@ -91,7 +91,7 @@ def body(rng: random.Random, path: str) -> bytes:
 
 
 def exchange(rng: random.Random, server: Server) -> str:
-    """One connection; returns the status, or what the client did instead of reading it."""
+    """Use one connection. Returns the status, or what the client did instead of reading it."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     path = rng.choice(PATHS) if rng.random() < 0.95 else "/" + rng.randbytes(4).hex()
     data = body(rng, path)
@@ -140,7 +140,9 @@ def exchange(rng: random.Random, server: Server) -> str:
 
 
 def run(num_requests: int, seed: int) -> Counter[str]:
-    """Counts by outcome. Raises for an answer that is wrong, a hang, or something left over."""
+    """Send requests and count the outcomes. Raises for a wrong answer, a hang, or anything left
+    over.
+    """
     outcomes: Counter[str] = Counter()
     with serve(echo_number, limits=ApiLimits(max_body_bytes=MAX_BODY_BYTES)) as server:
         exchange(random.Random(seed), server)

@@ -1,6 +1,7 @@
-"""An engine that says what it is told to, behind the protocol of a frontend, and a server over it.
+"""An engine that generates scripted tokens, behind the protocol of a frontend, and a server over
+it.
 
-Requests, tokenizer, streams and the API are the real ones; only the tokens are given.
+Requests, tokenizer, streams and the API are real; only the tokens are scripted.
 """
 
 from __future__ import annotations

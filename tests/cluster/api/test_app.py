@@ -1,4 +1,4 @@
-"""The API on a real port, with real clients, over an engine that says what it is told to."""
+"""The API on a real port, with real clients, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_reasoning_and_calls_come_apart_from_the_content(client: openai.OpenAI) 
     [call] = choice.message.tool_calls
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
     assert (call.function.name, call.function.arguments) == ("add", '{"a":  1}')
-    # The answer goes back as it came, with the result of the call.
+    # The answer is sent back unchanged, with the result of the call.
     tool: Any = {"role": "tool", "tool_call_id": call.id, "content": "85"}
     history: Any = [USER, choice.message.model_dump(), tool]
     client.chat.completions.create(model="tiny", messages=history, tools=[ADD])
@@ -287,7 +287,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server: S
 def test_streams_of_one_step_wake_the_event_loop_once(server: Server) -> None:
     """The relay delivers what a batch of news brought for all streams in one call."""
     httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True})
-    [relay] = server.api._client._relays.values()  # there since the first stream
+    [relay] = server.api._client._relays.values()  # it exists since the first stream
     counted: list[int] = []
     deliver = relay._deliver
 
@@ -497,7 +497,7 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
 
 
 def test_comments_do_not_hold_up_a_client_that_strips_what_it_reads() -> None:
-    """Such as `vllm bench serve` 0.32, which takes what is left of an event when it is JSON."""
+    """For example `vllm bench serve` 0.32, which takes the rest of an event if that is JSON."""
     asked = {"prompt": "a", "stream": True, "max_tokens": 4}
     with serve(step_s=0.4, limits=ApiLimits(keep_alive_s=0.1)) as server:
         left, num_comments, num_events = "", 0, 0
@@ -532,7 +532,9 @@ def test_an_answer_goes_on_where_the_last_message_ends(server: Server) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_token_ids_are_returned_where_they_are_asked_for(server: Server, n: int) -> None:
-    """Whole and streamed they add up to the same, also those whose text is held or has none."""
+    """Whole and streamed they add up to the same, including tokens whose text is held back or that
+    have none.
+    """
     for path, asked in (
         ("/v1/chat/completions", {"messages": [USER], "tools": [ADD]}),
         ("/v1/completions", {"prompt": ["What is", "Hi"], "max_tokens": 30}),

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that exist, in panels that one can look at."""
+"""The Grafana dashboard queries metrics that exist, in panels that do not overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERIES = [
 
 
 def use(url: str) -> None:
-    """A request of each kind that is counted apart."""
+    """Make a request of each kind that is counted separately."""
     asked = {"prompt": "a", "max_tokens": 5, "logprobs": 0}
     for stream in (True, False):
         httpx.post(f"{url}/v1/completions", json=asked | {"stream": stream}).raise_for_status()

@@ -1,4 +1,4 @@
-"""Wrong requests get an answer that says so, and leave nothing behind."""
+"""Invalid requests get an answer that says so, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Messages API with Anthropic's own client, over an engine that says what it is told to."""
+"""The Messages API with Anthropic's own client, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_events_come_in_order_and_add_up(client: anthropic.Anthropic) -> None:
         for event in stream:
             raw = event.type
             if raw in ("text", "thinking", "input_json", "signature"):
-                continue  # the client's own
+                continue  # a field of the client's own
             names.append(raw)
             if raw == "content_block_start":
                 assert open_block is None

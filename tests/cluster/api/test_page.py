@@ -1,4 +1,4 @@
-"""The page in a real browser, over an engine that says what it is told to."""
+"""The page in a real browser, over a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reasoning and calls are the same however the text of an answer is cut, and planted faults are
-found.
-"""
+"""Reasoning and calls are the same however an answer's text is cut; planted faults are found."""
 
 from __future__ import annotations
 
@@ -145,7 +143,7 @@ def test_however_an_answer_is_cut_its_parts_add_up_to_the_same() -> None:
 
 
 def test_nothing_of_an_answer_is_lost() -> None:
-    """Apart from markers and the line ends next to them."""
+    """Except for markers and the line ends next to them."""
     for text, state in answers():
         parts = parse([text], state)
         kept = parts.reasoning + parts.content + "".join(c.name + c.arguments for c in parts.calls)

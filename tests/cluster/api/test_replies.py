@@ -27,7 +27,7 @@ STATES = (State.UNDECIDED, State.REASONING, State.CONTENT)
 def run(
     text: str, rng: random.Random, params: SamplingParams, prompt: Any = "Hi"
 ) -> tuple[Generation, list[Chunk]]:
-    """A generation that answers with a text, its tokens in random bunches, and its chunks."""
+    """A generation whose answer is this text, with its tokens in random bunches, and its chunks."""
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), LIMITS, 0)
     chunks: list[Chunk] = []
     generation = builder.build(prompt, params, chunks.append)
@@ -61,7 +61,7 @@ def events_of(writer: ChatWriter | CompletionWriter, chunks: list[Chunk]) -> lis
 
 
 def joined(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """The message that a client puts together."""
+    """The message that a client assembles."""
     message: dict[str, Any] = {
         "content": "",
         "reasoning": "",
@@ -166,7 +166,7 @@ def test_a_streamed_completion_adds_up_to_the_whole_answer() -> None:
 
 
 def _with_reasons(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The client's type has no null here, though the service sends it before the end."""
+    """The client's type does not allow null here, although the service sends it before the end."""
     return [choice | {"finish_reason": choice["finish_reason"] or "stop"} for choice in choices]
 
 

@@ -1,4 +1,4 @@
-"""The Responses API with OpenAI's own client, over an engine that says what it is told to."""
+"""The Responses API with OpenAI's own client, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
 
 
 def parts(response: Response) -> list[Any]:
-    """The items without what differs between two answers."""
+    """The items without the fields that differ between two answers."""
     ids = {"id", "call_id", "parsed_arguments"}
     dumped = [item.model_dump(exclude=ids) for item in response.output]
     for item in dumped:
@@ -139,7 +139,7 @@ def test_events_come_in_order_and_add_up(client: openai.OpenAI) -> None:
 
 
 def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> None:
-    """Items of an answer are sent back as they came, as agents do that keep the conversation."""
+    """Items of an answer are sent back unchanged, as agents that keep the conversation do."""
     first = client.responses.create(model="tiny", input="Go", tools=[ADD])
     call = first.output[2]
     assert call.type == "function_call"

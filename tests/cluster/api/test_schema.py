@@ -1,4 +1,4 @@
-"""Every field is honored, known to be without effect, or refused by name."""
+"""Every field is honored, known to have no effect, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From tools, tool choice and response format to what an answer must match."""
+"""What an answer must match, given tools, tool choice and response format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer made by hand, so that a test says exactly which bytes a token holds.
+"""A byte-level tokenizer made by hand, so that a test decides exactly which bytes a token holds.
 
 Ids 0 to 255 are the bytes; then come `PIECES`, tokens of several bytes that cut through characters
 and stop strings; then the special tokens. Encoding yields single bytes.
@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(path: Path, *, chat_template: str | None = TEMPLATE) -> Path:
-    """Write the tokenizer's files to a directory as a checkpoint has them."""
+    """Write the tokenizer's files to a directory, as in a checkpoint."""
     letters = _letters_of_bytes()
     vocab = {"".join(letters[byte] for byte in piece): i for i, piece in enumerate(_all_pieces())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -1,4 +1,4 @@
-"""What a client does before it sends, with a builder and an engine that only note what they get."""
+"""What a client does before it sends, with a builder and an engine that only record their calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Notes:
 
 
 def test_engines_are_reached_first_on_no_thread_and_in_nobody_s_context() -> None:
-    """Ray cancels the calls that a call has made when that is canceled."""
+    """When a call is canceled, Ray cancels the calls that it has made."""
     notes: Any = Notes()
     may_go, callers = asyncio.Event(), list[str]()
 

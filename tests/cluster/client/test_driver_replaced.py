@@ -33,7 +33,7 @@ DEAD = DriverDiedError("the driver has died")
 
 
 class MortalDriver(FakeDriver):
-    """A driver whose end can be waited for."""
+    """A driver that can be killed, and whose end can be waited for."""
 
     def __init__(self) -> None:
         super().__init__()

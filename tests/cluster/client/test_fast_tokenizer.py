@@ -41,7 +41,7 @@ CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "  spaces kept?  \n"}],
     [{"role": "user", "content": ""}],
 ]
-# Uses what transformers offers to templates, in ways that differ between set-ups of jinja2.
+# Uses what transformers offers to templates, in ways that differ between setups of jinja2.
 TEMPLATE = """{%- for message in messages %}
     {%- if loop.index > 8 %}{% break %}{% endif %}
     {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}

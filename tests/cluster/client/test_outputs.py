@@ -510,7 +510,7 @@ def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
 def test_nobody_waits_on_when_the_polling_thread_ends(
     ask: Ask, frontend: Frontend, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # pytest's would complain
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # pytest's own hook would complain
     generation = ask()
     driver.poll_failure = SystemExit(0)
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
@@ -569,7 +569,7 @@ def test_closing_fails_what_is_outstanding_and_ends_the_thread(
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Give the polling thread time to do what it does last."""
+    """Wait until the polling thread has finished its last action."""
     until_s = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < until_s, "did not come to hold"

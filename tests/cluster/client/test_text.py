@@ -1,4 +1,4 @@
-"""Text at the edge: detokenizing as tokens come, stop strings, prompts and chat templates."""
+"""Text in and out: detokenizing as tokens come, stop strings, prompts and chat templates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
-    """What has been decided after each token, and after the end."""
+    """The text that is certain after each token, and after the end."""
     seen = []
     for token_id in token_ids:
         stopped = stream.push([token_id])

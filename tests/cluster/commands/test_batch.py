@@ -206,7 +206,7 @@ def requests_of(*prompts: dict[str, Any]) -> list[BatchRequest]:
 
 def run(llm: FakeLLM, requests: list[BatchRequest]) -> list[RequestOutput]:
     as_llm: Any = llm
-    # What the fake stands in for.
+    # What the fake replaces.
     assert hasattr(LLM, "generate") and hasattr(RequestBuilder, "check")
     return run_batch(as_llm, requests, progress=False)
 

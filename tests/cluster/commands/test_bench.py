@@ -91,7 +91,7 @@ def chunk(index: int, num_tokens: int, reason: str | None = None) -> Chunk:
 
 
 def timeline(*chunks: tuple[float, Chunk]) -> Timeline:
-    """A request that was due at 10 s and got `chunks` at these moments."""
+    """A request that was due at 10 s and received `chunks` at these moments."""
     moments = iter([moment for moment, part in chunks if part.token_ids])
     line = Timeline(10.0, clock=lambda: next(moments))
     for _, part in chunks:
@@ -157,7 +157,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
-    """Anything that would start Ray or probe the machine fails the test."""
+    """Makes the test fail if anything starts Ray or probes the machine."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the command would have started an engine")

@@ -1,4 +1,4 @@
-"""How ranks of one machine divide its cores."""
+"""How the ranks on one machine divide its cores."""
 
 from __future__ import annotations
 

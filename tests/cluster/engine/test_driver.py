@@ -34,7 +34,7 @@ LIMIT_S = 20.0
 
 
 class FakeGroup:
-    """Launches nothing; `result` waits for `fail` and raises what is no fault of a rank."""
+    """Launches nothing; `result` waits for `fail`, then raises an error that is no rank's fault."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -63,7 +63,7 @@ class CountingGroup(FakeGroup):
 
 
 class FakeSupervisor:
-    """Has one group, which it does not watch."""
+    """Provides one group, which it does not watch."""
 
     is_ready = True
 
@@ -118,7 +118,7 @@ def request(name: str) -> Request:
 
 
 async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
-    """Polls until this many requests have failed."""
+    """Poll until this many requests have failed; their errors."""
     errors: dict[str, EaglerayError] = {}
     acknowledged = 0
     for _ in range(20):
@@ -214,7 +214,9 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         await driver.submit("frontend", both)  # while they run
         while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
             await asyncio.sleep(0.01)
-        await driver.submit("frontend", both)  # when they have ended, and nobody has heard of it
+        await driver.submit(
+            "frontend", both
+        )  # after they have ended, without anybody having received that
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
         await driver.shutdown()
         return deltas

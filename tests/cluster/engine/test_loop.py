@@ -1,4 +1,4 @@
-"""The step loop without a thread: what it tells frontends of requests that fail by themselves."""
+"""The step loop without a thread: what it reports about requests that fail by themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.scheduler.helpers import make_limits, make_request
 
 
 class OneIsBad:
-    """Grammars of which one cannot be followed; the others let everything through."""
+    """Grammars, one of which cannot be followed; the others allow everything."""
 
     def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
         bad = RequestFailedError("its grammar failed")

@@ -1,4 +1,4 @@
-"""The mailbox: whatever is lost on the way, a frontend ends up with every token exactly once."""
+"""The mailbox: whatever is lost on the way, a frontend gets every token exactly once."""
 
 from __future__ import annotations
 

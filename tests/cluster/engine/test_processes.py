@@ -1,5 +1,5 @@
-"""Ending processes for certain: those that run, that are stopped, that are gone, and those whose
-number belongs to another by now.
+"""Ending processes for certain: running ones, stopped ones, those that are gone, and those whose
+number belongs to another process by now.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def test_a_process_that_does_not_die_is_named(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as in the kernel's "D"
+    monkeypatch.setattr(
+        signal, "pidfd_send_signal", lambda *_: None
+    )  # as in the kernel's state "D"
     with pytest.raises(EngineError, match=rf"processes \[{sleeper.pid}\] did not end within 0.1 s"):
         end_here([(sleeper.pid, _started(sleeper.pid))])
 

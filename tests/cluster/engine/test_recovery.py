@@ -1,4 +1,4 @@
-"""The state machine of recovery, under a clock of the test."""
+"""The state machine of recovery, under a clock that the test controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as dead, as stuck, and as merely slow; under a clock of the test."""
+"""What counts as dead, as stuck, and as merely slow, under a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STUCK_AFTER_S = 5.0
 
 
 class FakeRank:
-    """An actor whose answers the test gives."""
+    """An actor whose answers are given by the test."""
 
     def __init__(self) -> None:
         self.ended: Future[None] = Future()
@@ -50,7 +50,7 @@ class World:
         self.woken += 1
 
     def run(self, seconds: float, busy_since_s: float | None = None) -> str | None:
-        """Look at every heartbeat; the first thing that is wrong."""
+        """Look at every heartbeat, and return the first thing that is wrong."""
         until = self.now_s + seconds
         while self.now_s < until:
             self.now_s += HEARTBEAT_S

@@ -200,7 +200,7 @@ class NoLedger:
 
 
 class SeeingRankActor(RankActor):
-    """Starts without computing, and says which of the GPUs that it sees would be its own."""
+    """Starts without computing, and reports which of the GPUs that it sees would be its own."""
 
     def start(
         self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
@@ -216,7 +216,7 @@ class SeeingRankActor(RankActor):
         return self._seen[self._index], self._seen
 
     def seen(self) -> list[str]:
-        """Before it has started."""
+        """The GPUs that it sees before it has started."""
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
     def _look(

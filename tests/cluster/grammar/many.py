@@ -1,5 +1,5 @@
-"""Constrained output on a larger scale: every answer that ends must validate, and the tokens must
-be the same at every tensor-parallel size, streamed and whole, with thinking on and off.
+"""Constrained output on a larger scale: every complete answer must be valid, and the tokens must be
+the same at every tensor-parallel size, streamed and whole, with thinking on and off.
 
 `python -m tests.cluster.grammar.many`. The model is the default one in float32, once with a chat
 template of a model that thinks.
@@ -58,13 +58,13 @@ def structures(count: int) -> list[StructuredOutputs]:
 
 
 def answer_of(output: RequestOutput) -> str:
-    """What follows the reasoning."""
+    """The text after the reasoning."""
     parser = AnswerParser(state_after(output.prompt or ""), tools=False)
     return parser.push(output.text).content + parser.finish().content
 
 
 def run(model: Path, size: int, wanted: list[StructuredOutputs]) -> tuple[list[list[int]], str]:
-    """(the tokens of every answer, what came of them)"""
+    """(the tokens of every answer, the counts of outcomes)"""
     counts: Counter[str] = Counter()
     tokens: list[list[int]] = []
     options: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 16, "max_model_len": 256}

@@ -1,4 +1,4 @@
-"""Whatever a grammar lets through validates: random walks through real helper processes, judged by
+"""Everything that a grammar allows is valid: random walks through real helper processes, judged by
 independent validators.
 """
 
@@ -102,8 +102,8 @@ def allowed_by(mask: bytes | Exception | None) -> list[int]:
 def walk(
     grammar: bytes, matching: GrammarMatching, tokenizer: Tokenizer, rng: random.Random, most: int
 ) -> tuple[str, bool]:
-    """(a random text that the grammar lets through, whether it ended). Tokens that close something
-    are more likely, so that texts end.
+    """(a random text that the grammar allows, whether it ended). Tokens that close something are
+    more likely, so that texts end.
     """
     seq = sequence(grammar)
     try:
@@ -332,7 +332,7 @@ def test_the_answer_comes_after_the_reasoning(
 def test_masks_are_a_function_of_known_tokens(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
 ) -> None:
-    """In whatever portions tokens become known, and after the helper was killed."""
+    """However many tokens become known at a time, and even after the helper was killed."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     grammar = compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
     tokens = tokenizer.encode('{"n": 12')

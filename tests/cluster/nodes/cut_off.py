@@ -1,7 +1,7 @@
-"""An engine over hosts of which one is cut off while it runs, and comes back.
+"""An engine over several hosts, one of which is cut off while it runs, and comes back.
 
-The program below runs on the first host; what it needs done to the cables it says on standard
-output, as `cut ADDRESS` and `plug ADDRESS`, and waits for a line in return.
+The program below runs on the first host; it asks for changes to the cables on standard output, by
+`cut ADDRESS` and `plug ADDRESS`, and waits for a line in return.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT_S = 120.0
 
 
 def ask(what: str) -> None:
-    """Have something done outside."""
+    """Ask for something to be done outside."""
     print(what, flush=True)
     assert sys.stdin.readline() == "done\n"
 

@@ -1,4 +1,4 @@
-"""Engines that are added under load and ended after it, each on a node that the autoscaler makes.
+"""Engines that are added under load and removed after it, each on a node that the autoscaler adds.
 
 The program below serves from a cluster as `autoscaling.py` describes it. Every request has to be
 answered, whatever comes and goes. `python -m tests.cluster.nodes.growing ADDRESS`
@@ -33,7 +33,9 @@ OPTIONS: dict[str, Any] = {
 
 
 class Clients:
-    """Each sends sums one after another, streamed and whole, while `wanted` exceeds its number."""
+    """Each client sends sums one after another, streamed and whole, while `wanted` exceeds its
+    number.
+    """
 
     def __init__(self) -> None:
         self.wanted = 0
@@ -87,7 +89,7 @@ def num_running() -> int:
 
 
 def wait_for_replicas(count: int) -> float:
-    """Seconds until exactly so many run."""
+    """Wait until exactly this many run; the seconds that took."""
     began = time.monotonic()
     while num_running() != count:
         assert time.monotonic() - began < LIMIT_S, serve.status()

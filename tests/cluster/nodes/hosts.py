@@ -21,7 +21,7 @@ from tests.cluster.processes import descendants, wait_until
 SWITCH = "eagleray0"
 NETWORK = "10.77.0"
 TOOLS = ("ip", "unshare", "nsenter", "mount")
-# Run as the first process of a host, which all others in it descend from.
+# Run as the first process of a host, from which all others in it descend.
 INIT = """
 mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm &&
 mkdir /tmp/upper /tmp/work /tmp/run &&
@@ -70,12 +70,14 @@ class Host:
         self.run("ip", "link", "set", "eth0", "up")
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """A process in this host."""
+        """Start a process in this host."""
         enter = ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount", "--uts", "--"]
         return subprocess.Popen([*enter, *command], text=True, **options)
 
     def run(self, *command: str, limit_s: float = 60.0, **options: Any) -> str:
-        """What a command prints. Raises `RuntimeError` with it unless it ends with 0."""
+        """Run a command and return its output. Raises `RuntimeError` with the output unless it
+        exits with 0.
+        """
         process = self.start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         said, _ = process.communicate(timeout=limit_s)
         if process.returncode:
@@ -101,7 +103,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """So many hosts, on a switch that this machine is on too, at number 1."""
+    """This many hosts, on a switch to which this machine is connected too, as number 1."""
     remove_link(SWITCH)
     ip("link", "add", SWITCH, "type", "bridge")
     made: list[Host] = []

@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 class World:
-    """A cluster, one engine on it, and what its clients must see."""
+    """A cluster, one engine on it, and the tokens that its clients must get."""
 
     def __init__(self) -> None:
         self.cluster = Cluster(
@@ -52,7 +52,7 @@ class World:
         self.expected: list[History] = Load(self.llm, CASES).wait(LIMIT_S)
 
     def remove(self, node_id: str) -> None:
-        """End a node as a power cut does."""
+        """End a node the way a power cut does."""
         [node] = [node for node in self.nodes if node.node_id == node_id]
         self.nodes.remove(node)
         raylet = node.all_processes["raylet"][0].process.pid

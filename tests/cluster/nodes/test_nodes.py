@@ -36,7 +36,7 @@ def test_an_engine_over_two_nodes_outlives_the_loss_of_either() -> None:
     assert "the driver's node" in run("losing_nodes", 300.0)
 
 
-# A host has a home of its own.
+# A host has its own home directory.
 ENVIRONMENT = os.environ | {
     "EAGLERAY_CACHE_DIR": str(cache_dir()),
     "PYTHONPATH": str(CHECKOUT),
@@ -67,8 +67,8 @@ def nothing_of_ours_runs(host: Host) -> bool:
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
-    """No connection is closed: whoever is on the other side only falls silent. When it comes back,
-    what runs there has to end, and to leave the others alone.
+    """No connection is closed: the other side only falls silent. When it comes back, the processes
+    there must end without disturbing the others.
     """
     head = ray_hosts[0]
     by_address = {host.address: host for host in ray_hosts}
@@ -107,7 +107,7 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
     ("program", "said"), [("autoscaling", "nodes were made"), ("growing", "none failed")]
 )
 def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None:
-    """For one that does not fit, and for the second replica of an application under load."""
+    """For an engine that does not fit, and for the second replica of an application under load."""
     with hosts(1) as [host]:
         host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]

@@ -1,4 +1,6 @@
-"""`ray up` with the file for hosts, on hosts that are reached by ssh: deploy, ask, tear down."""
+"""`ray up` with the cluster file for hosts, on hosts that are reached by ssh: deploy, send a
+request, tear down.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SUM = {"messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperatu
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Of whoever runs `ray up`; the hosts see it too, since they have another /tmp."""
+    """The home directory of the user who runs `ray up`. It is not below /tmp, so the hosts see it
+    too.
+    """
     path = Path(tempfile.mkdtemp(dir="/var/tmp"))
     yield path
     shutil.rmtree(path)
@@ -51,7 +55,9 @@ def allow_ssh(host: Host, home: Path) -> None:
 
 
 def cluster_file(made: list[Host], home: Path) -> Path:
-    """The file as it is, but for addresses, key, and what is installed already."""
+    """The cluster file, with other addresses and another key, and without steps for what is
+    installed already.
+    """
     config: dict[str, Any] = yaml.safe_load(
         (CHECKOUT / "configs" / "clusters" / "on_premise.yaml").read_text()
     )

@@ -1,7 +1,7 @@
 """Requests that run while processes are killed, and what each client saw of them.
 
 Every kind of request is there: greedy, seeded, several outputs, stop strings, logprobs, penalties,
-whole outputs. A client keeps the history of its stream, and `compare` holds it against an
+whole outputs. A client keeps the history of its stream, and `compare` compares it with that of an
 undisturbed run.
 """
 
@@ -56,7 +56,7 @@ def cases(count: int, tokens: int) -> list[Case]:
 
 @dataclass
 class History:
-    """What the client of one request saw."""
+    """What the client of one request received."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # by output index
     text: dict[int, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Load:
 
 
 def compare(cases_: list[Case], seen: list[History], expected: list[History]) -> list[str]:
-    """What is lost, duplicated, wrong or failed."""
+    """Lists the tokens and requests that are lost, duplicated, wrong or failed."""
     faults = []
     for case, mine, theirs in zip(cases_, seen, expected, strict=True):
         if mine.error is not None:

@@ -40,7 +40,9 @@ class SameEpochAgain(Supervisor):
 
 
 class DeathsAreNotNoticed(Supervisor):
-    """Only a step that fails tells of a death: whoever dies or hangs in between is not replaced."""
+    """Only a step that fails reveals a death: a rank that dies or hangs between steps is not
+    replaced.
+    """
 
     def turn(self) -> None:
         if self.recovery.state is State.SERVING and self._failed is None:
@@ -66,7 +68,7 @@ class FailedAssemblyServes(Supervisor):
 
 
 class LostIsIgnored(EngineLoop):
-    """An idle engine does not hear that its ranks are gone."""
+    """An idle engine does not learn that its ranks are gone."""
 
     def _obey(self, command: Command) -> None:
         if not isinstance(command, Lost):
@@ -74,7 +76,7 @@ class LostIsIgnored(EngineLoop):
 
 
 class LostIsNotCompared(EngineLoop):
-    """News of a loss that is known already starts another epoch."""
+    """A report of a loss that is known already starts another epoch."""
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Lost):
@@ -84,7 +86,7 @@ class LostIsNotCompared(EngineLoop):
 
 
 class ResumesWithTheOldRanks(EngineLoop):
-    """Steps go on, on the group that is gone."""
+    """Steps continue on the group that is gone."""
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Resume):
@@ -102,7 +104,9 @@ class ConvictionIsNotTold(EngineLoop):
 
 
 class CheckpointsAreNotCounted(EngineLoop):
-    """After a checkpoint only what follows it is sent, but from the first index on."""
+    """After a checkpoint, only the tokens that follow it are sent, but numbered from the first
+    index.
+    """
 
     def _news(self, output: Any) -> Any:
         news = super()._news(output)
@@ -139,7 +143,7 @@ class RecoversOnce(Recovery):
 
 
 class ForgetsWhatWasSent(Mailbox):
-    """A reply that is lost takes its tokens along."""
+    """The tokens of a reply that is lost are lost too."""
 
     def collect(self, acknowledged: int) -> Deltas:
         self._sent = {}
@@ -176,7 +180,7 @@ class DeliversOnlyTheLast(Frontends):
 
 
 class SendsTwice(Frontends):
-    """What is sent again is queued again."""
+    """A request that is sent again is queued again."""
 
     def admit(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits

@@ -18,7 +18,7 @@ POISON = {"kill": 401, "raise": 402, "loop": 403}  # token ids that no other pro
 
 
 class PoisonedRank(RankActor):
-    """A rank that a token id in a request kills, or makes raise, or keeps busy forever."""
+    """A rank that certain token ids kill, make raise an error, or keep busy forever."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -7,9 +7,9 @@ that cannot be assembled or die while they are, calls that are lost before or af
 out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs them.
 
 Laws: every request ends, exactly once; its tokens are those of an undisturbed run, and its stream
-says each once; only poison fails, unless ranks were lost while a request ran alone; no group begins
-while a process of an older one lives; when the faults stop, everything ends within a bounded number
-of turns.
+has each of them once; only poison fails, unless ranks were lost while a request ran alone; no group
+begins while a process of an older one lives; when the faults stop, everything ends within a bounded
+number of turns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
 FAULTY_TURNS = 400
-CALM_TURNS = 3000  # without faults something must have changed after so many turns
+CALM_TURNS = 3000  # without faults, something must have changed after this many turns
 EVENT_LOOP = asyncio.new_event_loop()
 
 
@@ -64,7 +64,7 @@ class Parts:
 
 
 class Now:
-    """An executor that runs at once, or when the world says so."""
+    """An executor that runs calls at once, or when the world says so."""
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world
@@ -90,7 +90,7 @@ class Now:
 
 
 class NoThread(threading.Thread):
-    """The world calls what would run on a thread."""
+    """No thread: the world itself calls what would run on it."""
 
     def start(self) -> None:
         pass
@@ -179,7 +179,7 @@ class NoSpares:
 
 
 class Driver:
-    """What `cluster.engine.driver` puts together, without an actor."""
+    """The parts that `cluster.engine.driver` puts together, without an actor."""
 
     loop: EngineLoop
 
@@ -332,7 +332,7 @@ class World:
         driver.is_alive = False
         for group in self.groups:
             group.close()
-        self.later.clear()  # what was on its way to it or from it
+        self.later.clear()  # calls and replies that were on their way
         self.driver = Driver(self)
         return self.driver
 
@@ -353,7 +353,7 @@ class World:
         self._check()
 
     def _progress(self) -> tuple[int, int, int]:
-        """What grows while there is hope: tokens, ended requests, groups."""
+        """Numbers that grow as long as there is progress: tokens, ended requests, groups."""
         tokens = sum(len(each.generation.completions[0].token_ids) for each in self.clients)
         ended = sum(each.generation.done.done() for each in self.clients)
         return tokens + len(self.clients), ended, len(self.groups)

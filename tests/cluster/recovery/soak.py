@@ -4,9 +4,9 @@ An engine with a tight cache runs 32 requests at once, again and again, while pr
 and stopped: at every fault point, while idle, twice in a row, all ranks, a spare with its rank, the
 driver, the driver while the ranks come back. `--kinds rank` kills ranks at random moments instead,
 and sends no poison. Every output is compared with an undisturbed run, token by token. Meanwhile the
-engine's health is sampled. At the end what the engine holds must be what it held before. Prints one
-JSON line; fails if a request is lost, repeats a token, is wrong, or fails, if a process outlives
-its epoch, or if the engine says it is ready for too long after a death.
+engine's health is sampled. At the end, the engine must hold what it held before. Prints one JSON
+line; fails if a request is lost, repeats a token, is wrong, or fails, if a process outlives its
+epoch, or if the engine reports that it is ready for too long after a death.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ STUCK_AFTER_S = 2.0
 RECOVERY_LIMIT_S = 60.0
 ROUND_LIMIT_S = 240.0
 SAMPLE_S = 0.05
-# How long the engine may go on saying that it is ready.
+# How long the engine may still report that it is ready.
 READY_AFTER_KILL_S = 0.5
 READY_AFTER_STOP_S = 1.0
 IN_A_STEP = ("step", "forward", "collective", "sample", "reply")
 
 
 class Health:
-    """Samples of whether the engine says it is ready, and what must not be said."""
+    """Samples of whether the engine reports that it is ready, and when it must not."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.num_samples = 0
         self.late: dict[float, str] = {}  # by the time of the fault
-        self.latest_s = 0.0  # the longest that "ready" was said after a fault
+        self.latest_s = 0.0  # the longest time for which "ready" was reported after a fault
         self._fault: tuple[float, float, tuple[Any, int], str] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing may be asked of Ray when it stops."""
+        """Stop before Ray is shut down, because nothing may call Ray after that."""
         self._stopping.set()
         self._thread.join()
 
     def epoch(self) -> tuple[Any, int]:
-        """The driver, and how often its ranks came back."""
+        """The driver, and the number of recoveries of its ranks."""
         while True:
             driver = self.llm._engine.driver
             with contextlib.suppress(ray.exceptions.RayError):
@@ -76,11 +76,11 @@ class Health:
             time.sleep(0.05)
 
     def expect(self, epoch: tuple[Any, int], limit_s: float, what: str) -> None:
-        """From `limit_s` on, this epoch must not be called ready any more."""
+        """After `limit_s`, this epoch must not be reported as ready any more."""
         self._fault = time.monotonic(), limit_s, epoch, what
 
     def forgive(self) -> None:
-        """The fault went by before anybody had to notice."""
+        """The fault was over before anybody had to notice it."""
         self._fault = None
 
     def _sample(self) -> None:
@@ -103,7 +103,7 @@ class Health:
 
 
 class Soak:
-    """One engine, and what was done to it."""
+    """One engine, and the faults that it has had."""
 
     def __init__(self, llm: LLM, folder: Path, seed: int, tp: int, kinds: list[str]) -> None:
         self.llm = llm
@@ -137,7 +137,7 @@ class Soak:
             time.sleep(0.1)
 
     def pid(self, name: str) -> int:
-        """0 while there is no such process."""
+        """The process id; 0 while there is no such process."""
         process = self.processes().get(name)
         return process.pid if process is not None else 0
 
@@ -163,7 +163,7 @@ class Soak:
         if kind.startswith("at "):
             point = kind[3:]
             fired = self.arm(point, self.rng.choice(("kill", "kill", "raise", "stop")))
-            # What happens in a start needs a start.
+            # A fault during a start needs a start.
             if point not in IN_A_STEP:
                 fired.with_suffix("").write_text("kill")
                 self.signal(first)
@@ -220,7 +220,9 @@ class Soak:
         self.seconds["idle"].append(time.monotonic() - began)
 
     def poison(self, action: str, of: list[Case], expected: list[History]) -> list[str]:
-        """A request that harms ranks whenever it runs, among 15 good ones; what is wrong."""
+        """Run a request that harms ranks whenever it runs, among 15 good ones. Returns what is
+        wrong.
+        """
         load = Load(self.llm, of[:15])
         load.wait_for_news(RECOVERY_LIMIT_S)
         before, began = self.llm.stats().num_recoveries, time.monotonic()

@@ -1,5 +1,5 @@
 """An engine whose processes are killed: no request is lost, none repeats a token, and every output
-is what it would have been.
+is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def wait_for_recovery(llm: LLM, epoch: int) -> None:
 def test_ranks_are_killed_under_load(
     engine: LLM, expected: list[History], folder: Path, record_property: Any
 ) -> None:
-    """A rank killed from outside, ranks that kill themselves in the middle of a step and while
-    they start, one that raises, one that stops.
+    """A rank killed from outside, ranks that kill themselves during a step and during a start, one
+    that raises an error, one that stops.
     """
     load = Load(engine, CASES)
     load.wait_for_news(10.0)
@@ -132,7 +132,7 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
 
 
 def test_a_request_that_kills_ranks_fails_alone(engine: LLM, expected: list[History]) -> None:
-    """Killing is tried here; raising and a loop without end in the soak."""
+    """Killing is tested here; raising an error and an endless loop are tested in the soak."""
     wait_until_ready(engine)
     before = engine.stats().num_recoveries
     load = Load(engine, CASES[:14])

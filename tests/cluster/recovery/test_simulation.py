@@ -1,4 +1,4 @@
-"""The simulation of the control plane finds every planted fault, and none in the code as it is."""
+"""The simulation of the control plane finds every planted fault, and none in the unchanged code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How long a recovery takes: `python -m tests.cluster.recovery.times [--kills 10] [--model DIR]`.
 
 Kills a rank (or the driver) of an engine under load, again and again, and prints one JSON line per
-kind: seconds until the engine no longer says it is ready, until the group is back, and until the
-next token of any stream; median and worst.
+kind: seconds until the engine no longer reports that it is ready, until the group is back, and
+until the next token of any stream; median and worst.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scheduler.params import SamplingParams
 def measure(
     llm: LLM, name: str, number: int, spares_ready: bool, limit_s: float
 ) -> dict[str, float]:
-    """Seconds of one recovery."""
+    """The seconds of one recovery."""
     driver = llm._engine.driver
     while True:
         found = ray.get(driver.processes.remote(), timeout=10)

@@ -1,4 +1,6 @@
-"""A local Ray of our own starts only what engines use; what is replaced for that is put back."""
+"""A local Ray of our own starts only what engines use; the methods that are replaced for that are
+restored.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_a_local_ray_starts_no_process_that_engines_do_not_use() -> None:
     assert program.returncode == 0, program.stderr
     assert program.stdout.startswith("it works\n")
     assert "gcs_server" in program.stdout and "raylet" in program.stdout
-    for name in ("dashboard.py", "monitor.py"):  # of the autoscaler and of the logs
+    for name in ("dashboard.py", "monitor.py"):  # the monitors of the autoscaler and of the logs
         assert name not in program.stdout
 
 

@@ -1,4 +1,4 @@
-"""Which rank is where, which group is ours, and what is waited for; Ray's records are made up."""
+"""Which rank is where, which group is ours, and what is waited for; Ray's records are invented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An application of two engines, and an event loop of its own thread."""
+"""An application of two engines, and an event loop on a thread of its own."""
 
 from __future__ import annotations
 

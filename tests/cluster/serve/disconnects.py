@@ -1,8 +1,9 @@
-"""Clients that leave a served application: `python -m tests.cluster.serve.disconnects [--each N]`.
+"""Clients that disconnect from a served application: `python -m tests.cluster.serve.disconnects
+[--each N]`.
 
-Starts `launch.py serve`, then leaves requests while they are queued, in prefill and in decode,
-streamed and not, each time waiting until the engine holds what it held before. Prints one JSON line
-per kind: how long that took, and what was left over at the end.
+Starts `launch.py serve`, then disconnects while requests are queued, in prefill and in decode,
+streamed and not, and each time waits until the engine holds what it held before. Prints one JSON
+line per kind: how long that took, and what was left over at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NUM_SEQS = 4
 
 
 class Leaver:
-    """A request that can be left at any time."""
+    """A request from which the client can disconnect at any time."""
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -48,7 +49,7 @@ def held(url: str) -> tuple[float, ...]:
 
 
 def run_kind(url: str, port: int, kind: str, each: int, *, stream: bool) -> dict[str, Any]:
-    """Leave `each` requests; seconds until the engine holds what it held before."""
+    """Disconnect from `each` requests; the seconds until the engine holds what it held before."""
     long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True, "logprobs": 0}
     kept = []
     if kind == "queued":
@@ -84,7 +85,9 @@ def run_kind(url: str, port: int, kind: str, each: int, *, stream: bool) -> dict
 
 
 def wait_for(url: str, want: tuple[float, ...]) -> float:
-    """Seconds until the engine holds no more than this; those that keep others waiting may end."""
+    """The seconds until the engine holds no more than this; requests that keep others waiting may
+    end.
+    """
     began = time.perf_counter()
     while True:
         now = held(url)

@@ -51,7 +51,7 @@ def prometheus(url: str, folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def clients(url: str, number: int) -> Iterator[None]:
-    """Clients that ask, one answer after another, every other one as a stream."""
+    """Clients that send one request after another, every other one as a stream."""
     leave = threading.Event()
 
     def ask(client: int) -> None:
@@ -79,7 +79,7 @@ def clients(url: str, number: int) -> Iterator[None]:
 
 
 def test_the_dashboard_shows_the_engine(served: tuple[str, Any], tmp_path: Path) -> None:
-    """`make screenshots` keeps the picture, of a minute."""
+    """`make screenshots` keeps the picture, which covers a minute."""
     pictures = os.environ.get("EAGLERAY_SCREENSHOTS")
     picture = Path(pictures or tmp_path) / "dashboard.png"
     url, _ = served

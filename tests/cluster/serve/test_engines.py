@@ -1,4 +1,4 @@
-"""Several engines of one application: which one gets a request, what happens when one is lost."""
+"""Several engines of one application: which one gets a request, and what happens if one is lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def engine_of(url: str, session: str) -> str:
 
 
 def talk(url: str, salt: str, session_of: Callable[[int, int], str | None]) -> int:
-    """Eight conversations of six turns, as many at once; how many tokens they found cached."""
+    """Eight conversations of six turns, all at once; the number of tokens found in the cache."""
     cached = [0] * 8
 
     def conversation(number: int) -> None:
@@ -167,7 +167,7 @@ def undisturbed(served: tuple[str, Any]) -> dict[int, list[str]]:
 def test_requests_of_a_lost_engine_go_on_at_another(
     served: tuple[str, Any], undisturbed: dict[int, list[str]], lost: str
 ) -> None:
-    """With the tokens they have: nobody notices more than a pause."""
+    """They keep the tokens they have: clients notice only a pause."""
     import ray
     from ray.util import list_named_actors
 

@@ -1,6 +1,6 @@
-"""Requests over several engines that come and go, with engines that only note what they are sent.
+"""Requests over several engines that come and go. The engines only record what they are sent.
 
-The real ones are in `test_serve.py`; here is what takes too many deaths to show there.
+Real engines are in `test_serve.py`; the cases here would take too many deaths there.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class FakeFrontend:
 
 
 class FakeLeases:
-    """In place of Ray Serve's handle and router. may_choose: while it is not set, calls do not get
-    to the choice of an engine.
+    """Replaces Ray Serve's handle and router. may_choose: until it is set, calls do not reach the
+    choice of an engine.
     """
 
     def __init__(self, *names: str) -> None:

@@ -57,7 +57,7 @@ class Program:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Program]]:
-    """Starts programs; those of a test that failed are killed."""
+    """Starts programs, and kills those of a test that failed."""
     programs: list[Program] = []
 
     def start(*arguments: str, **variables: str) -> Program:
@@ -108,7 +108,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Prog
 
 @pytest.fixture
 def own_folder() -> Iterator[str]:
-    """For temporary files; short, as sockets are among them."""
+    """A folder for temporary files, whose path is short because sockets are among them."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 

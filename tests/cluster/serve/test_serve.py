@@ -61,7 +61,9 @@ ADD: Any = {
 
 
 def test_every_required_call_is_well_formed(served: tuple[str, Any]) -> None:
-    """Two hundred of them, streamed and whole, at a temperature at which the model wanders."""
+    """Two hundred of them, streamed and whole, at a temperature at which the model often goes
+    astray.
+    """
     client = openai.OpenAI(base_url=f"{served[0]}/v1", api_key="any", max_retries=0)
     asked: Any = {
         "model": "tiny",
@@ -198,7 +200,9 @@ def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: bool) -> None:
-    """Ray cancels what a canceled call called; the news that the request has ended must arrive."""
+    """Ray cancels the calls of a canceled call, but the message that the request has ended must
+    arrive.
+    """
     url, _ = served
     for _ in range(30):
         if stream:

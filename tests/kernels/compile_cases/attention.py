@@ -85,7 +85,7 @@ def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCa
 
 
 def _fp8(kind: str, dtype: str, head_dim: int, group: int, native: bool) -> CompileCase:
-    """Over a cache of 8-bit numbers, read by instructions or by arithmetic."""
+    """Cases over a cache of 8-bit numbers, read by instructions or by arithmetic."""
     if kind == "decode":
         launch, kernel = decode_launch(_DTYPES[dtype], head_dim, group), decode_kernel
         more = {"TILE_X": MAX_PARTS}
