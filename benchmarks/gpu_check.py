@@ -257,9 +257,7 @@ def main() -> None:
         ("--tb-per-s", float),
         ("--tflop-per-s", float),
     ):
-        parser.add_argument(
-            name, type=kind, help=argparse.SUPPRESS
-        )  # used in the process of a section
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for a section's process
     args = parser.parse_args()
     if args.part is not None:
         run_part(args)

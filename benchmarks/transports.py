@@ -74,9 +74,7 @@ def sent() -> tuple[int, int]:
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0" and is_host():
-            fields = (
-                numbers.split()
-            )  # eight columns about received packets, then those about sent ones
+            fields = numbers.split()  # eight numbers about received packets, then sent ones
             return int(fields[9]), int(fields[8])
     return 0, 0
 

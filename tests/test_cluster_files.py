@@ -1,4 +1,4 @@
-"""The cluster files are what Ray takes, and what is sent to the nodes is small."""
+"""The cluster files are valid for Ray, and little is sent to the nodes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_service_for_kubernetes_deploys_what_serve_takes() -> None:
     assert cluster["authOptions"] == {"mode": "token"}
 
 
-# The fields of KubeRay's v1 types that a file of ours may use; no package has the schema itself.
+# The fields of KubeRay's v1 types that our files may use; no package contains the schema itself.
 CLUSTER_FIELDS = {
     "rayVersion": str,
     "enableInTreeAutoscaling": bool,
@@ -95,7 +95,7 @@ def test_kubernetes_and_the_operator_know_every_field() -> None:
 
 
 def check_pod(template: dict[str, Any]) -> None:
-    """Kubernetes's own schema, in which unknown fields are errors."""
+    """Check a pod by Kubernetes's own schema, in which unknown fields are errors."""
     metadata = {"name": "pod"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata} | template
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
@@ -110,7 +110,7 @@ def test_kubernetes_does_not_accept_just_any_pod() -> None:
 
 
 def test_rays_autoscaler_for_kubernetes_finds_the_groups() -> None:
-    """Ray's side of KubeRay, on the cluster that the operator makes of the service."""
+    """Ray's part of KubeRay, on the cluster that the operator makes from the service."""
     from ray.autoscaler._private.kuberay import autoscaling_config
 
     spec = load("kuberay.yaml")["spec"]["rayClusterConfig"]

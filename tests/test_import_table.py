@@ -1,5 +1,5 @@
-"""Which package may import which: the table of the architecture page, checked against what is
-really loaded.
+"""Which package may import which: the table of the architecture page, compared with what is really
+loaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def loaded_by(package: str) -> set[str]:
 
 
 def is_within(module: str, allowed: set[str]) -> bool:
-    """Whether a module is one of those allowed, inside one, or a package that one is in."""
+    """Whether a module is among those allowed, is inside one of them, or is a package that contains
+    one.
+    """
     return any(
         f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")
         for name in allowed
@@ -65,7 +67,7 @@ def is_within(module: str, allowed: set[str]) -> bool:
 
 
 def imports_in(package: str) -> Iterator[tuple[str, str]]:
-    """File and module of each import statement of a package, also of those inside functions."""
+    """File and module of each import statement of a package, including those inside functions."""
     files = [ROOT / "launch.py"] if package == "launch" else sorted((ROOT / package).rglob("*.py"))
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):

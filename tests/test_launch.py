@@ -1,5 +1,5 @@
 """The command line without an engine: flags, exit codes, one clear message for each mistake, and
-what is importable.
+what can be imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RAW: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint without tokenizer."""
+    """A small checkpoint without a tokenizer."""
     path = tmp_path_factory.mktemp("model")
     write_fast_checkpoint(path, RAW, torch.float32)
     return path
@@ -81,9 +81,7 @@ class Run:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Anything that would start Ray fails the test; signal handlers and loggers are restored
-    afterwards.
-    """
+    """Makes the test fail if anything starts Ray; restores signal handlers and loggers."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the command would have started an engine")
@@ -292,7 +290,7 @@ def test_a_refused_run_leaves_no_output_behind(
     assert not output.exists()
 
 
-# Exit codes of what is not the user's mistake
+# Exit codes of errors that are not the user's mistake
 
 
 @pytest.mark.usefixtures("no_engine")

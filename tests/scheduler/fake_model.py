@@ -5,12 +5,12 @@ A cell of the fake KV cache holds the *digest* of the prefix that ends there, as
 of a real model depend on all tokens before them. A step first stores the cells of all its rows,
 then every row reads its whole context through its block table (a layer stores before it attends).
 The next token is a hash of what was read and of the request's seed, so aliasing, a stale hit or an
-early release changes it; and a row that read something wrong stores wrong cells from then on.
+early release changes it; and a row that has read something wrong stores wrong cells from then on.
 Tokens are kept per slot, as on the device: plans do not contain sampled tokens.
 
-`FakeRank` also checks what a real rank would silently suffer from: released and admitted slots, who
-writes to which cell, table width, chunks that sample. The cache salt is part of a digest, taken
-from the seed (`salt_of`), so that sharing across salts shows up too.
+`FakeRank` also checks for errors that a real rank would not notice: in released and admitted slots,
+in who writes to which cell, in the table width, in the chunks that sample. The cache salt, which
+follows from the seed (`salt_of`), is part of a digest, so that sharing across salts is noticed too.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def extend_digests(digests: array[int], token_ids: list[int], seed: int) -> None
 
 
 def next_token(context: bytes, seed: int) -> int:
-    """The token after a context, which is given as the cells that were read."""
+    """The token after a context, given the cells that were read."""
     return xxhash.xxh3_64_intdigest(context, seed) % VOCAB_SIZE
 
 
@@ -159,8 +159,8 @@ class Row:
 
 
 class FakeRank:
-    """Slots and cells. `run` executes a plan at once; callers that want late results hold them
-    back.
+    """Slots and cells. `run` executes a plan at once; callers that want late results hold the
+    results back.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class FakeRank:
         self.blocks = [bytearray() for _ in range(num_blocks)]  # cells, appended in order
         self.num_holders = [0] * num_blocks  # number of tables that name a block
         self.epoch = 0
-        self.num_steps = 0  # of this epoch
+        self.num_steps = 0  # ids of this epoch
         self.num_cached_tokens = 0
         self.num_written_tokens = 0
 
@@ -278,7 +278,7 @@ class FakeRank:
             self._append(row, block_id)
 
     def _append(self, row: Row, block_id: int) -> None:
-        """A block for new content: nobody else may hold it."""
+        """Add a block for new content, which no other table may name."""
         assert self.num_holders[block_id] == 0, (
             f"block {block_id} is handed out while somebody holds it"
         )

@@ -18,7 +18,7 @@ BLOCK = 4
 
 @dataclass(slots=True, eq=False)
 class User:
-    """The minimum that a block manager needs of a sequence."""
+    """The minimum that a block manager needs from a sequence."""
 
     token_ids: list[int]
     cache_salt: str = ""
@@ -27,7 +27,7 @@ class User:
     num_published_blocks: int = 0
 
 
-# Each holds the tokens of one block.
+# Each entry holds the tokens of one block.
 A, B, C, D = ([digit * 100 + i for i in range(BLOCK)] for digit in (1, 2, 3, 4))
 
 
@@ -83,7 +83,7 @@ def make_request(
 
 
 def must_schedule(scheduler: Scheduler) -> StepPlan:
-    """The next plan, where there must be one."""
+    """The next plan; there must be one."""
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.check()

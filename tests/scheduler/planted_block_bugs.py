@@ -1,4 +1,4 @@
-"""Block managers with one bug each: each class breaks the promise that its docstring names."""
+"""Block managers with one bug each: each docstring says how the class breaks its promise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SharedBlockReleasedEarly(BlockManager):
 
 
 class UsedBlockEvicted(BlockManager):
-    """With nothing free, a used block is taken."""
+    """If no block is free, a used one is taken."""
 
     def can_append(self, seq: BlockUser, num_tokens: int) -> bool:
         return True

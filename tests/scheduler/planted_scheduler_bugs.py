@@ -1,4 +1,4 @@
-"""Schedulers and engines with one bug each; a docstring names the promise its class breaks."""
+"""Schedulers and engines with one bug each, which the docstring describes."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class EpochReordersArrivals(Scheduler):
 
 
 class NoQuarantine(Scheduler):
-    """Suspects run with all others, who are convicted with them."""
+    """Suspects run with all others, which are convicted with them."""
 
     def start_epoch(self) -> list[Sequence]:
         convicted = super().start_epoch()
@@ -249,7 +249,7 @@ class NoQuarantine(Scheduler):
 
 
 class NeverConvicts(Scheduler):
-    """What kills ranks does so forever."""
+    """A request that kills ranks may do so forever."""
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         super()._strike(blamed)
@@ -257,7 +257,7 @@ class NeverConvicts(Scheduler):
 
 
 class ConvictsSuspects(Scheduler):
-    """Whoever ran at two crashes fails."""
+    """Every request that ran during two crashes fails."""
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         super()._strike(blamed)
@@ -265,14 +265,14 @@ class ConvictsSuspects(Scheduler):
 
 
 class BlamesWaiting(Scheduler):
-    """Those that did not run get strikes too."""
+    """Sequences that did not run get strikes too."""
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         return super()._strike([*blamed, *self.waiting])
 
 
 class SuspectsKeepTheirSlot(Scheduler):
-    """A suspect that was cleared goes on beside the next one."""
+    """A suspect that was cleared keeps running beside the next one."""
 
     def _clear_suspects(self) -> None:
         seq = self.suspects[0]
@@ -304,7 +304,7 @@ class EndedOutsideStaysKnown(Engine):
 
 
 class EndsOnlyAtNextStep(Engine):
-    """A sequence that is ended from outside goes on running."""
+    """A sequence that is ended from outside keeps running."""
 
     def finish(self, request_id: str, reason: str) -> Sequence | None:
         seq = self._sequences.pop(request_id, None)
@@ -337,7 +337,7 @@ class MaskIsMissing(Scheduler):
 
 
 class MaskIsNotSent(Engine):
-    """A step that nobody waits for gets no mask if it was not launched first."""
+    """A step gets no mask if it has not been launched yet."""
 
     def _mask(self, step: Submitted) -> None:
         if step.step_id % 2 == 0:

@@ -1,9 +1,9 @@
 """What one seed draws: the sizes of an engine, its requests, and when they arrive.
 
-Prompts are made to meet in the prefix cache: trees of shared segments, twins, prompts cut next to a
-block boundary, conversations that continue after an earlier answer, and the same again under
-another cache salt. Some requests come with tokens that were generated before. Everything is
-determined by the `Random` that is passed in.
+Prompts are chosen to share content in the prefix cache: trees of shared segments, twins, prompts
+cut next to a block boundary, conversations that continue after an earlier answer, and the same
+again under another cache salt. Some requests come with tokens that were generated before.
+Everything is determined by the `Random` that is passed in.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Requests:
     def _request(
         self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float
     ) -> Request:
-        """Sometimes with part or all of what it generates."""
+        """A request, sometimes with part or all of its output."""
         tokens = prompt
         if self.rng.random() < 0.15:
             tokens, _ = generate(prompt, len(prompt), sampling, self.limits.max_total_tokens)
@@ -159,7 +159,7 @@ class _Requests:
         )
 
     def _prompt(self) -> list[int]:
-        """Nearly always short enough; a prompt that is too long must be refused."""
+        """A prompt, nearly always short enough; one that is too long must be refused."""
         rng, most = self.rng, self.limits.max_total_tokens
         kind = rng.random()
         if kind < 0.2 and self.drawn:

@@ -5,16 +5,16 @@ clock.
 again; steps are lost, which ends their epoch; results arrive up to two steps late. Every token that
 comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the laws
 below are checked on the way. A violation raises AssertionError with the seed in its message. When
-arrivals and faults are over, everything must finish within a number of steps computed from the
+arrivals and faults are over, everything must finish within a number of steps that follows from the
 sizes. Some requests are poison: every step in which they run is lost.
 
-Laws, besides `Engine.check` and those of `FakeRank`: every running sequence moves in every step,
-unless its last token is in flight; no step has more tokens than the budget, or more rows than
+Laws, besides `Engine.check` and those of `FakeRank`: every running sequence makes progress in every
+step, unless its last token is in flight; no step has more tokens than the budget, or more rows than
 `max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
 delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
 until the expected end, with the expected reason; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache; poison fails after at most four crashes, and nobody
-else does unless steps were lost while it ran alone.
+whatever the prefix index names is in the cache; poison fails after at most four crashes, and no
+other request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class SimulationReport:
 
 
 class StepLostError(Exception):
-    """What the executor raises when a rank is lost."""
+    """The error that the executor raises when a rank is lost."""
 
 
 class PoisonError(StepLostError):
-    """What it raises when a request kills a rank."""
+    """The error that it raises when a request kills a rank."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def run_seed(
 ) -> SimulationReport:
     """Play one seed to its end. Raises AssertionError naming the seed and the law.
 
-    `look_inside=False` leaves only what can be seen from outside: plans and tokens.
+    With `look_inside=False`, only what can be seen from outside is checked: plans and tokens.
     """
     try:
         return Simulation(seed, parts or Parts(), look_inside).run()
@@ -166,7 +166,7 @@ class Simulation:
             self._turn()
             if self.look_inside:
                 self.engine.check()
-                # A step that waits for its mask has not stored yet what is published.
+                # A step that waits for its mask has not yet stored what is published.
                 if self.num_turns % INDEX_CHECK_INTERVAL == 0 and not self.lane.waiting:
                     self._check_index()
         self._check_end()
@@ -235,7 +235,7 @@ class Simulation:
         self._deliver(output)
 
     def _start_epoch(self, *, by_poison: bool) -> None:
-        """Clients come and go while the ranks start again."""
+        """The ranks start again, while clients come and go."""
         if not by_poison:
             for sequence in self.scheduler.running:
                 self.clients[sequence.request_id].num_losses += 1
@@ -410,9 +410,9 @@ class Simulation:
         """Once arrivals and faults stop, everything must finish within a number of steps computed
         from the sizes.
 
-        The earliest sequence is never preempted and moves in every step, so even one after the
-        other they are done by then: for each its chunks, its tokens, and the results it waits for
-        when it was preempted.
+        The earliest sequence is never preempted and makes progress in every step. So even if
+        sequences ran one after the other, they would be done after the sum of their chunks, their
+        tokens, and the results that they wait for after a preemption.
         """
         self.report.worst_preemptions = max(
             [

@@ -1,4 +1,4 @@
-"""Blocks: who owns them, in which order they are reused, and the laws of the pool."""
+"""Blocks: which sequences own them, in which order they are reused, and the laws of the pool."""
 
 from __future__ import annotations
 

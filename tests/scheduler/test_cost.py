@@ -1,4 +1,5 @@
-"""What a step costs: little time compared with the device, and a size that depends on what changed.
+"""The cost of a step: little time compared with the device, and plans whose size depends on what
+changed.
 
 Times are minima over alternating rounds, so that a busy machine matters little. Garbage collection
 is off, as in the driver (`gc.freeze`).
@@ -105,8 +106,8 @@ def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None
 
 
 def shuffled_pool(num_blocks: int) -> BlockManager:
-    """A pool of free blocks that can all be found, so that taking one evicts its content; in random
-    memory order.
+    """A pool of free blocks in random memory order. All of them can be found, so taking one evicts
+    its content.
     """
     manager = BlockManager(num_blocks, block_size=1)
     users = [User([i]) for i in range(num_blocks)]

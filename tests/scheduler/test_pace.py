@@ -1,4 +1,4 @@
-"""Prompt tokens beside decodes: what is learned from the steps, and the budgets that follow."""
+"""Prompt tokens beside decodes: what is learned from steps, and the resulting budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CountsDecodesIntoTheSlope(Pace):
 
 
 def seconds_of(plan: StepPlan, costs: tuple[float, float, float] = COSTS) -> float:
-    """What a step of this plan takes on a machine of these costs."""
+    """The seconds that a step of this plan takes on a machine with these costs."""
     base_s, row_s, token_s = costs
     num_decoding = plan.num_new_tokens.count(1)
     return base_s + row_s * num_decoding + token_s * (sum(plan.num_new_tokens) - num_decoding)
@@ -38,8 +38,8 @@ def run(
     on_device: bool = False,
     costs: tuple[float, float, float] = COSTS,
 ) -> list[StepPlan]:
-    """Steps one after the other, each with its seconds. `on_device`: those of the host are only of
-    launches, and of waiting for other steps.
+    """Run steps one after the other, each with its seconds. With `on_device`, those of the host
+    cover only launches and waiting for other steps.
     """
     plans = []
     for _ in range(num_steps):
@@ -110,9 +110,9 @@ class TakesTheNearestHoweverFar(Pace):
 
 
 def check_many_that_arrive_at_once(pace: type[Pace]) -> None:
-    """One sequence decodes, then thirty prompts come: rows get more, and no step is without
-    prompts. Each row costs a sixth of the base, so at the end a step may hold what it may hold
-    where the base is known.
+    """One sequence decodes, then thirty prompts come: the rows become more, and no step is without
+    prompts. Each row costs a sixth of the base. At the end, a step may hold as many tokens as if
+    the base were known.
     """
     limits = make_limits(
         num_blocks=4000,
@@ -166,7 +166,7 @@ def test_nothing_is_limited_before_anything_is_known() -> None:
     assert pace.budget(4) == CAP
     pace.observe(4, 0, 0.010)
     assert pace.budget(4) == CAP
-    pace.observe(0, 100, 0.0)  # a device that does not tell its time
+    pace.observe(0, 100, 0.0)  # a device that does not report times
     assert pace.budget(4) == CAP
 
 
@@ -182,7 +182,7 @@ def test_where_no_step_was_without_prompts_one_with_few_gives_a_first_guess() ->
 
 
 def test_one_slow_step_changes_little() -> None:
-    """Another program had the processor."""
+    """As if another program had taken the processor for a moment."""
     pace = Pace(3.0, CAP)
     for _ in range(4):
         pace.observe(4, 0, 0.010)

@@ -1,6 +1,4 @@
-"""The prefix cache: what is found again, what must not be found, and what happens to a second
-copy.
-"""
+"""The prefix cache: content that is found again or must not be found, and second copies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The scheduler in 500 random worlds: no law broken, nothing stuck, and worlds rough enough to be
-meaningful.
+"""The scheduler in 500 random worlds: no law is broken, nothing is stuck, and the worlds have
+enough faults to be meaningful.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def three(num_new: int = 64) -> tuple[Scheduler, list[Sequence]]:
 
 
 def crash(scheduler: Scheduler) -> list[str]:
-    """Plan a step and lose it; the ids of those that are convicted."""
+    """Plan a step and lose it. Returns the ids of the convicted requests."""
     must_schedule(scheduler)
     convicted = scheduler.start_epoch()
     scheduler.check()
@@ -85,7 +85,7 @@ def test_a_suspect_that_is_aborted_lets_the_next_one_run() -> None:
     must_schedule(scheduler)
     assert running(scheduler) == ["a"]
     scheduler.finish(a, "abort")
-    give(scheduler, 9)  # of a, which is gone
+    give(scheduler, 9)  # the slot of a, which is gone
     must_schedule(scheduler)
     assert running(scheduler) == ["b"]
 

@@ -24,7 +24,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def config_of(model_dir: Path, **options: Any) -> ResolvedConfig:
-    """Small limits by default."""
+    """A configuration with small limits by default."""
     defaults: dict[str, Any] = {
         "model": str(model_dir),
         "device": "cpu",

@@ -3,8 +3,8 @@ that is counted.
 
 `FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel
 made through `recordable`, with the tensors they got. `replay` runs them again on those very
-tensors: what a graph reads must stay in place in memory, and Python code is not run again. As in a
-capture on a GPU, an operation whose result the host needs is refused.
+tensors: whatever a graph reads must stay in its place in memory, and Python code is not run again.
+As in a capture on a GPU, an operation whose result the host needs is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class LateEvent:
-    """An event that passes when told to, at `at_s` by the device's clock."""
+    """An event that passes when the test says so, at `at_s` by the device's clock."""
 
     def __init__(self, at_s: float = 0.0) -> None:
         self.at_s = at_s
@@ -103,7 +103,7 @@ class FakeGpu(Device):
         self.uploads: list[int] = []  # bytes of each copy to the device
         self.total, self.free, self.reserved, self.peak = total, free, reserved, peak
         self.late: LateEvent | None = None
-        self.moments_s: list[float] = []  # of the events to come
+        self.moments_s: list[float] = []  # times of the coming events
         self._operations: list[Operation] | None = None
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ class FakeGpu(Device):
         return self.peak
 
     def recordable(self, kernels: Kernels) -> Kernels:
-        """The same kernels; a capture records each of their calls as one operation."""
+        """The same kernels, such that a capture records each of their calls as one operation."""
         names = (
             "linear",
             "qk_norm_rope_store",

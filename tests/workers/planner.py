@@ -1,8 +1,8 @@
 """Plans written by hand, without the scheduler: rows are admitted, advanced, preempted and released
-as a test says.
+as a test decides.
 
-Block ids are handed out in sequence and never reused, so a test shares blocks only on purpose.
-Works a step ahead: a plan needs the value of a token only when a row is admitted again.
+Block ids are handed out in sequence and never reused, so a test shares blocks only on purpose. It
+can work a step ahead: a plan needs the value of a token only when a row is admitted again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Planner:
         return plan
 
     def take(self, step_id: int, token_ids: array[int]) -> None:
-        """Give the tokens of a step to its rows."""
+        """Append the tokens of a step to its rows."""
         for row, token in zip(self.sampled[step_id], token_ids, strict=True):
             row.tokens.append(token)
 

@@ -1,4 +1,6 @@
-"""When kernels are compiled, and that every clone of a version finds what another one compiled."""
+"""When kernels are compiled, and that every clone of a version finds what another clone has
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from workers.progress import Progress
 
 
 class RecordedKernels:
-    """Stands in for a backend: its calls only say that they ran."""
+    """Stands in for a backend: its calls only record that they ran."""
 
     def __init__(self, ran: list[int | str]) -> None:
         self.ran = ran
@@ -36,8 +38,8 @@ class RecordedKernels:
 
 
 class RecordedGroup:
-    """Stands in for one rank of a group whose ranks all come in turn; its barrier only says that
-    the rank came to it.
+    """Stands in for one rank of a group whose ranks run in turn; its barrier only records that the
+    rank has reached it.
     """
 
     def __init__(self, rank: int, size: int, ran: list[int | str]) -> None:
@@ -127,7 +129,7 @@ def test_user_without_a_home_directory_has_a_cache(monkeypatch: pytest.MonkeyPat
 
 
 def _version(checkout: Path) -> str:
-    """What a checkout's cache of compiled kernels is keyed by."""
+    """The key of a checkout's cache of compiled kernels."""
     program = "from kernels.cpu.cache import version_dir; print(version_dir())"
     return subprocess.run(
         [sys.executable, "-c", program],

@@ -1,4 +1,4 @@
-"""What is refused before the cluster is known, and what has to wait."""
+"""What is refused before the cluster is known, and what can only be refused later."""
 
 from __future__ import annotations
 

@@ -34,12 +34,14 @@ VOCAB = 1003
 
 @dataclass(frozen=True)
 class Sizes:
-    """Blocks and heads: small ones, and those for which the CPU's attention has a fast path."""
+    """Sizes of blocks and heads: small ones, and those for which the CPU's attention has a fast
+    path.
+    """
 
     block: int
     head_dim: int
-    num_tokens: int  # of a step, where the budget is tight
-    num_blocks: int  # where the pool is tight
+    num_tokens: int  # tokens of a step, where the budget is tight
+    num_blocks: int  # blocks, where the pool is tight
     max_model_len: int
 
 

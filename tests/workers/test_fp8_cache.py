@@ -1,4 +1,6 @@
-"""A KV cache of 8-bit numbers: half the memory, the same model but for what the numbers lose."""
+"""A KV cache of 8-bit numbers: half the memory, and the same model except for the precision of the
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 512, 40)]
 
 def test_ranks_and_backends_agree_on_the_logits(pool: WorkerPool, tmp_path: Path) -> None:
     """Sums in another order move a few keys and values by one step of 8 bits, so the tolerance is a
-    tenth of what 8 bits cost.
+    tenth of the error that 8 bits cause.
     """
     make_checkpoint(tmp_path, Shape(name="plain"))
 

@@ -27,7 +27,7 @@ SHAPES = [
     Shape(name="bias_one_kv_head", kv_heads=1, extra={"attention_bias": True}),
 ]
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 512, 40)]
-# Float32 sums in another order. A code may then be another one, by 1 of 127: that would show.
+# Float32 sums in another order. They may change a code by 1 of 127, which would show.
 TOLERANCE = 2e-3
 BACKENDS = ["reference", "cpu"] if has_int8() else ["reference"]
 
@@ -103,7 +103,7 @@ def test_logits_are_those_of_8_bit_products(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_checkpoint_of_codes(pool: WorkerPool, tmp_path: Path, size: int) -> None:
-    """In the form of compressed-tensors, whose embedding and head are plain."""
+    """In the format of compressed-tensors, with an embedding and a head that are not quantized."""
     model = make_checkpoint(tmp_path, SHAPES[2])
     want = logits_of(eight_bit(model, size, vocabulary=False))
     quantize_checkpoint(tmp_path)

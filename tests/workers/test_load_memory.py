@@ -1,8 +1,8 @@
 """Loading adds only the memory of a rank's own slices: never the whole checkpoint, not even
 temporarily.
 
-A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights stand out from
-everything else a rank allocates.
+A smaller stand-in for `benchmarks/load_memory.py`, large enough that the weights are much larger
+than anything else a rank allocates.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CONFIG = {
 # Threads of gloo and torch, the rotary table: below 2 MiB. Less than the smallest fault: what
 # packing leaves in the heap, 8 to 21 MiB.
 SLACK_BYTES = 6 * MIB
-# What quantizing 256 rows takes in float32 besides. Less than an embedding in 8 bits, 19.5 MiB.
+# What quantizing 256 rows takes in float32, less than an embedding in 8 bits (19.5 MiB).
 QUANTIZING_BYTES = 10 * MIB
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the dtype that is stored."""
+    """The checkpoints by their stored dtype."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("float32", "bfloat16")}
     for name, model_dir in found.items():
         write_fast_checkpoint(model_dir, CONFIG | {"dtype": name}, getattr(torch, name))

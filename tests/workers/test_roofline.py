@@ -1,5 +1,5 @@
-"""The roofline: parameters counted, floors by hand, prompts that share a prefix, and the probe of
-this machine.
+"""The roofline: counts of parameters, floors computed by hand, prompts that share a prefix, and the
+probe of this machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a slim image lacks is named before anything is loaded."""
+"""Everything that a slim image lacks is named before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers import device, toolchain
 
 @pytest.fixture
 def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that has everything, the driver's library included."""
+    """A machine that has everything, including the driver's library."""
     for name in ("CC", "TRITON_LIBCUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "Python.h").touch()

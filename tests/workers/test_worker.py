@@ -72,7 +72,7 @@ def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
 
 
 def test_a_masked_step_waits_for_its_mask(worker: Worker) -> None:
-    """Before it is launched, or while it runs."""
+    """The mask comes before the step is launched, or while it runs."""
     for early in (True, False):
         [plan] = plans(1, epoch=worker.epoch)
         plan = dataclasses.replace(plan, masked=plan.samples)
@@ -363,7 +363,7 @@ def test_ranks_share_memory_unless_the_user_says_no(
 
 
 def test_the_first_setting_of_threads_in_a_process_counts() -> None:
-    """numba starts its threads when kernels are imported, which must not give torch all cores."""
+    """Importing the kernels starts numba's threads, which must not give torch all cores."""
     program = (
         "import torch; from kernels.select import select_backend;"
         " select_backend('cpu', 'cpu').set_num_threads(1); print(torch.get_num_threads())"

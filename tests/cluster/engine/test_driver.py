@@ -214,9 +214,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         await driver.submit("frontend", both)  # while they run
         while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
             await asyncio.sleep(0.01)
-        await driver.submit(
-            "frontend", both
-        )  # after they have ended, without anybody having received that
+        await driver.submit("frontend", both)  # after they have ended, but before that is known
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
         await driver.shutdown()
         return deltas

@@ -138,9 +138,7 @@ def test_a_process_that_does_not_die_is_named(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(
-        signal, "pidfd_send_signal", lambda *_: None
-    )  # as in the kernel's state "D"
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as in the state "D"
     with pytest.raises(EngineError, match=rf"processes \[{sleeper.pid}\] did not end within 0.1 s"):
         end_here([(sleeper.pid, _started(sleeper.pid))])
 

@@ -1,5 +1,5 @@
-"""Decode through graphs on the stand-in for a GPU: which size runs, what padding does, and the same
-tokens as without graphs.
+"""Decoding through graphs on the stand-in for a GPU: which size runs, what padding does, and that
+the tokens are the same as without graphs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Pair:
         self.planner = Planner(BLOCK_SIZE)
 
     def step(self, rows: list[tuple[Row, int]]) -> int | None:
-        """Run a step on both, compare, and return the captured size that ran."""
+        """Run a step on both and compare them. Returns the captured size that ran."""
         plan = self.planner.step(rows)
         replays = [graph.num_replays for graph in self.gpu.graphs]
         (tokens, _), (expected, _) = (
@@ -274,7 +274,7 @@ def test_a_step_sends_its_numbers_in_one_copy_and_changes_of_tables_in_another(m
 
 
 def test_a_replayed_step_uses_the_room_it_has(make: Any) -> None:
-    """The graph reads, and sampling reads, what never moves and is never allocated again."""
+    """The graph and the sampler read memory that never moves and is never allocated again."""
     gpu = FakeGpu()
     runner, planner = make(gpu, 8), Planner(BLOCK_SIZE)
     rows = [Row([slot + 1], 1, FILTERS) for slot in range(5)]
@@ -320,7 +320,7 @@ def test_triton_behind_graphs_for_short_and_for_long_rows(
     gpu, triton = FakeGpu(), select_backend("cpu", "triton")
     with_graphs = make(gpu, 3, triton, 40)
     eager = make(Device(torch.device("cpu")), 3, num_blocks=40)
-    # Two for one row, two for two, two for three.
+    # Two graphs each for one, two and three rows.
     assert [graph.num_replays for graph in gpu.graphs] == [0] * 6
     planner = Planner(BLOCK_SIZE)
     rows = [Row([number % 90 for number in range(n)], n) for n in (29, 3, 40)]
@@ -358,7 +358,7 @@ def test_a_device_that_does_not_finish_is_given_up_with_a_name(make: Any) -> Non
 
 
 def test_a_step_is_timed_by_the_device(make: Any) -> None:
-    """Also one that samples nothing, as most pieces of a prompt do, and it is waited for too."""
+    """Even one that samples nothing, like most pieces of a prompt; it is waited for too."""
     gpu = FakeGpu()
     runner, planner = make(gpu, 2), Planner(BLOCK_SIZE)
     row = Row([1, 2, 3, 4, 5], 5)

@@ -1,4 +1,4 @@
-"""How many blocks a rank gets, and the tensor behind them."""
+"""The number of blocks that a rank gets, and the tensor that holds them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
     "options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1000}, {"max_num_seqs": 64}]
 )
 def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]) -> None:
-    """What is profiled on a GPU: it must fit the rotary table and the block size whatever the
+    """This step is profiled on a GPU: it must fit the rotary table and the block size, whatever the
     limits are.
     """
     config = make(**options)
@@ -220,7 +220,7 @@ MIB = 2**20
 
 
 class RunnerOf:
-    """Holds so many bytes of a fake GPU, in torch's allocator and of the driver, until it is
+    """Holds this many bytes of a fake GPU, in torch's allocator and in the driver, until it is
     dropped.
     """
 
@@ -238,8 +238,8 @@ class RunnerOf:
 def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
     make: Any, driver: int, others: int
 ) -> None:
-    """100 GiB, of which weights take 10: what others hold matters only as far as the share is not
-    free.
+    """100 GiB, of which weights take 10. Memory that others hold matters only if the share does not
+    fit into the rest.
     """
     config = dataclasses.replace(make(gpu_memory_utilization=0.5), device="cuda")
     weights, total = 10 * 1024 * MIB, 100 * 1024 * MIB

@@ -1,5 +1,5 @@
-"""Batch state: vectorized preparation against a loop that follows the words of the messages, and
-its laws.
+"""Batch state: vectorized preparation against a loop that follows the documentation of the
+messages, and its laws.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class NaiveState:
 
 
 def random_plans(rng: random.Random, block_size: int, number: int) -> Any:
-    """Plans of rows that come, share, run in chunks, decode and go; yields (plan, planner)."""
+    """Plans in which rows are admitted, share blocks, run in chunks, decode and are released;
+    yields (plan, planner).
+    """
     planner = Planner(block_size)
     rows: list[Row] = []
     for _ in range(number):
@@ -189,7 +191,7 @@ def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[in
 
 
 def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig) -> None:
-    """Prepared before the host has seen the token, which only the table on the device holds."""
+    """It is prepared before the host has seen the token, which is only in the device's table."""
     state, planner = make_state(config, NUM_BLOCKS), Planner(4)
     row = Row([5, 6], 2)
     planner.admit(row, slot=3)

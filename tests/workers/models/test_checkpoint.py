@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def model_dir(small_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy that tests may damage."""
     return Path(shutil.copytree(small_checkpoint, tmp_path / "model"))
 
 

@@ -35,7 +35,7 @@ def values(weight: Weight) -> torch.Tensor:
 
 
 def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Qwen3:
-    """One rank's model, not loaded yet; loading needs no peers."""
+    """One rank's model, not loaded yet. Loading needs no peers."""
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     return Qwen3(model, group, select_backend("cpu"), dtype, 64)
 
@@ -138,7 +138,7 @@ def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) ->
 
 
 def test_matrices_are_held_in_bfloat16_only_if_all_are_stored_in_it(tmp_path: Path) -> None:
-    """config.json may say another dtype than the one in which weights are stored."""
+    """config.json may name a dtype other than the one in which weights are stored."""
     make_checkpoint(tmp_path, Shape(name="stored", dtype=torch.bfloat16))
     config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
     single, half = torch.float32, torch.bfloat16

@@ -1,4 +1,4 @@
-"""Where a rank finds its checkpoint, and how it knows that it is the same one."""
+"""Where a rank finds its checkpoint, and how it knows that the checkpoint is the same one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_directory_that_this_machine_lacks_is_named_with_the_machine(tmp_path:
 
 
 class StandInForTheHub:
-    """Checks what `snapshot_download` is asked: no hub can be reached from tests."""
+    """Replaces `snapshot_download` and checks its arguments, because tests cannot reach a hub."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

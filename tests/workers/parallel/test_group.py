@@ -43,7 +43,7 @@ def on_ranks(
     timeout_s: float = 10.0,
     transport: str = "shared memory",
 ) -> list[Any]:
-    """What `run` returns on each rank of a new group."""
+    """The results of `run` on each rank of a new group."""
     rendezvous = open_rendezvous("127.0.0.1", timeout_s)
 
     def rank_main(rank: int) -> Any:
@@ -109,7 +109,7 @@ def test_ranks_leave_gloo_once_loaded_where_they_do_not_need_it(
     transport: str, num_left: int
 ) -> None:
     all_here = threading.Barrier(4)
-    before = threads_of_gloo()  # of earlier tests, which may be ending
+    before = threads_of_gloo()  # threads of earlier tests, which may be ending
 
     def run(group: TensorParallelGroup) -> tuple[int, int]:
         time.sleep(0.05 * group.rank)  # one leaves early, the others still meet
@@ -232,7 +232,7 @@ def test_a_group_that_never_completes_is_an_error_in_time() -> None:
 
 
 def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
-    closed = open_rendezvous("127.0.0.1", 5.0).address  # its store is gone with it
+    closed = open_rendezvous("127.0.0.1", 5.0).address  # its store is gone too
     with pytest.raises(WorkerError, match="rank 1 of 2"):
         TensorParallelGroup.create(1, 2, closed, CPU, 1.0)
 
@@ -256,8 +256,8 @@ def test_closed_group_refuses_work(transport: str) -> None:
 
 
 class NcclStandIn:
-    """Behaves like NCCL for two ranks with equal tensors: there is nothing to wait for if the call
-    runs in the current stream.
+    """Behaves like NCCL for two ranks with equal tensors: if the call runs in the current stream,
+    there is nothing to wait for.
     """
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:

@@ -68,8 +68,8 @@ class Ranks:
         self._pipes[rank].send((function, args))
 
     def answer(self, rank: int) -> Any:
-        """The result of the oldest function that has not been answered yet; raises what it
-        raised.
+        """The result of the oldest function that has not been answered yet. Raises the error that
+        it raised.
         """
         assert self._pipes[rank].poll(ANSWER_TIMEOUT_S), f"rank {rank} did not answer"
         answer = self._pipes[rank].recv()
@@ -135,7 +135,7 @@ def three() -> Iterator[Ranks]:
 
 
 def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> list[Any]:
-    """`run` applied to what `join` returned, on each of `size` ranks that are threads."""
+    """Apply `run` to what `join` returned, on each of `size` ranks that are threads."""
     texts, barrier = [""] * size, threading.Barrier(size)
 
     def exchange(rank: int, text: str) -> list[str]:
@@ -163,8 +163,8 @@ def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> 
 
 
 def input_of(rank: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-    """Any integers. Of floats, every other element is large on rank 0 and the opposite on rank 1,
-    so that small ones of later ranks survive only if these two are added first.
+    """Random integers; or floats of which every other one is large on rank 0 and its opposite on
+    rank 1, so that the small ones of later ranks survive only if these two are added first.
     """
     generator = torch.Generator().manual_seed(1000 * rank + length)
     if not dtype.is_floating_point:
@@ -308,7 +308,7 @@ def run_long_ones(group: TensorParallelGroup) -> None:
 
 def test_parts_of_long_tensors_never_mix(ranks: Ranks) -> None:
     """Parts follow each other without a pause: a rank that is one part behind still reads while the
-    others write the next.
+    others write the next part.
     """
     ranks.all(run_long_ones)
 
@@ -395,8 +395,8 @@ def test_peer_that_leaves_after_an_operation_fails_nobody_in_it() -> None:
 
 
 def test_peer_that_dies_after_its_part_came_fails_nobody() -> None:
-    """Rank 0 learns that rank 1 is dead just after rank 1 has completed the operation in which rank
-    0 is waiting.
+    """Rank 0 learns that rank 1 is dead just after rank 1 has completed the operation for which
+    rank 0 waits.
     """
     found_dead, ended = threading.Event(), threading.Event()
 
@@ -516,7 +516,7 @@ def test_nothing_is_left_after_all_ranks_are_killed() -> None:
     with Ranks(2) as ranks:
         ranks.tell(0, wait_and_fail)
         time.sleep(0.1)
-        assert traces() == []  # they have no name even while they run
+        assert traces() == []  # segments have no name even while ranks run
     assert traces() == []
 
 

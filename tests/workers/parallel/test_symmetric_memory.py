@@ -1,4 +1,4 @@
-"""Sums through the symmetric memory of GPUs, which a stand-in has on CPUs. Ranks are threads."""
+"""Sums through the symmetric memory of GPUs, with a stand-in for CPUs. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.parallel.symmetric_memory import LIMIT_BYTES
 
 TIMEOUT_S = 10.0
 SHARED = "symmetric memory up to 1 MiB, nccl above"
-HERE = threading.local()  # the rank that a thread is, and the groups that its process knows
+HERE = threading.local()  # a thread's rank, and the groups that its process knows
 
 
 class NcclBetweenThreads(TorchTransport):
@@ -33,8 +33,9 @@ class NcclBetweenThreads(TorchTransport):
 
 
 class SymmetricMemoryStandIn:
-    """torch's symmetric memory between threads that are ranks. It checks what torch checks: who
-    meets, what memory is shared, and shape, dtype, layout and alignment of each operand.
+    """torch's symmetric memory between threads that are ranks. It checks what torch checks: the
+    ranks that meet, the memory that is shared, and the shape, dtype, layout and alignment of each
+    operand.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class SymmetricMemoryStandIn:
             total += part
         with self._lock:
             self.num_sums += 1
-        barrier.wait()  # nobody writes before all have read
+        barrier.wait()  # no rank writes before all have read
         self.fault(HERE.rank, total)
         return total
 

@@ -30,7 +30,7 @@ KERNELS = select_backend("cpu").sampling
 select_backend("cpu").set_num_threads(1)
 
 ALONE = TensorParallelGroup.alone(torch.device("cpu"))
-CLEAR = 1e-5  # float32 rounding cannot change a decision with a margin above this
+CLEAR = 1e-5  # float32 rounding cannot change a decision whose margin is above this
 Floats = reference.Floats
 
 
@@ -87,7 +87,7 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) 
 
 
 def random_sampling(rng: random.Random, vocab_size: int) -> Sampling:
-    """Any mix of parameters, each often at its neutral value."""
+    """A random mix of parameters, each often at its neutral value."""
     some_ids = rng.sample(range(vocab_size), 5)
     return make(
         seed=rng.getrandbits(63),
@@ -189,8 +189,7 @@ def test_large_nucleus_is_drawn_from_exactly(options: dict[str, Any], least: int
     counts = draw(logits, sampling, 1_200, rows=8)
     probabilities, _ = reference.distribution(logits.double().numpy(), sampling)
     assert (probabilities > 0).sum() >= least
-    # Float32 rounding may decide about one token at the limit: its probability is 2**-15 of the
-    # total.
+    # Float32 rounding may decide about one token at the limit: its probability is 2**-15.
     assert len(kept_tokens(logits, sampling) ^ set(probabilities.nonzero()[0].tolist())) <= 1
     assert counts[probabilities == 0].sum() == 0
     classes = (probabilities.cumsum() * 40).astype(int).clip(0, 39)
@@ -223,8 +222,8 @@ def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None
 
 
 def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
-    """All tokens the sampler gives any weight; without filters there is no such set, and none is
-    needed.
+    """All tokens to which the sampler gives any weight. Without filters there is no such set, and
+    none is needed.
     """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
@@ -434,7 +433,7 @@ def test_ids_beyond_the_vocabulary_bias_and_mask_nothing() -> None:
 
 
 def random_mask(rng: random.Random, vocab_size: int, rows: range) -> StepMask:
-    """Masks for some of the rows; each leaves a few tokens, or one."""
+    """Masks for some of the rows; each allows a few tokens, or one."""
     masked = [row for row in rows if rng.random() < 0.4]
     masks = []
     for _ in masked:
@@ -508,7 +507,7 @@ def run_case(
     for step in range(2):
         logits = normal(16, shard * group.size, seed=seed * 10 + step) * rng.choice([0.3, 2, 8])
         if rng.random() < 0.5:
-            logits = logits.round()  # ties, over shards too
+            logits = logits.round()  # ties, even between shards
         mine = logits[:, group.rank * shard : (group.rank + 1) * shard]
         mask = random_mask(rng, vocab_size, range(16))
         batch = sampler.batch(range(16), [length + step for length in lengths])
