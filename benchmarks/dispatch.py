@@ -115,7 +115,7 @@ _AHEAD = (0, 1, 2, 3, 4)
 def _sleeping(
     tp: int, step_ms: float, launch_ms: float, args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """A row per batch size: the time of a step as a multiple of the device's."""
+    """One row per batch size: the time of a step as a multiple of the device's."""
     options = {
         "model": str(DEFAULT_MODEL_DIR),
         "tensor_parallel_size": tp,

@@ -25,7 +25,7 @@ class Echo:
     """Answers a plan."""
 
     def step(self, plan: bytes) -> bytes:
-        """Bytes of the size of a result."""
+        """As many bytes as a result has."""
         return plan[:RESULT_BYTES]
 
 

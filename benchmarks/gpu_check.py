@@ -167,8 +167,8 @@ Command = Callable[[str, Path, float], list[str]]
 def run_sections(
     record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command
 ) -> None:
-    """Run one after the other, each in its own process. `record` is written to `out` after every
-    section.
+    """Run the sections one after another, each in its own process. `record` is written to `out`
+    after every section.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.stem}_part.json")

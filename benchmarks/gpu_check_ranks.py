@@ -115,7 +115,7 @@ def _other_rank(way: Way) -> Iterator[subprocess.Popen[str]]:
 
 
 def sums(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]) -> None:
-    """A row per size: microseconds of a sum, on a GPU within a graph."""
+    """Adds one row per size: microseconds of a sum, on a GPU within a graph."""
     group = TensorParallelGroup.create(rank, SIZE, address, check.device, _TIMEOUT_S)
     try:
         group.share_memory(_TIMEOUT_S, way.shared_memory)
@@ -163,7 +163,7 @@ class _OneOfRanks(InProcessExecutor):
 
 
 def tokens(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]) -> None:
-    """In float32, sampled in every way. Adds what was sampled to `outputs`."""
+    """Tokens in float32, sampled in every way. Adds them to `outputs`."""
     make = partial(_OneOfRanks, rank, address)
     outputs.append(_tokens(check, way, make, tensor_parallel_size=SIZE))
 
@@ -195,7 +195,7 @@ def _tokens(
 
 
 def decode(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]) -> None:
-    """A row per batch, beside half of the floor of one rank."""
+    """Adds one row per batch, beside half of the floor of one rank."""
     batches, context, steps = ((2,), 8, 2) if way.small else ((1, 64, 256), 512, 40)
     with open_engine(
         check,

@@ -293,7 +293,7 @@ def _row_best(check: Check, num_rows: int, num_columns: int) -> Call:
 
 
 def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
-    """Reads every token, because no block lies beyond the limit."""
+    """Reads every token, because no block is beyond the limit."""
     kernels = check.backends["triton"].sampling
     logits_BV = check.normal(num_rows, num_columns, dtype=torch.bfloat16)
     max_R, _, block_max_BX = kernels.row_best(logits_BV)

@@ -115,7 +115,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 class CountingGpu(Device):
-    """A device whose graphs count, at their replay, what their capture has launched."""
+    """A device whose graphs count, when replayed, what was launched during their capture."""
 
     has_graphs = True
 

@@ -1,5 +1,5 @@
-"""Latency under load, and what arriving prompts cost running decodes: `python -m benchmarks.latency
-[--rates 1 2 4]`.
+"""Latency under load, and how much arriving prompts delay running decodes: `python -m
+benchmarks.latency [--rates 1 2 4]`.
 
 `rates`: time to the first token and between tokens of synthetic requests that arrive at fixed rates
 (Poisson).
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--num-decodes", type=int, default=8)
     parser.add_argument("--decode-tokens", type=int, default=300)
     parser.add_argument(
-        "--prompt-rate", type=float, default=2.0, help="prompts per second besides the decodes"
+        "--prompt-rate", type=float, default=2.0, help="prompts per second beside the decodes"
     )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

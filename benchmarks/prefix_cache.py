@@ -1,4 +1,4 @@
-"""What the prefix cache saves: `python -m benchmarks.prefix_cache [--model DIR]`.
+"""The time that the prefix cache saves: `python -m benchmarks.prefix_cache [--model DIR]`.
 
 Requests that share a prefix, sent all at once, to two engines in turn, one with and one without
 prefix caching: time to the first token, total time, and the share of prompt tokens found in the

@@ -1,4 +1,4 @@
-"""What HTTP costs: the same streams in-process, through bare uvicorn, and through Ray Serve.
+"""The cost of HTTP: the same streams in-process, through bare uvicorn, and through Ray Serve.
 
     python -m benchmarks.serving --model DIR [--tp 2] [--streams 1,16,64] [--rounds 5] [--ways W]
 

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def run(llm: LLM, structures: list[StructuredOutputs | None], max_tokens: int) -> float:
-    """Output tokens per second of one sequence per structure."""
+    """Output tokens per second, with one sequence per structure."""
     prompts = [[row * 7 + place + 300 for place in range(PROMPT)] for row in range(len(structures))]
     params = [
         SamplingParams(

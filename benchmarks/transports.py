@@ -85,7 +85,7 @@ def is_host() -> bool:
 
 
 def measure(starts: list[Start], address: str, *, share: bool) -> dict[str, Any]:
-    """`starts`: how to start a process, per rank."""
+    """`starts`: for each rank, how to start its process."""
     command = [sys.executable, "-m", "benchmarks.transports", "--size", str(len(starts))]
     command += ["--host", address, *(["--share"] if share else [])]
 

@@ -37,7 +37,7 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization | None:
-    """What a decoded `config.json` says, None if its weights are plain. Raises `ConfigError`."""
+    """The quantization in a decoded `config.json`, None if there is none. Raises `ConfigError`."""
     found = raw.get("quantization_config")
     if not found:
         return None

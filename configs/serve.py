@@ -1,4 +1,4 @@
-"""Options of a served application: one frozen, checked tree, with the engine's below it."""
+"""Options of a served application: one frozen, checked tree that includes the engine's options."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ServeConfig:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one engine, always."""
+        """Whether there is always exactly one engine."""
         return self.replicas == (self.max_replicas or 1) == 1
 
     @property

@@ -41,14 +41,14 @@ class Grammars(Protocol):
         """
 
     def forget(self, request_id: str) -> None:
-        """The sequence has ended. Does nothing for one that is not known."""
+        """Forget a sequence that has ended. Does nothing for one that is not known."""
 
 
 class NoGrammars:
     """For an engine whose requests have no grammars."""
 
     def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
-        raise EngineError(f"nothing here knows grammars, but {sequences[0]} has one")
+        raise EngineError(f"this engine has no grammars, but {sequences[0]} needs one")
 
     def forget(self, request_id: str) -> None:
         pass
@@ -125,15 +125,15 @@ class Engine:
         return output
 
     def take_failed(self) -> list[tuple[Sequence, EaglerayError]]:
-        """The sequences that could not go on since the last call, and why. They have ended, whether
-        or not the step in which that was found succeeded.
+        """The sequences that have failed since the last call, and why. They have ended, whether or
+        not the step in which that was noticed succeeded.
         """
         failed, self._failed = self._failed, []
         return failed
 
     def _mask(self, step: Submitted) -> None:
         """Send the mask of the oldest unread step, if it needs one and does not have it: every
-        token before it is known now. Ends the sequences that can have no mask.
+        token before it is known now. Ends the sequences for which there can be no mask.
         """
         if step.has_mask:
             return

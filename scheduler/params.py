@@ -1,6 +1,6 @@
 """What a caller may ask of sampling, and what the engine receives.
 
-`SamplingParams` is the caller's: every field may be left unset. `resolve` fills what is unset from
+`SamplingParams` is the caller's: every field may be left unset. `resolve` fills unset fields from
 layers of defaults (flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and returns
 `Sampling`, the complete message to the engine. Stop strings, `n` and `ignore_eos` stay in the
 frontend, which is the only part that knows text and end-of-sequence ids.
@@ -117,13 +117,13 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1].
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
-    presence_penalty, frequency_penalty: in [-2, 2], over the output.
-    logit_bias: token id to a bias in [-100, 100]. logprobs: number of alternatives, 0 to 20.
-    stop: the text ends before the first match. stop_token_ids: ids that end the sequence besides
-    the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of outputs,
-    each with its own seed. stream_interval: a stream brings the first token, then so many at a
-    time; a stop string is noticed with them. structured_outputs: what the answer must match, after
-    the reasoning; not with min_tokens or ignore_eos.
+    presence_penalty, frequency_penalty: in [-2, 2], over the output. logit_bias: token id to a bias
+    in [-100, 100]. logprobs: number of alternatives, 0 to 20. stop: the text ends before the first
+    match. stop_token_ids: ids that end the sequence besides the checkpoint's end-of-sequence ids,
+    which `ignore_eos` switches off. n: number of outputs, each with its own seed. stream_interval:
+    a stream brings the first token, then this many at a time; a stop string is noticed when they
+    come. structured_outputs: what the answer must match, after the reasoning; not with min_tokens
+    or ignore_eos.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -226,7 +226,7 @@ class SamplingParams:
         """The engine's message for output number `index`; `seed` is the request's, or drawn if it
         had none.
 
-        What is unset gets the value in `DEFAULTS`.
+        Unset fields get the value in `DEFAULTS`.
         """
         full = self.over(DEFAULTS)
         stop_token_ids = frozenset(full.stop_token_ids or ())

@@ -51,5 +51,5 @@ class StepRecords:
         self._records.append(record)
 
     def since(self, at_s: float) -> list[StepRecord]:
-        """Those launched at `at_s` or later."""
+        """The steps launched at `at_s` or later."""
         return [record for record in list(self._records) if record.launched_s >= at_s]

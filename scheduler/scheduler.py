@@ -116,8 +116,8 @@ class Scheduler:
         block_manager: BlockManager | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`clock` gives the time of `Request.arrival_s`; only the time in the queue depends on
-        it, and the times of `records`.
+        """`clock` must be the clock of `Request.arrival_s`. Only the time in the queue and the
+        times of `records` depend on it.
         """
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "EngineConfig checks this"
         self.limits = limits
@@ -182,7 +182,7 @@ class Scheduler:
         """
         step = _Step(budget=self.limits.max_num_batched_tokens)
         if self.suspects and self.suspects[0].status is WAITING:
-            self.waiting.remove(self.suspects[0])  # nobody else has a slot
+            self.waiting.remove(self.suspects[0])  # no other sequence has a slot
             self._admit(self.suspects[0], step)
         else:
             self._schedule_running(step)

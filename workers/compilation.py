@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _marker(dtype: str) -> Path:
-    """Exists once the kernels of all steps are cached for this version and processor."""
+    """A file that exists if the kernels of all steps are cached for this version and processor."""
     from kernels.cpu.cache import version_dir
 
     return version_dir() / f"other-steps-{dtype}"

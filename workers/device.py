@@ -258,8 +258,8 @@ def open_device(kind: str, index: int = 0) -> Device:
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU "
-            "here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
+            f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a GPU"
+            " here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
     if kind == "cuda" and (lacks := missing()):
         raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(lacks)}")

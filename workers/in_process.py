@@ -35,11 +35,11 @@ class InProcessExecutor:
         self.worker.launch(plan)
 
     def mask(self, mask: StepMask) -> None:
-        """Give a step its mask, on a CPU before it is launched."""
+        """Give a step its mask; on a CPU, before it is launched."""
         self.worker.mask(mask)
 
     def result(self, step_id: int) -> StepResult:
-        """Wait for a launched step of the current epoch. Raises what the step raised."""
+        """Wait for a launched step of the current epoch. Raises the error of the step."""
         return self.worker.result(step_id, self.worker.epoch)
 
     def reset(self, epoch: int) -> None:

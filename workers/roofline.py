@@ -56,7 +56,8 @@ class Work:
 
 def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     """Measure this machine in about a second: the best of a few reads of 256 MiB, and of a few
-    square products in `dtype`, or of 8-bit numbers if weights are, both with all threads of torch.
+    square products in `dtype`, or of 8-bit numbers if the weights are, both with all threads of
+    torch.
     """
     data = torch.ones(PROBE_BYTES // 4)
     read_s = _best(data.sum)
@@ -103,7 +104,7 @@ def floor_s(
     weight_itemsize: int | None = None,
 ) -> float:
     """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in the cache
-    and `weight_itemsize` (None: as many) in the weights that are not quantized; see the top.
+    and `weight_itemsize` (None: the same) in the weights that are not quantized; see the top.
     """
     weight_itemsize = weight_itemsize or itemsize
     num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)

@@ -75,7 +75,7 @@ class Exchange:
         self, scope: Message, receive: Receive, send: Send, timeout_s: float, *, echo_id: bool
     ) -> None:
         self.method: str = scope["method"]
-        # Below a prefix the path is given whole.
+        # Below a route prefix, this is the whole path.
         self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
@@ -393,7 +393,7 @@ class Api:
         if not stats.is_ready:
             raise OverloadedError(
                 f"the ranks are {stats.state}, and the last result came {stats.step_age_s:.1f} s"
-                f" ago; requests are kept and go on. {stats.waits_for}".rstrip(". ")
+                f" ago; requests are kept and will continue. {stats.waits_for}".rstrip(". ")
             )
         body = {"state": stats.state, "step_age_s": round(stats.step_age_s, 3)}
         await exchange.answer(200, encode_json(body).encode())

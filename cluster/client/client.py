@@ -42,7 +42,7 @@ class EngineLink(Protocol):
         """The steps of the last `seconds`."""
 
     def after_news(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after each batch of news, on any thread."""
+        """Register `callback`, to be called after each batch of news, on any thread."""
 
 
 class Client:
@@ -101,7 +101,7 @@ class Client:
         sinks: Seq[Sink | None] | None = None,
         request_id: str | None = None,
     ) -> list[Generation]:
-        """`submit` on another thread. If it is canceled, what it submitted is aborted."""
+        """`submit` on another thread. If this is canceled, what it has submitted is aborted."""
         # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
         # it with that. The threads of an executor have no context.
         submit = self.submit if self._reach is None else self._build

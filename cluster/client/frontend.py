@@ -79,8 +79,9 @@ class Frontend:
         self._on_dead = on_dead
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
-        # Ray cancels what a canceled call of an actor has called: in a served replica, the news
-        # that a request has been canceled. A call from a thread of its own belongs to no other.
+        # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
+        # replica, even the message that a request was canceled. A call from a thread of its own
+        # belongs to no other call.
         self._sender = ThreadPoolExecutor(1, "eagleray-finish")
         self._active: dict[str, tuple[Generation, OutputFollower]] = {}
         self._accepted: set[str] = set()  # requests that the driver has taken
@@ -136,11 +137,13 @@ class Frontend:
         self._finish([output.request.request_id for output in outputs], "abort")
 
     def finish(self, generations: list[Generation]) -> None:
-        """Tell the driver that nobody needs these. Does not wait."""
+        """Tell the driver that nobody needs these generations. Does not wait."""
         self._finish([i for each in generations for i in each.request_ids], "abort")
 
     def after_news(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after each batch of news, on the thread that handled it."""
+        """Register `callback`, to be called after each batch of news, on the thread that handled
+        it.
+        """
         self._after_news.append(callback)
 
     def stats(self) -> EngineStats:
@@ -292,7 +295,7 @@ class Frontend:
             self.poll()
 
     def poll(self) -> None:
-        """Ask the driver once, and pass on what is new. The polling thread's own."""
+        """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
         with self._reviving:  # what is outstanding has been sent to this driver
             driver, acknowledged = self._driver, self._acknowledged
         try:

@@ -17,7 +17,7 @@ from scheduler.errors import ConfigError
 
 TIMEOUT_S = 10.0
 PERIOD_S = 1.0
-# Counters of seconds that are told apart by a label: the metric, and its label.
+# Counters of seconds with a label that distinguishes them: the metric, and its label.
 STEPS_BY = {"eagleray_step_part_seconds_total": "part", "eagleray_rank_step_seconds_total": "rank"}
 
 

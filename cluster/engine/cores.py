@@ -82,7 +82,7 @@ class CoreShare:
 
 
 def bind(cores: tuple[int, ...]) -> None:
-    """Have the calling thread and those it has started and will start run on these cores."""
+    """Run the calling thread, and all threads that it has started or will start, on these cores."""
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
     tasks = Path("/proc/self/task")

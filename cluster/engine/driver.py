@@ -2,8 +2,8 @@
 
 An actor shell around three parts. The *event loop* serves the frontends: it checks requests, passes
 them on as commands, and answers polls (`frontends.py`). The *engine thread* runs the step loop
-(`loop.py`). The *supervisor* (`supervisor.py`) replaces ranks that fail, and the requests go on. A
-fault of the engine itself ends it: every request ends with an error that says why.
+(`loop.py`). The *supervisor* (`supervisor.py`) replaces ranks that fail, and the requests continue.
+A fault of the engine itself ends it: every request ends with an error that says why.
 """
 
 from __future__ import annotations

@@ -225,7 +225,9 @@ def end_here(processes: list[tuple[int, int]]) -> None:
 
 @functools.cache
 def has_descriptors() -> bool:
-    """Whether this system has descriptors of processes: Linux since 5.3, but not every sandbox."""
+    """Whether this system has descriptors of processes, as Linux has since 5.3, except in some
+    sandboxes.
+    """
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):

@@ -49,8 +49,8 @@ class RankActor:
         spare_gpus: list[str] | None = None,
     ) -> None:
         """`spare_gpus`: for a spare, the GPUs that it should see, as for `start`."""
-        # Importing torch and compiling create nothing that has to be collected, but many objects to
-        # look at: the collector takes a sixth of the start. It is on again once the cache is there.
+        # Importing torch and compiling create no garbage, but so many objects that looking at them
+        # takes the collector a sixth of the start. It is on again once the cache is there.
         gc.disable()
         self._process = mark(engine_id)
         logging.basicConfig(level=config.engine.log_level.upper())
@@ -59,7 +59,7 @@ class RankActor:
         self._rank = rank
         self._is_spare = spare_gpus is not None
         self._gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        # A process that has looked for GPUs once does not see others later, and a spare may look
+        # Once a process has looked for GPUs, it does not see others later, and a spare may look
         # while it warms up.
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None

@@ -5,11 +5,11 @@ its own.
                             ^                      |   ^
                             |--------fault---------|   |
                             '--all dead-> BACKOFF -----'  when due
-    any ---no result for `give_up_after_s`, or an error that trying again does not mend---> DEAD
+    any ---no result for `give_up_after_s`, or an error that trying again does not fix---> DEAD
 
-An *epoch* is a set of processes. The next one begins when every process of the last one has been
-seen dead. The first attempt follows at once, later ones after growing delays. An applied result
-ends the count of attempts; so does a group that answers for a while and has no work.
+An *epoch* is a set of processes. The next one begins when it is certain that every process of the
+last one is dead. The first attempt follows at once, later ones after growing delays. An applied
+result ends the count of attempts; so does a group that answers for a while and has no work.
 """
 
 from __future__ import annotations

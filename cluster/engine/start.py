@@ -59,7 +59,7 @@ class EngineProcesses:
 
     @property
     def driver(self) -> Any:
-        """The driver actor. After its death it is a new one."""
+        """The driver actor. After its death, this is its successor."""
         return self._owner.driver
 
     def places(self) -> list[Place]:
@@ -107,8 +107,8 @@ def _start(
 
 
 class DriverOwner:
-    """Has one driver at a time, on the node of rank 0. When it dies, the next one follows, after
-    every process of the last has been ended; where its node was lost, on another one.
+    """Keeps one driver running, on the node of rank 0. When it dies, every process of its engine is
+    ended, then the next driver is started, on another node if that one was lost.
     """
 
     def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:

@@ -121,7 +121,7 @@ class Supervisor:
         return {name: process for name, process in found.items() if process is not None}
 
     def stop(self) -> None:
-        """End the thread, the ranks and the spares. Raises `EngineError` if a process lives on."""
+        """End the thread, the ranks and the spares. Raises `EngineError` if a process survives."""
         self._stopping = True
         self._changed.set()
         if self._thread.is_alive():
@@ -143,7 +143,7 @@ class Supervisor:
             try:
                 if not self._stopping:
                     self.turn()
-            except Exception as error:  # a process that cannot be ended, or a bug here
+            except Exception as error:  # a process that cannot be ended, or a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(str(error))
 

@@ -2,7 +2,7 @@
 
 One call per step and rank brings the plan and takes the result. A plan is pickled once; a large one
 (long prompts) is put into the object store once and passed as a ref. The group waits for the result
-of every rank, so the death of any of them is seen, and their digests must agree.
+of every rank, so the death of any of them is noticed, and their digests must agree.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _packed(message: StepPlan | StepMask) -> Any:
 
 
 def end_ranks(ranks: Seq[RankHandle]) -> None:
-    """End actors and see their processes dead."""
+    """End actors, and return when their processes are dead."""
     for rank in ranks:
         ray.kill(rank.actor)  # so that Ray knows, even of actors whose process has not started yet
     end_all([rank.process for rank in ranks if rank.process is not None])

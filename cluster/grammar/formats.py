@@ -74,7 +74,7 @@ _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_CLOCK})"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _HEX = r"[0-9a-fA-F]"
-# Formats of strings, as patterns that let only valid ones through.
+# Formats of strings, as patterns that match only valid ones.
 _FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -125,8 +125,8 @@ def calls_required(tools: Iterable[ToolFormat], *, only_one: bool = False) -> Fo
 
 
 def calls_possible(tools: Iterable[ToolFormat], *, only_one: bool = False) -> Format:
-    """Free text, in which a call must be of one of these tools; the end after the first one with
-    `only_one`.
+    """Free text, in which a call must be of one of these tools; with `only_one`, the answer ends
+    after the first call.
     """
     return {
         "type": "triggered_tags",
@@ -253,7 +253,7 @@ def _check_pattern(pattern: object, where: str) -> None:
 
 
 def _without_optional_groups(pattern: str) -> str:
-    """`(a)?` as `(a|)`. In a schema xgrammar 0.2.8 lets `(ab+)?` match what `b*` does."""
+    """`(a)?` as `(a|)`. In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches."""
     parts, place, in_class = [], 0, False
     while place < len(pattern):
         length = 2 if pattern[place] == "\\" else 1

@@ -1,4 +1,4 @@
-"""Messages between a process and its helper: pickled, each behind its length in 8 bytes."""
+"""Messages between a process and its helper: pickled, each after its length in 8 bytes."""
 
 from __future__ import annotations
 

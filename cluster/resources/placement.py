@@ -62,7 +62,7 @@ class Place:
     """Where one rank is.
 
     bundle: index in the placement group. node_id: Ray's. host: the node's address. local_rank: how
-    many ranks with lower numbers share the node, of ranks_on_node.
+    many of the ranks_on_node have lower numbers.
     """
 
     rank: int
@@ -210,7 +210,7 @@ class Placement:
 
     def _place(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Whether a group could be reserved. While it is pending, Ray's autoscaler, if there is
-        one, adds nodes for it. Nodes that come or go may allow another strategy.
+        one, adds nodes for it. When nodes come or go, another strategy may become possible.
         """
         until = time.monotonic() + limit_s
         while True:

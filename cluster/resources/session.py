@@ -87,8 +87,8 @@ class RaySession:
                 ray.shutdown()
 
     def _check_running_is(self, address: str | None) -> None:
-        """A Ray that the program has started serves for "local", and any Ray for "auto" and for no
-        address.
+        """A Ray that the program has started is accepted for "local", and any Ray is accepted for
+        "auto" and without an address.
         """
         known = self._address if self._ours == _running() else "local"
         if not address or address in ("auto", known):

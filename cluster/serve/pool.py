@@ -119,7 +119,9 @@ class EnginePool:
         self._news()
 
     def after_news(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after each batch of news, on the thread that handled it."""
+        """Register `callback`, to be called after each batch of news, on the thread that handled
+        it.
+        """
         self._callbacks.append(callback)
 
     def stats(self) -> EngineStats:

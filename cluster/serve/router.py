@@ -39,7 +39,7 @@ class LeaseRouter(RequestRouter):
         """The chosen replica, then the others in case it refuses the request."""
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
-        # Not asked for its class: Ray may have pickled ours by value, with another `Wanted`.
+        # Its class is not checked: Ray may have pickled ours by value, with another `Wanted`.
         wanted: Wanted = pending_request.args[0]
         assert wanted.choose is not None
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}

@@ -48,7 +48,7 @@ SYSTEM_MESSAGES = [
     "Answer with the result alone.",
     "You are good at sums.",
 ]
-# Real words, used only to measure: training spells made-up ones.
+# Real words, used only for measuring; training uses made-up ones.
 TEST_WORDS = [
     "cat",
     "dog",

@@ -60,7 +60,7 @@ class ContentCacheLocator:
         return str(cache_dir() / "numba" / self._stamp)
 
     def get_source_stamp(self) -> str:
-        """Changes whenever the compiled code could."""
+        """A stamp that changes whenever the compiled code may change."""
         return self._stamp
 
     def get_disambiguator(self) -> str:

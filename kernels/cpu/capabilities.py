@@ -38,7 +38,7 @@ def has_bfloat16() -> bool:
     flags = _flags()
     if flags is not None:
         return any(needed <= flags for needed in _X86_BFLOAT16)
-    torch = importlib.import_module("torch")  # slow to import, but it always knows
+    torch = importlib.import_module("torch")  # slow to import, but always right
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
 

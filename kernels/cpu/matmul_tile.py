@@ -1,7 +1,7 @@
 """The inner loop of attention as vector instructions: a small tile of a matrix product, held in
 registers.
 
-LLVM vectorizes the plain loops, but keeps the sums in memory and decides anew at every short row
+LLVM vectorizes the plain loops, but keeps the sums in memory and decides again for every short row
 whether vectors pay off, which costs nine tenths of the speed. Here the vectors are written in LLVM
 IR, 16 floats wide; LLVM splits them to the width the processor has (AVX-512, AVX2, NEON), so the
 code is the same everywhere.

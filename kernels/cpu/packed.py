@@ -75,8 +75,8 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _data_pointer(tensor: torch.Tensor) -> int | None:
-    """Through torch's C interface: Python has no access to the memory of a packed weight. None if
-    this torch does not have that interface.
+    """The address of the data, through torch's C interface, because Python has no access to the
+    memory of a packed weight. None if this torch does not have that interface.
     """
     library = _torch_library()
     if not hasattr(torch._C, "_aoti") or not hasattr(library, "aoti_torch_get_data_ptr"):
@@ -108,8 +108,8 @@ def add_panel(
     add: Callable[..., None], x: int, x_bytes: int, panel: int, sums: int, rows: int, num_dots: int
 ) -> None:
     """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `add` is `add_rows`,
-    int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` lie between rows of x. All but sizes
-    are addresses.
+    int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` is the distance between rows of x.
+    All arguments but sizes are addresses.
     """
     for first in range(0, num_dots, _CHUNK):
         count = min(_CHUNK, num_dots - first)

@@ -77,8 +77,8 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_type: Any) -> Any:
     """The function that a thread calls, in the form of the inner loop of a universal function:
     `(thread, size, step, shared)`. It runs the part of the tasks that belongs to `*size` threads
-    from `*thread` on. Shared are whether a task raised, the number of tasks, that of threads, and
-    the arguments.
+    from `*thread` on. `shared` holds whether a task raised, the number of tasks, that of threads,
+    and the arguments.
     """
     word = context.get_value_type(types.intp)
     parameters = [_POINTER.as_pointer(), word.as_pointer(), word.as_pointer(), _POINTER]
@@ -129,8 +129,8 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def _start_threads() -> None:
-    """Make numba's functions for loops known to compiled code. Its OpenMP layer is to find torch's
-    OpenMP library before any other, so that both use the same pool of threads: with two, each pool
+    """Make numba's functions for loops known to compiled code. Its OpenMP layer must find torch's
+    OpenMP library before any other, so that both use the same pool of threads: of two pools, each
     would spin while the other works. Where torch brings no libgomp (macOS), numba uses its own.
     """
     num_torch_threads = torch.get_num_threads()

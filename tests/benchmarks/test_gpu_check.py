@@ -84,7 +84,7 @@ def unwritten(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def stores_everywhere(*args: Any) -> torch.Tensor:
-    """Also writes zeros where no slot points."""
+    """Writes zeros even where no slot points."""
     store: Callable[..., torch.Tensor] = TRITON.qk_norm_rope_store
     q_THD = store(*args)
     for cache in args[-3:-1]:

@@ -33,7 +33,7 @@ def family(session: int) -> set[int]:
 
 
 def cores_of_computing_threads(pid: int) -> list[set[int]]:
-    """The cores that each thread of a rank's which computes may run on."""
+    """The cores on which each computing thread of a rank may run."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:

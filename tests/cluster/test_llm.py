@@ -352,7 +352,7 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
         stream = engine.stream([1, 2, 3], ENDLESS)
         next(stream)
         weights = next(model.glob("*.safetensors"))
-        # Another file, as a download would put there: the old one is mapped.
+        # Another file, as after a download, because the old one is mapped.
         (model / "new").write_bytes(weights.read_bytes()[:-1000] + bytes(1000))
         (model / "new").replace(weights)
         os.kill(processes_of(engine)["rank 1"].pid, signal.SIGKILL)

@@ -3,10 +3,9 @@
     python -m tests.kernels.compile_gpu [--table] [TEXT ...]
 
 One JSON line per case and chip, or a table; with TEXT, only cases whose names contain one of the
-texts. Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes,
-which all that torch allocates is; an integer that is a multiple of 16 where it matters is written
-"i32:16" in a signature, as in Triton's own tools. What was compiled before comes from Triton's
-cache.
+texts. Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, as
+all memory from torch is; an integer that is a multiple of 16 where it matters is written "i32:16"
+in a signature, as in Triton's own tools. What was compiled before comes from Triton's cache.
 
 Registers and stack are read from the cubin. Registers spill to the stack: if there is no stack,
 none did. Both ptxas and cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared

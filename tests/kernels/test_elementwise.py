@@ -53,7 +53,7 @@ def test_rms_norm_adds_eps_where_the_input_is_tiny(kernels: Kernels) -> None:
 
 @BACKENDS
 def test_rms_norm_in_bfloat16_is_near_the_formula(kernels: Kernels) -> None:
-    """The reference rounds twice, before and after the weight as transformers does; the CPU's
+    """The reference rounds twice, before and after the weight, as transformers does; the CPU kernel
     rounds once.
     """
     x, weight = normal(64, 128, dtype=torch.bfloat16), normal(128, seed=1, dtype=torch.bfloat16)

@@ -39,7 +39,7 @@ def test_product_is_near_that_of_float64(shape: tuple[int, int], with_bias: bool
         out = few_rows.linear(x, address, size_out, bias)
         want = x.double() @ weight.double().T
         want = want if bias is None else want + bias.double()
-        # One rounding to bfloat16, and those of the float32 sums.
+        # One rounding to bfloat16, and the roundings of the float32 sums.
         torch.testing.assert_close(out.double(), want, atol=1e-4 * size_in**0.5, rtol=2**-8)
     assert whole.is_mkldnn
 

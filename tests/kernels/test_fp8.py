@@ -81,7 +81,7 @@ def test_every_number_is_stored_as_the_reference_stores_it(
     kernels.qk_norm_rope_store(*moved, *got, slots.to(device))  # type: ignore[call-arg, arg-type]
     keys, values = from_cpu(got[0], got[1], dtype) if kernels is CPU else got
     assert torch.equal(values.cpu(), want[1])
-    # After another rotation a key may lie on the other side of the middle of two numbers.
+    # With a different rounding of the rotation, a key may be on the other side of a midpoint.
     got_keys, want_keys = from_fp8(keys.cpu()), from_fp8(want[0])
     torch.testing.assert_close(got_keys, want_keys, atol=0.01, rtol=2**-3)
     assert (got_keys != want_keys).float().mean() < 0.02

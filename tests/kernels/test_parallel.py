@@ -1,4 +1,4 @@
-"""`parallel_for` runs every task once, a run of tasks per thread, without Python's lock."""
+"""`parallel_for` runs every task once, consecutive tasks on each thread, without Python's lock."""
 
 from __future__ import annotations
 

@@ -125,21 +125,21 @@ class _LooseManager(BlockManager):
 
 
 class TokensNotCompared(_LooseManager):
-    """Equal hashes are taken for equal tokens."""
+    """Equal hashes are mistaken for equal tokens."""
 
     def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
         return block.parent_serial == parent_serial
 
 
 class ParentNotCompared(_LooseManager):
-    """Equal tokens are taken for an equal prefix."""
+    """Equal tokens are mistaken for an equal prefix."""
 
     def _matches(self, block: Block, seq: BlockUser, index: int, parent_serial: int) -> bool:
         return block.token_ids == self._block_tokens(seq, index)
 
 
 class SaltNotCompared(_LooseManager):
-    """Equal hashes are taken for equal cache salts."""
+    """Equal hashes are mistaken for equal cache salts."""
 
 
 class HitAfterMiss(BlockManager):

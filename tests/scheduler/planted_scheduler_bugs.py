@@ -38,7 +38,7 @@ class OutputPublishedTooEarly(Scheduler):
 
 
 class SaltIgnored(Scheduler):
-    """All cache salts are one."""
+    """All cache salts are treated as the same."""
 
     def add(self, request: Request) -> Sequence:
         seq = super().add(request)

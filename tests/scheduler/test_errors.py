@@ -1,4 +1,4 @@
-"""The tree of errors: all of them survive a trip between processes, and the docstring draws
+"""The tree of errors: all of them can be sent between processes, and the docstring shows all of
 them.
 """
 

@@ -17,7 +17,7 @@ CAP = 512
 
 
 class CountsDecodesIntoTheSlope(Pace):
-    """Steps without prompts are taken for prompts of one token per row."""
+    """Steps without prompts are mistaken for prompts of one token per row."""
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         super().observe(num_decoding, num_prompt_tokens, seconds)
@@ -103,7 +103,7 @@ def test_a_slope_with_decodes_in_it_is_caught() -> None:
 
 
 class TakesTheNearestHoweverFar(Pace):
-    """The base of one row stands for that of thirty."""
+    """The base of one row is used for that of thirty."""
 
     def _is_new(self, num_decoding: int) -> bool:
         return not self._bases

@@ -1,6 +1,4 @@
-"""When the blocks of running sequences can be found, and what the scheduler does with what it
-finds.
-"""
+"""When the blocks of running sequences can be found, and how the scheduler uses those it finds."""
 
 from __future__ import annotations
 

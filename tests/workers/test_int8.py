@@ -1,6 +1,6 @@
 """8-bit weights: logits equal those of a transformers model whose products are replaced by 8-bit
-ones, at every tensor-parallel size, and a checkpoint of codes gives what quantizing while loading
-gives.
+ones, at every tensor-parallel size, and a checkpoint of codes gives the same as quantizing while
+loading.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-# Threads of gloo and torch, the rotary table: below 2 MiB. Less than the smallest fault: what
-# packing leaves in the heap, 8 to 21 MiB.
+# Threads of gloo and torch, and the rotary table, take less than 2 MiB. The smallest fault, what
+# packing leaves in the heap, takes 8 to 21 MiB.
 SLACK_BYTES = 6 * MIB
 # What quantizing 256 rows takes in float32, less than an embedding in 8 bits (19.5 MiB).
 QUANTIZING_BYTES = 10 * MIB

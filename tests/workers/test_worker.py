@@ -411,7 +411,9 @@ def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_torch_cannot_use_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* can use no GPU here\. Install"):
+    with pytest.raises(
+        ConfigError, match=r"device 'cuda': torch .* cannot use a GPU here\. Install"
+    ):
         open_device("cuda")
 
 

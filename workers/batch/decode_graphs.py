@@ -41,7 +41,7 @@ _PADDING = (0, 0, 1, 0)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24 and on in steps of 8, always ending in `max_num_seqs`."""
+    """1, 2, 4, 8, 16, 24 and so on in steps of 8, always ending in `max_num_seqs`."""
     sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, max_num_seqs, _SIZE_STEP), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
@@ -146,7 +146,9 @@ class DecodeGraphs:
         self._hidden_SE[:size].copy_(hidden_BE)
 
     def _inputs(self, size: int) -> list[torch.Tensor]:
-        """Where `stage` puts what a graph reads, filled as if all rows were padding."""
+        """The tensors into which `stage` puts what a graph reads, filled as if all rows were
+        padding.
+        """
         padding = [np.full(size, value, np.int32) for value in _PADDING]
         put = [
             self._uploads.put(array) for array in (*padding, np.arange(size + 1, dtype=np.int32))

@@ -64,7 +64,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The same on the device, for a step that is launched kernel by kernel.
+    """What one step computes, on the device, for a step that is launched kernel by kernel.
 
     token_ids_T, positions_T : int32. logits_indices_R : int32.
     sampled_slots_R, sampled_positions_R : int32, where the tokens to be sampled go.
@@ -192,7 +192,7 @@ class BatchState:
         return inputs
 
     def upload(self, rows: StepRows) -> StepInputs:
-        """The inputs of a step, sent on their own."""
+        """The inputs of a step, uploaded on their own."""
         return self.stage(rows, lambda array: self.device.upload(array)[0])()
 
     def decode_places(self, num_rows: int, max_seq_len: int) -> int:
@@ -278,7 +278,9 @@ class BatchState:
             counts[slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> _Entries:
-        """Returns what to write to the token table. The blocks are appended by the caller."""
+        """Admit rows. Returns the entries to write to the token table. The caller appends the
+        blocks.
+        """
         slots_A, tokens_A, blocks_A = (
             _ints(rows.slots),
             _ints(rows.num_tokens),
@@ -316,8 +318,8 @@ class BatchState:
         return np.repeat(slots_A, tokens_A), _ranges(tokens_A), _ints(rows.token_ids)
 
     def _append(self, slots_N: Ints, block_ids_N: Ints) -> _Entries:
-        """Put each block at the end of its slot's table, in the order given. Returns what to write
-        to the table on the device.
+        """Put each block at the end of its slot's table, in the order given. Returns the entries to
+        write to the table on the device.
         """
         _demand(len(slots_N) == len(block_ids_N), "each appended block names a slot")
         _demand(self.used_S[slots_N], "blocks are appended to slots in use", slots_N)

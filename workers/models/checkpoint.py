@@ -28,7 +28,7 @@ _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies; `dtype` in the spelling of safetensors ("BF16")."""
+    """Where a tensor is stored; `dtype` is spelled as in safetensors ("BF16")."""
 
     path: Path
     dtype: str
@@ -94,7 +94,7 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
         raise ConfigError(
             f"{model_dir} ({_listing(files)}) holds {_listing(unexpected)}, which a Qwen3 model of"
             " its config.json does not have: is this checkpoint of another architecture,"
-            " quantized, or is config.json another one's?"
+            " quantized, or does config.json belong to another one?"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:

@@ -24,7 +24,7 @@ from scheduler.errors import ConfigError
 from workers.models.checkpoint import StoredTensor, check_checkpoint
 from workers.models.weights import WeightSlice
 
-# Of each file, evenly spaced; the first one holds the header, which names all tensors.
+# Samples of each file, evenly spaced; the first one holds the header, which names all tensors.
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _ROWS = 256  # quantized at a time
 
@@ -65,8 +65,8 @@ def load_weights(
 def held_dtype(
     model_dir: Path, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> torch.dtype:
-    """What matrices that are not quantized can be held in without loss: `weight_dtype`, which is
-    bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
+    """The dtype in which matrices that are not quantized can be held without loss: `weight_dtype`,
+    which is bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
     `ConfigError` (see `check_checkpoint`).
     """
     if weight_dtype is dtype:

@@ -1,9 +1,9 @@
-"""A matrix of one rank: how it is filled from a checkpoint, and how it is multiplied by.
+"""A matrix of one rank: how it is filled from a checkpoint, and how products with it are computed.
 
 Three forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32, or
 8-bit codes with a scale per row. A layer asks `WeightFormat` for its matrices and does not know
-which form it got. Memory is uninitialized until
-the loader has filled every slice; then `packed` gives the form that is fastest to multiply by.
+which form it got. Memory is uninitialized until the loader has filled every slice; then `packed`
+gives the form with which products are fastest.
 
 Legend: T tokens, X features in, Y features out (rows).
 """
@@ -64,7 +64,7 @@ class Weight(Protocol):
         """
 
     def zero(self, first: int) -> None:
-        """Make the rows from `first` on zero."""
+        """Set the rows from `first` on to zero."""
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T, X]: the rows with these numbers. Not possible for a packed copy."""
@@ -160,7 +160,9 @@ class MixedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """`Weight` of 8-bit codes. stored: the checkpoint has codes and scales. dtype: that of rows."""
+    """`Weight` of 8-bit codes. stored: the checkpoint has codes and scales. dtype: that of the
+    result of `rows`.
+    """
 
     kernels: Int8Kernels
     weight: Int8Weight

@@ -18,7 +18,7 @@ program order. So nobody reads what is being overwritten, and nobody is two part
 read-modify-write is needed, because each word has one writer. `closed` is stored (release) after
 the last part its rank published: a rank that sees a peer closed and then still finds no part n from
 it will never get one. A rank leaves an operation only once all ranks have published its last part,
-so a peer that leaves right after an operation fails nobody who is still inside it.
+so a peer that leaves right after an operation does not make it fail for those still inside it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GATHER, GATHER_TO_ADD, GATHER_TO_COMPARE, BROADCAST, SUM_FLOAT32, SUM_BFLOAT16, 
 
 
 def compile_advance() -> None:
-    """Have `advance` compiled, or loaded from the cache."""
+    """Compile `advance`, or load it from the cache."""
     advance(np.zeros(STATE_SIZE, np.int64), 0, 0, 0, GATHER)
 
 
@@ -141,7 +141,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
     base, rank, size, spins = state[BASE], state[RANK], state[SIZE], _SPINS
     if kind == LEAVE:
         _store_release(_closed(base, rank), 1)
-        return 0  # another thread may be inside an operation, so its state stays
+        return 0  # another thread may be inside an operation, so its state is kept
     label = num_bytes * 8 + kind
     while state[OFFSET] < num_bytes:
         part, offset = state[PART], state[OFFSET]

@@ -243,7 +243,7 @@ class TensorParallelGroup:
             ) from None
 
     def _exchange(self, text: str) -> list[str]:
-        """The first 1000 bytes of what each rank says, in rank order."""
+        """The first 1000 bytes of each rank's text, in rank order."""
         mine = torch.frombuffer(
             bytearray(text.encode()[:1000].ljust(1000, b"\0")), dtype=torch.uint8
         )

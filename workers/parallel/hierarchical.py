@@ -20,8 +20,8 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HierarchicalReducer:
-    """A `Transport`. `within`: the ranks of this host; `between`: the first ranks of all hosts, on
-    those; `hosts`: the ranks of each host, in the order of `between`.
+    """A `Transport`. `within`: the ranks of this host; `between`: the first ranks of all hosts,
+    only on these ranks; `hosts`: the ranks of each host, in the order of `between`.
     """
 
     name = "shared memory within hosts, gloo between them"

@@ -56,8 +56,8 @@ def open_segment(theirs: list[Any], mine: list[Any]) -> int:
 
 
 def host_id() -> str:
-    """The same for processes that see each other in /proc: one kernel and one namespace of process
-    ids.
+    """A text that is equal for processes that see each other in /proc: those with the same kernel
+    and namespace of process ids.
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""The sampler of one rank: from this rank's shard of the logits to the tokens, the same ones on
+"""The sampler of one rank: turns this rank's shard of the logits into tokens, the same ones on
 every rank.
 
 Owns the token counts of rows with penalties, on the device; allocated when the first such row is
@@ -90,8 +90,8 @@ class SampledTokens:
 def to_logprobs(
     logprobs: SampledLogprobs | None, num_rows: int
 ) -> tuple[TokenLogprobs | None, ...] | None:
-    """The form of the message, one entry per row of the batch; None when no row asked. Waits for
-    the device.
+    """The logprobs as in the message, one entry per row of the batch; None if no row asked for
+    them. Waits for the device.
     """
     if logprobs is None:
         return None
@@ -157,7 +157,7 @@ class Sampler:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
     def release(self, slot: int) -> None:
-        """The row in `slot` is gone."""
+        """Forget the row in `slot`."""
         self._state.release(slot)
 
     def batch(

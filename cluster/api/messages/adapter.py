@@ -59,7 +59,7 @@ def _chat(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     """The parts of the prompt, as fields of a chat request."""
     if request.messages[-1].role == "assistant":
         raise RequestError(
-            "the last message must be of role user: to go on with the beginning of an answer is not"
+            "the last message must be of role user: continuing the beginning of an answer is not"
             " supported",
             "messages",
         )

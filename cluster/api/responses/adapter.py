@@ -102,7 +102,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             _add(turn, item)
     if not messages or messages[-1]["role"] == "assistant":
         raise RequestError(
-            "the last item must be a user's message or the output of a call: to go on with the"
+            "the last item must be a user's message or the output of a call: continuing the"
             " beginning of an answer is not supported",
             "input",
         )

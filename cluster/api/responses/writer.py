@@ -2,7 +2,7 @@
 
 The order of events: response.created, response.in_progress; per item response.output_item.added,
 what is inside it, response.output_item.done; response.completed, or response.incomplete if the
-answer was cut off. Inside a message and a reasoning: content_part.added, the deltas, the text's
+answer was cut off. Inside a message or a reasoning item: content_part.added, the deltas, the text's
 done, content_part.done. Inside a call: function_call_arguments.delta and .done.
 """
 

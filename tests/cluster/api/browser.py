@@ -14,7 +14,7 @@ NAMES = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser of the system; skips where there is none."""
+    """A browser of the system; skips the test where there is none."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"none of {', '.join(NAMES)} is installed")

@@ -285,7 +285,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server: S
 
 
 def test_streams_of_one_step_wake_the_event_loop_once(server: Server) -> None:
-    """The relay delivers what a batch of news brought for all streams in one call."""
+    """The relay delivers a batch of news for all streams in one call."""
     httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True})
     [relay] = server.api._client._relays.values()  # it exists since the first stream
     counted: list[int] = []

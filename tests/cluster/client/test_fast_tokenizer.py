@@ -1,4 +1,4 @@
-"""The tokenizer without transformers: the ids, text and chats of transformers, or None."""
+"""The tokenizer without transformers gives the ids, text and chats of transformers, or None."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Admissions go through the object store here, decodes inline: a large argument must not be
-    overtaken.
+    """Admissions go through the object store here, decodes inline: a small argument must not
+    overtake a large one.
     """
     monkeypatch.setattr(worker_group, "INLINE_PLAN_BYTES", 400)
     config = config_of(
@@ -276,7 +276,7 @@ def test_kernels_are_chosen_where_the_ranks_run(
 def test_gpus_that_torch_cannot_use_are_an_error_when_asked_for_and_passed_over_otherwise(
     users_ray: None, small_model: SmallModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* can use no GPU here"):
+    with pytest.raises(ConfigError, match=r"device 'cuda': torch .* cannot use a GPU here"):
         LLM(small_model.path, tensor_parallel_size=2, device="cuda")
     assert ray.cluster_resources()["GPU"] == 2 and pick_device("auto", 2) == "cpu"
     assert "torch" in caplog.text and "cannot use them: the ranks run on the CPU" in caplog.text

@@ -1,4 +1,4 @@
-"""An engine that no node can hold yet: the autoscaler adds nodes for it.
+"""An engine that fits on no node yet, so the autoscaler adds nodes for it.
 
 The program below joins a cluster whose autoscaler has Ray's fake provider: its nodes are raylets on
 the same machine.

@@ -2,7 +2,7 @@
 tests.cluster.nodes.losing_nodes`.
 
 A program of its own, since a process can be part of one Ray cluster only. The nodes are raylets
-with two CPUs each on this machine. Fails with what is not as promised; prints seconds as JSON.
+with two CPUs each on this machine. Fails if a promise is broken; prints seconds as JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class World:
         self.nodes.append(self.cluster.add_node(num_cpus=2))
 
     def under_load(self, what: str, harm: Callable[[], None]) -> None:
-        """Harm the cluster while requests run; they must end as if nothing had happened."""
+        """Harm the cluster while requests run; the requests must end as if nothing had happened."""
         load = Load(self.llm, CASES)
         load.wait_for_news(LIMIT_S)
         began = time.monotonic()

@@ -121,7 +121,7 @@ def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 def test_a_job_that_is_submitted_uses_the_cluster_it_runs_in() -> None:
-    """Its working directory comes without weights, so it names a model."""
+    """Its working directory is sent without weights, so it names a model."""
     with hosts(1) as [host]:
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=2"]
         host.run(RAY, "start", "--head", *where, "--disable-usage-stats", env=ENVIRONMENT)

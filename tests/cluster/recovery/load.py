@@ -34,7 +34,7 @@ class Case:
 
 
 def cases(count: int, tokens: int) -> list[Case]:
-    """`count` requests of about `tokens` tokens, the kinds taking turns."""
+    """`count` requests of about `tokens` tokens, of all kinds in turn."""
     made = []
     for i in range(count):
         common: dict[str, Any] = {"max_tokens": tokens + i % 7, "ignore_eos": True}

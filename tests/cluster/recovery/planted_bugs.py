@@ -21,7 +21,7 @@ from tests.cluster.recovery.simulator import Parts
 
 
 class NoFence(Supervisor):
-    """The next group starts while processes of the last one may live."""
+    """The next group starts while processes of the last one may still be alive."""
 
     def _lose(self, why: str) -> None:
         group = self._group
@@ -51,7 +51,7 @@ class DeathsAreNotNoticed(Supervisor):
 
 
 class FailedStepsAreForgotten(Supervisor):
-    """The group of a failed step is taken for a good one."""
+    """A group whose step has failed is still considered good."""
 
     def step_failed(self, epoch: int, why: str) -> None:
         assert self._group is not None
@@ -136,7 +136,7 @@ class NeverTriesAgain(Recovery):
 
 
 class RecoversOnce(Recovery):
-    """Later faults are taken for known ones."""
+    """Later faults are mistaken for known ones."""
 
     def fault(self, why: str) -> bool:
         return self.num_recoveries == 0 and super().fault(why)
@@ -151,14 +151,14 @@ class ForgetsWhatWasSent(Mailbox):
 
 
 class TakesAnyAcknowledgment(Mailbox):
-    """An old acknowledgment is taken for one of the last reply."""
+    """An old acknowledgment is mistaken for one of the last reply."""
 
     def collect(self, acknowledged: int) -> Deltas:
         return super().collect(self._sent_number if acknowledged else 0)
 
 
 class NewReplacesSent(Mailbox):
-    """What was not acknowledged is replaced by what is new."""
+    """News that was not acknowledged is replaced by later news."""
 
     def collect(self, acknowledged: int) -> Deltas:
         if self._new:
@@ -190,7 +190,7 @@ class SendsTwice(Frontends):
 
 
 class AcceptedByTheDead(Frontend):
-    """What a driver accepted before it died counts as accepted by the next."""
+    """Requests that a driver accepted before it died count as accepted by the next."""
 
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         waiting = [i for i in self._accepted if not self._active[i][1].completion.token_ids]
@@ -200,7 +200,7 @@ class AcceptedByTheDead(Frontend):
 
 
 class LostPollsFail(Frontend):
-    """A poll whose answer was lost fails what is outstanding."""
+    """A poll whose answer was lost makes all outstanding requests fail."""
 
     def poll(self) -> None:
         driver, before = self._driver, self._acknowledged

@@ -149,7 +149,7 @@ class Group:
 
 
 class Watch:
-    """Notices the death of a group at some look, and a hang after several."""
+    """Notices the death of a group at one of the next looks, and a hang after several."""
 
     def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
         self.group = group

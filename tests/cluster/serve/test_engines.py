@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.programs]
 def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
     served: tuple[str, Any], loop: asyncio.AbstractEventLoop
 ) -> None:
-    """While a lease is asked for, chosen, granted: what is counted as open decides where the next
-    request goes.
+    """Whether the lease is being requested, chosen or granted. The number of open requests decides
+    where the next one goes.
     """
     from ray import serve
 

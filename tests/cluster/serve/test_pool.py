@@ -132,7 +132,7 @@ def make_pool(
 
 
 def generation(name: str) -> Generation:
-    """One of a session, so that those submitted together go to one engine."""
+    """A generation with a session, so that those submitted together go to one engine."""
     follower = OutputFollower(make_request(name, [1, 2, 3]), 0, None, None)
     return Generation(None, [follower], session_id="one")
 

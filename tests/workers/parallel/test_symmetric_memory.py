@@ -138,7 +138,7 @@ def on_ranks(
     gpus: list[int] | None = None,
     hosts: str = "aaaaaaaa",
 ) -> list[Any]:
-    """What `run` returns on each rank of a new group."""
+    """The results of `run` on each rank of a new group."""
     rendezvous = open_rendezvous("127.0.0.1", TIMEOUT_S)
 
     def rank_main(rank: int) -> Any:

@@ -72,8 +72,8 @@ def sample(
 
 
 def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) -> Floats:
-    """Counts by token of `num_draws` tokens, each drawn with the uniform number of a different
-    position.
+    """Draws `num_draws` tokens, each with the uniform number of a different position; the counts by
+    token.
     """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
