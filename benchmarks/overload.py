@@ -5,7 +5,8 @@
 
 First `--open` clients send one request after another: the saturated rate. Then requests come at
 `--times` that rate, at random moments, and those that do not fit among `--open` outputs are
-refused. Prints one JSON line: output tokens per second of both, and the time that a refusal takes.
+refused. Prints one JSON line: output tokens per second of both, the time that a refusal takes, and
+the share of one core that this client takes from the server.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from benchmarks.common import machine
 from benchmarks.http_load import free_port, quantile, running
@@ -40,25 +40,49 @@ class Seen:
         return tokens * sum(begin <= at < end for at in self.finished) / (end - begin)
 
 
-async def send(port: int, body: dict[str, Any], seen: Seen) -> None:
-    """Send one request that is not streamed, on a connection of its own."""
-    data = json.dumps(body).encode()
+class Request(asyncio.Protocol):
+    """One request that is not streamed, on a connection of its own. The client shares the cores of
+    the server, so it does as little as possible.
+    """
+
+    def __init__(self, data: bytes, seen: Seen) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._data, self._seen = data, seen
+        self._began, self._answer = time.perf_counter(), b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._data)
+
+    def data_received(self, data: bytes) -> None:
+        self._answer += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        now = time.perf_counter()
+        if self._answer.startswith(b"HTTP/1.1 200"):
+            self._seen.finished.append(now)
+        elif self._answer.startswith(b"HTTP/1.1 503"):
+            self._seen.refused_s.append(now - self._began)
+        else:
+            self._seen.other.append(self._answer[:200].decode(errors="replace") or repr(error))
+        self.ended.set_result(None)
+
+
+async def send(port: int, data: bytes, seen: Seen) -> None:
+    """Send a request and wait for the whole answer."""
+    loop = asyncio.get_running_loop()
+    _, request = await loop.create_connection(lambda: Request(data, seen), "127.0.0.1", port)
+    await request.ended
+
+
+def request_bytes(tokens: int, seed: int) -> bytes:
+    """A request for a random prompt."""
+    data = json.dumps(bodies(1, tokens, seed)[0]).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    began = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + data)
-    answer = await reader.read(-1)
-    writer.close()
-    now = time.perf_counter()
-    if answer.startswith(b"HTTP/1.1 200"):
-        seen.finished.append(now)
-    elif answer.startswith(b"HTTP/1.1 503"):
-        seen.refused_s.append(now - began)
-    else:
-        seen.other.append(answer[:200].decode(errors="replace"))
+    return head.encode() + data
 
 
 async def saturate(port: int, args: argparse.Namespace) -> float:
@@ -69,8 +93,7 @@ async def saturate(port: int, args: argparse.Namespace) -> float:
     async def client(seed: int) -> None:
         number = 0
         while time.perf_counter() < end:
-            [body] = bodies(1, args.tokens, 1000 * seed + number)
-            await send(port, body, seen)
+            await send(port, request_bytes(args.tokens, 1000 * seed + number), seen)
             number += 1
 
     await asyncio.gather(*map(client, range(args.open)))
@@ -78,18 +101,22 @@ async def saturate(port: int, args: argparse.Namespace) -> float:
     return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
 
 
-async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[float, Seen]:
-    """Output tokens per second while requests come at `rate` per second."""
-    seen, begin, rng = Seen(), time.perf_counter(), random.Random(0)
-    end, at, number = begin + args.seconds, begin, 10**6
-    sent = []
-    while (at := at + rng.expovariate(rate)) < end:
-        await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        [body] = bodies(1, args.tokens, number)
-        sent.append(asyncio.ensure_future(send(port, body, seen)))
-        number += 1
+async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[float, float, Seen]:
+    """(output tokens per second while requests come at `rate` per second, seconds of processor time
+    of this client per second, what it has seen).
+    """
+    rng, due_s, at = random.Random(0), [], 0.0
+    while (at := at + rng.expovariate(rate)) < args.seconds:
+        due_s.append(at)
+    requests = [request_bytes(args.tokens, 10**6 + number) for number in range(len(due_s))]
+    sent, seen, begin, used = [], Seen(), time.perf_counter(), time.process_time()
+    for at, data in zip(due_s, requests, strict=True):
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        sent.append(asyncio.ensure_future(send(port, data, seen)))
+    end, used = begin + args.seconds, time.process_time() - used
     await asyncio.gather(*sent)
-    return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens), seen
+    tokens_per_s = seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
+    return tokens_per_s, used / args.seconds, seen
 
 
 def main() -> None:
@@ -106,13 +133,14 @@ def main() -> None:
     with running([*shlex.split(command), "--max-open-requests", str(args.open)], port):
         saturated = asyncio.run(saturate(port, args))
         rate = args.times * saturated / args.tokens
-        kept, seen = asyncio.run(overload(port, rate, args))
+        kept, used, seen = asyncio.run(overload(port, rate, args))
     line = {
         "machine": machine(),
         "saturated_tokens_per_s": round(saturated, 1),
         "offered_requests_per_s": round(rate, 1),
         "tokens_per_s": round(kept, 1),
         "share": round(kept / saturated, 3),
+        "client_cores": round(used, 2),
         "refused": len(seen.refused_s),
         "refusal_ms_p50": round(1e3 * quantile(seen.refused_s, 0.5), 1),
         "refusal_ms_p99": round(1e3 * quantile(seen.refused_s, 0.99), 1),

@@ -293,20 +293,28 @@ class Api:
     # -- generating --------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        request = read(ChatRequest, await exchange.body(self.limits.max_body_bytes))
+        request = read(ChatRequest, await self._body(exchange))
         await self._run(exchange, chat_job(request, self._served, self.limits.max_messages))
 
     async def _complete(self, exchange: Exchange) -> None:
-        request = read(CompletionRequest, await exchange.body(self.limits.max_body_bytes))
+        request = read(CompletionRequest, await self._body(exchange))
         await self._run(exchange, completion_job(request, self._served))
 
     async def _responses(self, exchange: Exchange) -> None:
-        request = read(ResponsesRequest, await exchange.body(self.limits.max_body_bytes))
+        request = read(ResponsesRequest, await self._body(exchange))
         await self._run(exchange, responses_job(request, self._served, self.limits.max_messages))
 
     async def _messages(self, exchange: Exchange) -> None:
-        request = read(MessagesRequest, await exchange.body(self.limits.max_body_bytes))
+        request = read(MessagesRequest, await self._body(exchange))
         await self._run(exchange, messages_job(request, self._served, self.limits.max_messages))
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        """The body of a request that generates. While the server is full, no body is parsed: a
+        refusal must take as little as possible from the requests that run.
+        """
+        body = await exchange.body(self.limits.max_body_bytes)
+        self.admission.check_room()
+        return body
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         request = read(CountTokensRequest, await exchange.body(self.limits.max_body_bytes))

@@ -46,15 +46,19 @@ class Admission:
                 f" {limits.max_outputs} are possible. Send several requests",
                 "n",
             )
-        if self.is_draining:
-            raise OverloadedError("the server is shutting down; send the request to another one")
-        if self.num_open + num_outputs > limits.max_open:
-            raise OverloadedError(
-                f"{self.num_open} outputs are running or waiting, of {limits.max_open} possible;"
-                " try again later"
-            )
+        self.check_room(num_outputs)
         self.num_open += num_outputs
         try:
             yield
         finally:
             self.num_open -= num_outputs
+
+    def check_room(self, num_outputs: int = 1) -> None:
+        """Raise `OverloadedError` unless there is room for this many outputs now."""
+        if self.is_draining:
+            raise OverloadedError("the server is shutting down; send the request to another one")
+        if self.num_open + num_outputs > self.limits.max_open:
+            raise OverloadedError(
+                f"{self.num_open} outputs are running or waiting, of {self.limits.max_open}"
+                " possible; try again later"
+            )

@@ -335,6 +335,9 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
             assert "2 outputs are running or waiting, of 2 possible" in refused.text
         assert sorted(refused_s)[-2] < 0.1
         assert http.get("/health").status_code == 200  # a busy server is not a dead one
+        for path in ("chat/completions", "completions", "responses", "messages"):
+            unparsed = http.post(f"/v1/{path}", content=b"not JSON")
+            assert unparsed.status_code == 503, path
         large = http.post("/v1/completions", json={"prompt": "a" * 600})
         assert large.status_code == 413 and "at most 500 bytes" in large.text
 
