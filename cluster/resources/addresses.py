@@ -41,11 +41,7 @@ def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
-    except (
-        OSError,
-        OverflowError,
-        UnicodeError,
-    ):  # the last two: not a port, not a host name
+    except (OSError, OverflowError, UnicodeError):  # the last two: no valid port, host name
         return False
     return True
 

@@ -299,9 +299,7 @@ class EnginePool:
 
     def _cancel(self, held: _Held) -> None:
         if held.lease is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed, and everything else with it
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
                 self._loop.call_soon_threadsafe(held.lease.end)
 
     def _news(self) -> None:

@@ -120,9 +120,7 @@ def _add_whole_pairs(
         at_b, at_c = b + 2 * PAIR * column, c + 4 * column
         add_rows(a, lda, at_b, ldb, at_c, ldc, rows, num_pairs, ahead + 4 * column * num_pairs)
         column += 4 * LANES
-    while (
-        column < columns
-    ):  # a multiple of 16, like every number of elements that are stored in pairs
+    while column < columns:  # a multiple of 16, as wherever elements are stored in pairs
         for row in range(rows):
             at_c = c + row * ldc + 4 * column
             add_dots(

@@ -61,8 +61,7 @@ def linear(
     if address is not None and len(x_TX) <= max_rows():
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _SPAN and x_TX.dtype is torch.float32:
-        return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[
-            :1
-        ]  # takes as long, since the weight is read once
+        # As two rows, which takes as long, since the weight is read once.
+        return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(torch.Tensor, product)

@@ -289,9 +289,8 @@ def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program creates the first ranks, beside the driver, which creates no others."""
-    created: dict[
-        int, RankHandle
-    ] = {}  # kept in a variable, because Ray ends actors that nobody refers to
+    # Kept in a variable, because Ray ends actors that nobody refers to.
+    created: dict[int, RankHandle] = {}
 
     class Noting(RankMaker):
         def create(self, place: Place, spare_among: Sequence[Place] = ()) -> RankHandle:
