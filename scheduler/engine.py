@@ -25,8 +25,8 @@ class Executor(Protocol):
         """Wait for a launched step. Results are read in order."""
 
     def mask(self, mask: StepMask) -> None:
-        """Give a step its mask. The result of the step before it has been read by then, so the call
-        comes before `launch` or after it.
+        """Give a step its mask, which depends on the result of the step before it. Called before
+        `launch` if that result has been read by then, otherwise after it.
         """
 
 

@@ -20,7 +20,7 @@ from cluster.engine.worker_group import WorkerGroup
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-# How often to look, and to ask the ranks. Together with the next two, this bounds the time after
+# How often to look, and to ask the ranks. Together with `ANSWER_S`, this bounds the time after
 # which an engine whose rank is stopped no longer reports that it is ready.
 HEARTBEAT_S = 0.5
 # A rank on this node that is not stopped and has nothing to do is asked only this often, because a

@@ -337,7 +337,7 @@ class MaskIsMissing(Scheduler):
 
 
 class MaskIsNotSent(Engine):
-    """A step gets no mask if it has not been launched yet."""
+    """Steps with an odd id get no mask."""
 
     def _mask(self, step: Submitted) -> None:
         if step.step_id % 2 == 0:

@@ -150,7 +150,7 @@ class BatchState:
         return rows
 
     def stage(self, rows: StepRows, put: Put) -> Callable[[], StepInputs]:
-        """Put what a step needs. Returns a function that makes the inputs; call it once the upload
+        """Put what a step needs. Returns a function that makes the inputs; call it after the upload
         has been sent.
         """
         slots_T, positions_T, cached_T, slots_B = map(

@@ -135,7 +135,7 @@ class ResponsesRequest(Model):
         for name in WITHOUT_EFFECT.keys() - {"metadata", "modalities", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
-        "max_tool_calls": (lambda _: True, ""),  # types of tools that the server would run
+        "max_tool_calls": (lambda _: True, ""),  # limits only tools of the server
         "truncation": (
             lambda value: value == "disabled",
             "a conversation is not shortened; only 'disabled' is possible",

@@ -569,7 +569,7 @@ def test_closing_fails_what_is_outstanding_and_ends_the_thread(
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until the polling thread has finished its last action."""
+    """Wait until this holds, because the polling thread may not be done yet."""
     until_s = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < until_s, "did not come to hold"
