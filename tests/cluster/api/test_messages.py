@@ -94,7 +94,7 @@ def test_events_come_in_order_and_add_up(client: anthropic.Anthropic) -> None:
         for event in stream:
             raw = event.type
             if raw in ("text", "thinking", "input_json", "signature"):
-                continue  # a field of the client's own
+                continue  # an event of the client's own
             names.append(raw)
             if raw == "content_block_start":
                 assert open_block is None
