@@ -107,6 +107,16 @@ def free_port() -> int:
         return port
 
 
+def request_bytes(body: dict[str, Any]) -> bytes:
+    """A request to `/v1/completions` on a connection of its own."""
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
 async def run_streams(url: str, bodies: list[dict[str, Any]]) -> Timings:
     """Send all bodies at once, as streams of `/v1/completions`."""
     timings = Timings()
@@ -118,14 +128,10 @@ async def run_streams(url: str, bodies: list[dict[str, Any]]) -> Timings:
 
 async def _stream(url: str, body: dict[str, Any], timings: Timings) -> None:
     where = urlsplit(url)
-    data = json.dumps(body | {"stream": True}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
+    request = request_bytes(body | {"stream": True})
     sent_s = time.perf_counter()
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    writer.write(head.encode() + data)
+    writer.write(request)
     last_s, tail, is_complete = 0.0, b"", False
     while part := await reader.read(65536):
         now_s = time.perf_counter()

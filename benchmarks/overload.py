@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 
 from benchmarks.common import machine
-from benchmarks.http_load import free_port, quantile, running
+from benchmarks.http_load import free_port, quantile, request_bytes, running
 from benchmarks.serving import bodies
 from benchmarks.serving_load import OURS
 
@@ -75,14 +75,10 @@ async def send(port: int, data: bytes, seen: Seen) -> None:
     await request.ended
 
 
-def request_bytes(tokens: int, seed: int) -> bytes:
+def random_request(tokens: int, seed: int) -> bytes:
     """A request for a random prompt."""
-    data = json.dumps(bodies(1, tokens, seed)[0]).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
+    [body] = bodies(1, tokens, seed)
+    return request_bytes(body)
 
 
 async def saturate(port: int, args: argparse.Namespace) -> float:
@@ -93,7 +89,7 @@ async def saturate(port: int, args: argparse.Namespace) -> float:
     async def client(seed: int) -> None:
         number = 0
         while time.perf_counter() < end:
-            await send(port, request_bytes(args.tokens, 1000 * seed + number), seen)
+            await send(port, random_request(args.tokens, 1000 * seed + number), seen)
             number += 1
 
     await asyncio.gather(*map(client, range(args.open)))
@@ -108,7 +104,7 @@ async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[fl
     rng, due_s, at = random.Random(0), [], 0.0
     while (at := at + rng.expovariate(rate)) < args.seconds:
         due_s.append(at)
-    requests = [request_bytes(args.tokens, 10**6 + number) for number in range(len(due_s))]
+    requests = [random_request(args.tokens, 10**6 + number) for number in range(len(due_s))]
     sent, seen, begin, used = [], Seen(), time.perf_counter(), time.process_time()
     for at, data in zip(due_s, requests, strict=True):
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
