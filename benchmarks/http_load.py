@@ -107,11 +107,12 @@ def free_port() -> int:
         return port
 
 
-def request_bytes(body: dict[str, Any]) -> bytes:
-    """A request to `/v1/completions` on a connection of its own."""
+def request_bytes(body: dict[str, Any], *, closes: bool = True) -> bytes:
+    """A request to `/v1/completions`, after which the server closes the connection, or not."""
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Connection: {'close' if closes else 'keep-alive'}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shlex
 import sys
 import time
@@ -26,6 +27,7 @@ from benchmarks.serving import bodies
 from benchmarks.serving_load import OURS
 
 RAMP = 0.2  # share of the time that is not counted, while the batch fills up
+LENGTH = re.compile(rb"content-length: (\d+)")
 
 
 @dataclass
@@ -40,56 +42,79 @@ class Seen:
         return tokens * sum(begin <= at < end for at in self.finished) / (end - begin)
 
 
-class Request(asyncio.Protocol):
-    """One request that is not streamed, on a connection of its own. The client shares the cores of
-    the server, so it does as little as possible.
+class Connection(asyncio.Protocol):
+    """A connection that sends one request after another, none of them streamed. The client shares
+    the cores of the server, so it does as little as possible.
     """
 
-    def __init__(self, data: bytes, seen: Seen) -> None:
-        self.ended = asyncio.get_running_loop().create_future()
-        self._data, self._seen = data, seen
-        self._began, self._answer = time.perf_counter(), b""
+    def __init__(self) -> None:
+        self._answered: asyncio.Future[bytes]
+        self._transport: asyncio.WriteTransport
+        self._answer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._data)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._answer += data
+        head, _, body = self._answer.partition(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        if length and len(body) == int(length[1]):
+            self._answered.set_result(head)
 
     def connection_lost(self, error: Exception | None) -> None:
-        now = time.perf_counter()
-        if self._answer.startswith(b"HTTP/1.1 200"):
-            self._seen.finished.append(now)
-        elif self._answer.startswith(b"HTTP/1.1 503"):
-            self._seen.refused_s.append(now - self._began)
+        if not self._answered.done():
+            self._answered.set_result(repr(error).encode())
+
+    async def send(self, data: bytes) -> bytes:
+        """Send a request; returns the head of its answer, once all of the answer is there."""
+        self._answered, self._answer = asyncio.get_running_loop().create_future(), b""
+        self._transport.write(data)
+        return await self._answered
+
+
+class Connections:
+    """Connections that are used again, as every HTTP client for many requests does."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._idle = port, list[Connection]()
+
+    async def send(self, data: bytes, seen: Seen) -> None:
+        """Send a request and wait for the whole answer."""
+        began = time.perf_counter()
+        connection = self._idle.pop() if self._idle else await self._open()
+        head, now = await connection.send(data), time.perf_counter()
+        if head.startswith(b"HTTP/1.1 200"):
+            seen.finished.append(now)
+        elif head.startswith(b"HTTP/1.1 503"):
+            seen.refused_s.append(now - began)
         else:
-            self._seen.other.append(self._answer[:200].decode(errors="replace") or repr(error))
-        self.ended.set_result(None)
+            seen.other.append(head[:200].decode(errors="replace"))
+            return
+        self._idle.append(connection)
 
-
-async def send(port: int, data: bytes, seen: Seen) -> None:
-    """Send a request and wait for the whole answer."""
-    loop = asyncio.get_running_loop()
-    _, request = await loop.create_connection(lambda: Request(data, seen), "127.0.0.1", port)
-    await request.ended
+    async def _open(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        return connection
 
 
 def random_request(tokens: int, seed: int) -> bytes:
     """A request for a random prompt."""
     [body] = bodies(1, tokens, seed)
-    return request_bytes(body)
+    return request_bytes(body, closes=False)
 
 
 async def saturate(port: int, args: argparse.Namespace) -> float:
     """Output tokens per second while `--open` clients send one request after another."""
-    seen, begin = Seen(), time.perf_counter()
+    seen, connections, begin = Seen(), Connections(port), time.perf_counter()
     end = begin + args.seconds
 
     async def client(seed: int) -> None:
         number = 0
         while time.perf_counter() < end:
-            await send(port, random_request(args.tokens, 1000 * seed + number), seen)
+            await connections.send(random_request(args.tokens, 1000 * seed + number), seen)
             number += 1
 
     await asyncio.gather(*map(client, range(args.open)))
@@ -105,10 +130,11 @@ async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[fl
     while (at := at + rng.expovariate(rate)) < args.seconds:
         due_s.append(at)
     requests = [random_request(args.tokens, 10**6 + number) for number in range(len(due_s))]
-    sent, seen, begin, used = [], Seen(), time.perf_counter(), time.process_time()
+    sent, seen, connections = [], Seen(), Connections(port)
+    begin, used = time.perf_counter(), time.process_time()
     for at, data in zip(due_s, requests, strict=True):
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
-        sent.append(asyncio.ensure_future(send(port, data, seen)))
+        sent.append(asyncio.ensure_future(connections.send(data, seen)))
     end, used = begin + args.seconds, time.process_time() - used
     await asyncio.gather(*sent)
     tokens_per_s = seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)

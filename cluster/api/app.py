@@ -326,9 +326,14 @@ class Api:
             for prompt in job.prompts:
                 assert isinstance(prompt, dict)
                 prompt["session_id"] = session[:200].decode("latin-1")
+        await exchange.unless_left(self._run_admitted(exchange, job))
+
+    async def _run_admitted(self, exchange: Exchange, job: Job) -> None:
+        """Nothing is awaited between the last write and the end of the admission: a client may send
+        its next request as soon as it has its answer.
+        """
         with self.admission.admit(job.num_outputs):
-            run = self._stream if job.streamed else self._answer_whole
-            await exchange.unless_left(run(exchange, job))
+            await (self._stream if job.streamed else self._answer_whole)(exchange, job)
 
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)

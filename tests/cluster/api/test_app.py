@@ -350,6 +350,22 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_has_its_answer_can_send_the_next_request(streams: bool) -> None:
+    """Even at once: the room of a request is free when the end of its answer is sent."""
+    body = json.dumps({"prompt": "a", "stream": streams}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length:"
+    request = f"{head} {len(body)}\r\n\r\n".encode() + body
+    with serve(script, limits=ApiLimits(max_open=1)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(request * 5)
+            answers = b""
+            while answers.count(b"HTTP/1.1") < 5 or not answers.endswith((b"}", b"0\r\n\r\n")):
+                answers += connection.recv(65536)
+    assert answers.count(b"HTTP/1.1 200") == 5
+
+
 def test_only_clients_with_the_key_are_served() -> None:
     with serve(script, api_key="secret") as server, httpx.Client(base_url=server.url) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
