@@ -102,6 +102,9 @@ class RecordingExecutor:
     def mask(self, mask: StepMask) -> None:
         self.inner.mask(mask)
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        self.inner.wait(step_id, limit_s)
+
     def result(self, step_id: int) -> StepResult:
         return self.inner.result(step_id)
 

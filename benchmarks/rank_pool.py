@@ -106,6 +106,9 @@ class PoolExecutor:
         for rank in range(self.size):
             self.pool.send(rank, "mask", mask)
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Does not wait: nothing is planned meanwhile."""
+
     def result(self, step_id: int, epoch: int = 0) -> StepResult:
         """Rank 0's result, once every rank has sampled the same tokens."""
         for rank in range(self.size):

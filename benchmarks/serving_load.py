@@ -2,12 +2,14 @@
 generator.
 
     python -m benchmarks.serving_load --model DIR --load-command "CMD" [--peer-command "CMD"]
-        [--tp 2] [--shares 25,50,75,100,120] [--seconds 30] [--input-len 128] [--output-len 64]
+        [--options "OPTIONS"] [--tp 2] [--shares 25,50,75,100,120] [--seconds 30]
+        [--input-len 128] [--output-len 64]
 
 `--load-command` is the beginning of `vllm bench serve`; `--peer-command` starts the peer, with the
-placeholders {model}, {port} and {tp}. Saturation is the higher of the servers' rates when all
-requests come at once. Then every server gets Poisson arrivals at the shares of that rate, the same
-requests for all. Prints one JSON line per server and rate.
+placeholders {model}, {port} and {tp}; with `--options`, our server is measured with those as well.
+Saturation is the highest of the servers' rates when all requests come at once. Then every server
+gets Poisson arrivals at the shares of that rate, the same requests for all. Prints one JSON line
+per server and rate.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
     parser.add_argument("--load-command", required=True, help="such as 'vllm bench serve'")
     parser.add_argument("--peer-command", help="with {model}, {port} and {tp} as placeholders")
+    parser.add_argument("--options", help="of a second server of ours")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--shares", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals per rate")
@@ -76,7 +79,11 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--saturating", type=int, default=64, help="requests sent at once")
     args = parser.parse_args()
-    commands = {"eagleray": OURS} | ({"peer": args.peer_command} if args.peer_command else {})
+    commands = {"eagleray": OURS}
+    if args.options:
+        commands[f"eagleray {args.options}"] = f"{OURS} {args.options}"
+    if args.peer_command:
+        commands["peer"] = args.peer_command
     print(json.dumps({"machine": machine(), "model": args.model, "tp": args.tp}), flush=True)
 
     def run(name: str, loads: list[Load]) -> list[dict[str, Any]]:

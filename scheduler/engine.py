@@ -21,6 +21,9 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> None:
         """Start a step; does not wait for it."""
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Wait until a launched step has ended, for at most `limit_s`. Raises nothing."""
+
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step. Results are read in order."""
 
@@ -100,21 +103,41 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._sequences)
 
+    def start(self) -> None:
+        """Submit a step if there is none, and its mask. Errors pass through as those of `step`."""
+        submitted = self.scheduler.submitted
+        if submitted:
+            self._mask(submitted[0])
+        elif plan := self.scheduler.schedule():
+            self._mask(submitted[0])
+            self.executor.launch(plan)
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds, at the least, after the oldest unread step has begun, until there is nothing
+        left to run unless another step is submitted by then. 0 if that is not known, or if no other
+        may be submitted.
+        """
+        if len(self.scheduler.submitted) > self.num_steps_ahead:
+            return 0.0
+        return self.scheduler.shortest_s()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the oldest unread step has ended, for at most `limit_s`."""
+        self.executor.wait(self.scheduler.submitted[0].step_id, limit_s)
+
     def step(self) -> StepOutput | None:
         """Submit what can be submitted, then wait for the oldest unread step; None when there was
         none.
 
         Errors of the executor pass through; they end the epoch.
         """
+        self.start()
         submitted = self.scheduler.submitted
-        if submitted:
-            self._mask(submitted[0])
-        while len(submitted) <= self.num_steps_ahead:
+        while submitted and len(submitted) <= self.num_steps_ahead:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            if len(submitted) == 1:
-                self._mask(submitted[0])
             self.executor.launch(plan)
         if not submitted:
             return None

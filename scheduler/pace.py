@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may hold beside sequences that decode.
+"""What a step costs, and how many prompt tokens it may hold beside sequences that decode.
 
 A sequence that decodes waits for the whole step, including the prompts of others. What a step costs
 differs by processor and model, so it is learned from the steps that have run:
@@ -26,7 +26,9 @@ _NEAR = 1.5  # numbers of rows whose ratio is at most this are near each other
 
 
 class Pace:
-    """Learns from `observe`, answers `budget`. With `max_decode_slowdown` 0 there is no limit."""
+    """Learns from `observe`, answers `budget` and `shortest_s`. With `max_decode_slowdown` 0 there
+    is no limit.
+    """
 
     def __init__(self, max_decode_slowdown: float, most_tokens: int) -> None:
         self.max_decode_slowdown = max_decode_slowdown
@@ -37,7 +39,7 @@ class Pace:
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step that has taken `seconds`."""
-        if not self.max_decode_slowdown or seconds <= 0:
+        if seconds <= 0:
             return
         if not num_prompt_tokens:
             self._remember_base(num_decoding, seconds)
@@ -80,3 +82,13 @@ class Pace:
         if self.most_tokens * token_s <= allowed_s:
             return self.most_tokens
         return min(self.most_tokens, max(FEWEST_TOKENS, int(allowed_s / token_s)))
+
+    def shortest_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
+        """Seconds that a step with these rows and tokens takes at the least, judging by the last
+        ones. 0 if too little has run to tell.
+        """
+        fewer = [rows for rows in self._decode_s if rows <= num_decoding]
+        if (num_decoding and not fewer) or (num_prompt_tokens and not self._token_s):
+            return 0.0
+        base = min(self._decode_s[max(fewer)]) if num_decoding else 0.0
+        return base + num_prompt_tokens * min(self._token_s, default=0.0)

@@ -253,6 +253,14 @@ class Scheduler:
             self._clear_suspects()
         return output
 
+    def shortest_s(self) -> float:
+        """Seconds that the submitted steps take at the least; 0 if that is not known."""
+        each = [
+            self.pace.shortest_s(record.num_decoding, record.num_tokens - record.num_decoding)
+            for record in (step.record for step in self.submitted)
+        ]
+        return sum(each) if all(each) else 0.0
+
     def start_epoch(self) -> list[Sequence]:
         """All submitted steps are lost and the workers' caches are empty: every sequence starts
         again, in order. Returns the sequences that this ends, with the reason "error".

@@ -24,6 +24,8 @@ from scheduler.sequence import Sequence
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
 # a request would have to wait.
 CHECK_AFTER_S = 1.0
+# A step is planned this long before the ranks need it, or this share of the time they still take.
+LEAD_S, LEAD_SHARE = 0.008, 0.2
 # The longest time for which the tokens of a request are kept from its frontend.
 CHECKPOINT_S = 2.0
 
@@ -161,6 +163,8 @@ class EngineLoop:
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
         try:
+            self.engine.start()
+            self._wait_for_requests()
             output = self.engine.step()
         except (WorkerError, StepTimeoutError) as error:  # anything else is a bug
             if not self._stopping:
@@ -174,6 +178,18 @@ class EngineLoop:
         self._on_applied(self.engine.scheduler.epoch)
         if news := self._news(output):
             self._deliver(news)
+
+    def _wait_for_requests(self) -> None:
+        """Wait until the ranks soon need the next plan, or have ended their step. A request that
+        arrives meanwhile is part of that plan; otherwise it would wait for one step more.
+        """
+        assert self.busy_since_s is not None
+        spare_s = self.engine.spare_s
+        planned_s = self.busy_since_s + spare_s - max(LEAD_S, LEAD_SHARE * spare_s)
+        if (left_s := planned_s - time.monotonic()) > 0:
+            self.engine.wait(left_s)
+            while self._inbox and isinstance(self._inbox[0], Submit | Finish):
+                self._obey(self._inbox.popleft())
 
     def _lose_ranks(self) -> None:
         """Every sequence waits for the next epoch, except those that have killed ranks again and

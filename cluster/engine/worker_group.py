@@ -187,6 +187,11 @@ class WorkerGroup:
             for rank in self.ranks:
                 rank.actor.mask.remote(data)
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Wait until a step has ended on one of the ranks, for at most `limit_s`."""
+        if refs := self._pending.get(step_id):
+            ray.wait(refs, num_returns=1, timeout=limit_s, fetch_local=False)
+
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before has already been read.
 

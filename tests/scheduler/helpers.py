@@ -141,6 +141,9 @@ class FakeExecutor:
     def mask(self, mask: StepMask) -> None:
         raise AssertionError("no request here has a grammar")
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Steps run when they are launched."""
+
     def result(self, step_id: int) -> StepResult:
         self.events.append(f"result {step_id}")
         return self.results.pop(step_id)

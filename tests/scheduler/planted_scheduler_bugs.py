@@ -354,7 +354,7 @@ class MaskOfAnotherRow(Engine):
 class _Renumbering:
     def __init__(self, executor: Executor) -> None:
         self.launch, self.result = executor.launch, executor.result
-        self._mask = executor.mask
+        self.wait, self._mask = executor.wait, executor.mask
 
     def mask(self, mask: StepMask) -> None:
         self._mask(dataclasses.replace(mask, rows=ints(range(len(mask.rows)))))

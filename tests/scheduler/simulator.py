@@ -189,6 +189,9 @@ class Simulation:
             self._maybe_lose()
         self.lane.mask(mask)
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Steps run when they are launched."""
+
     def result(self, step_id: int) -> StepResult:
         self._maybe_lose()
         results = self.lane.results

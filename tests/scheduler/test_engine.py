@@ -129,6 +129,22 @@ def test_engine_keeps_so_many_steps_ahead_of_the_result(
     assert executor.events == events
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_step_can_be_planned_late_while_others_are_under_way(depth: int) -> None:
+    engine, executor = make_engine(num_steps_ahead=depth)
+    engine.add(make_request("a", PROMPT))
+    engine.start()
+    engine.start()
+    assert executor.events == ["launch 0"] and engine.spare_s == 0.0, "nothing is known yet"
+    for _ in range(3):
+        engine.step()
+    steps_s = [0.05 + 0.01] * depth  # as in `FakeRank`
+    assert engine.spare_s == pytest.approx(sum(steps_s))
+    while engine.scheduler.schedule():
+        pass
+    assert engine.spare_s == 0.0, "no more steps may be submitted"
+
+
 def test_one_token_needs_one_step_at_any_depth() -> None:
     engine, executor = make_engine(num_steps_ahead=2)
     engine.add(make_request("a", PROMPT, max_tokens=1))

@@ -200,6 +200,21 @@ def test_the_nearest_number_of_rows_stands_for_one_that_has_not_run() -> None:
     assert (pace.base_s(8), pace.base_s(50), pace.base_s(500)) == (0.010, 0.100, 0.100)
 
 
+def test_the_shortest_time_of_a_step_is_known_once_fewer_rows_and_prompts_have_run() -> None:
+    pace = Pace(0.0, CAP)  # without a limit it learns as well
+    assert pace.shortest_s(4, 0) == pace.shortest_s(0, 10) == 0.0
+    pace.observe(4, 0, 0.05)
+    pace.observe(4, 0, 0.04)
+    pace.observe(8, 0, 0.09)
+    assert pace.shortest_s(3, 0) == 0.0, "fewer rows may take less"
+    assert [pace.shortest_s(rows, 0) for rows in (4, 7, 8, 99)] == [0.04, 0.04, 0.09, 0.09]
+    assert pace.shortest_s(4, 10) == 0.0
+    pace.observe(0, 100, 0.3)
+    pace.observe(0, 100, 0.2)
+    assert pace.shortest_s(4, 10) == pytest.approx(0.06)
+    assert pace.shortest_s(0, 10) == pytest.approx(0.02)
+
+
 def test_records_say_what_the_first_in_line_waits_for() -> None:
     for slowdown, reason in ((0.0, records.NO_TOKENS), (3.0, records.PACE)):
         scheduler = scheduler_with_decodes(slowdown)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
-from cluster.engine.loop import EngineLoop, NewsByFrontend, Submit
+from cluster.engine.loop import LEAD_S, LEAD_SHARE, EngineLoop, Lost, NewsByFrontend, Submit
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import StepResult, TokenLogprobs
+from scheduler.messages import StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.scheduler.fake_model import FakeRank, Lane, generate
@@ -38,7 +39,13 @@ class Executor:
                 limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
             )
         )
-        self.launch, self.mask = self.lane.launch, self.lane.mask
+        self.mask = self.lane.mask
+
+    def launch(self, plan: StepPlan) -> None:
+        self.lane.launch(plan)
+
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Steps run when they are launched."""
 
     def result(self, step_id: int) -> StepResult:
         if self.loses:
@@ -96,3 +103,72 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
     logprobs = [entry.logprob for each in news for entry in each.logprobs or [] if entry]
     assert logprobs == [-step for step in range(8)]
     assert news[-1].finish_reason == "length" and not loop._kept
+
+
+STEP_S = 0.5
+
+
+class Slow(Executor):
+    """Steps that report `STEP_S`. What happens while the loop waits for one is up to the test."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits, loses=False)
+        self.meanwhile: list[Callable[[], None]] = []
+        self.waits_s: list[float] = []
+        self.events: list[str] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        rows = len(plan.admitted.slots) if plan.admitted else 0
+        self.events.append(f"launch {plan.step_id} admits {rows}")
+        super().launch(plan)
+
+    def wait(self, step_id: int, limit_s: float) -> None:
+        self.events.append(f"wait {step_id}")
+        self.waits_s.append(limit_s)
+        while self.meanwhile:
+            self.meanwhile.pop()()
+
+    def result(self, step_id: int) -> StepResult:
+        self.events.append(f"result {step_id}")
+        return dataclasses.replace(super().result(step_id), seconds={"forward": STEP_S})
+
+
+def slow_loop(num_rows: int) -> tuple[EngineLoop, Slow]:
+    """A loop that has run two steps and is in the third."""
+    limits = make_limits()
+    executor = Slow(limits)
+    engine = Engine(Scheduler(limits), executor)
+    loop = EngineLoop(engine, lambda news: None, lambda error: None)
+    requests = [make_request(f"r{row}", [1, 2, row + 3], max_tokens=9) for row in range(num_rows)]
+    loop.post(Submit(frontend_id="f", requests=requests))
+    loop.turn()
+    loop.turn()
+    executor.events.clear()
+    return loop, executor
+
+
+def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
+    loop, executor = slow_loop(2)
+    late = Submit(frontend_id="f", requests=[make_request("late", [5, 6, 7])])
+    executor.meanwhile.append(lambda: loop.post(late))
+    loop.turn()
+    assert executor.events == ["wait 2", "launch 3 admits 1", "result 2"]
+    [limit_s] = executor.waits_s
+    assert 0 < STEP_S - limit_s - max(LEAD_S, LEAD_SHARE * STEP_S) < 0.2
+
+
+def test_a_plan_is_late_by_nothing_where_steps_take_little() -> None:
+    loop, executor = slow_loop(2)
+    for decode_s in loop.engine.scheduler.pace._decode_s.values():
+        decode_s.extend([LEAD_S])
+    loop.turn()
+    assert executor.events == ["launch 3 admits 0", "result 2"]
+
+
+def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
+    loop, executor = slow_loop(2)
+    executor.meanwhile.append(lambda: loop.post(Lost(epoch=0)))
+    loop.turn()
+    assert executor.events == ["wait 2", "launch 3 admits 0", "result 2"]
+    loop.turn()
+    assert executor.events[3:] == [] and loop.engine.scheduler.epoch == 1

@@ -87,6 +87,40 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
         assert gap is None or gap <= NEAR_TIE
 
 
+def test_waiting_for_a_step_ends_with_the_step_or_the_limit(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64)
+    placement = reserved(2, "cpu")
+    group = WorkerGroup(RankMaker(config, placement, "test"))
+    try:
+        limits = limits_of(config, group.start().num_blocks)
+        engine = Engine(Scheduler(limits), group, num_steps_ahead=0)
+        sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
+        engine.add(
+            Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling)
+        )
+        began = time.monotonic()
+        group.wait(0, 10.0)  # of no step
+        engine.start()
+        engine.wait(10.0)
+        assert time.monotonic() - began < 5, "it waited for the limit"
+        engine.step()
+        stopped = [rank.process.pid for rank in group.ranks if rank.process]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        engine.start()
+        began = time.monotonic()
+        engine.wait(0.5)
+        assert 0.4 < time.monotonic() - began < 5
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert engine.step() is not None
+    finally:
+        group.close()
+        placement.remove()
+
+
 def test_a_rank_that_is_stuck_is_named_by_its_peer(
     users_ray: None, small_model: SmallModel
 ) -> None:

@@ -139,6 +139,9 @@ class Group:
             assert self._lane is not None
             self._lane.mask(mask)
 
+    def wait(self, step_id: int, limit_s: float) -> None:
+        """Steps run when they are launched."""
+
     def result(self, step_id: int) -> StepResult:
         if self.is_closed or self.is_dead or self._lane is None or not self._lane.results:
             raise WorkerError(f"step {step_id} failed: rank 1 died")
