@@ -24,6 +24,7 @@ from configs.paths import CHECKOUT
 LIMIT_S = 5.0
 KINDS = ("queued", "prefill", "decode")
 NUM_SEQS = 4
+SPARES_S = 20.0  # an engine makes its spares when it has been idle for a while; that costs time
 
 
 class Leaver:
@@ -129,13 +130,14 @@ def main() -> None:
         assert server.stderr is not None
         assert any(line.startswith("ready on") for line in server.stderr), "it did not start"
         run_kind(url, args.port, "decode", 5, stream=True)
+        time.sleep(SPARES_S)
         blocks, before = read(url).numbers["eagleray_kv_blocks_free"], descriptors(server.pid)
         for kind in KINDS:
             for stream in (True, False):
                 print(json.dumps(run_kind(url, args.port, kind, args.each, stream=stream)))
         time.sleep(2)
         after = descriptors(server.pid)
-        grown = {name: after[name] - before[name] for name in after if after[name] > before[name]}
+        grown = {n: after[n] - before.get(n, 0) for n in after if after[n] > before.get(n, 0)}
         free = read(url).numbers["eagleray_kv_blocks_free"]
         print(json.dumps({"blocks_left_over": blocks - free, "descriptors_grown": grown}))
     finally:
