@@ -45,7 +45,10 @@ from workers.parallel.advance import (
     segment_bytes,
 )
 
-_YIELD_S = 0.002  # a waiting rank yields for this long, then sleeps between checks
+# A waiting rank yields for this long, then sleeps between checks. Where the kernel shares the cores
+# out by session, a yield lets only processes of the same session run: with ranks that yielded for
+# 2 ms, a client in a session of its own waited up to 0.7 s for a core.
+_YIELD_S = 0.0002
 _MAX_SLEEP_S = 0.001
 _LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
 
