@@ -80,8 +80,9 @@ class RankProcess:
         self.seconds = defaultdict[str, float](float)
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)
-        if kernels.int8 is not None:
-            self._clock(kernels.int8, "linear", "linear")
+        for products in (kernels.int8, kernels.mixed):
+            if products is not None:
+                self._clock(products, "linear", "linear")
         for name in (name for name in dir(kernels.sampling) if not name.startswith("_")):
             self._clock(kernels.sampling, name, "sampling")
         for name in ("all_reduce", "all_reduce_max", "all_gather"):
