@@ -5,8 +5,9 @@
 
 First `--open` clients send one request after another: the saturated rate. Then requests come at
 `--times` that rate, at random moments, and those that do not fit among `--open` outputs are
-refused. Prints one JSON line: output tokens per second of both, the time that a refusal takes, and
-the share of one core that this client takes from the server.
+refused. Then the saturated rate again, since a machine's speed may change meanwhile; the share is
+that of the mean of the two. Prints one JSON line: output tokens per second of all three, the time
+that a refusal takes, and the share of one core that this client takes from the server.
 """
 
 from __future__ import annotations
@@ -32,14 +33,21 @@ LENGTH = re.compile(rb"content-length: (\d+)")
 
 @dataclass
 class Seen:
-    """When each request was answered, and how long a refusal took."""
+    """When each request was sent and answered, and how long a refusal took."""
 
-    finished: list[float] = field(default_factory=list)
+    finished: list[tuple[float, float]] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
     def tokens_per_s(self, begin: float, end: float, tokens: int) -> float:
-        return tokens * sum(begin <= at < end for at in self.finished) / (end - begin)
+        """Between two moments, as if the tokens of a request came evenly: requests of one length
+        end in waves, and a wave more or less would be a tenth of the rate.
+        """
+        shares = (
+            max(0.0, min(answered, end) - max(sent, begin)) / (answered - sent)
+            for sent, answered in self.finished
+        )
+        return tokens * sum(shares) / (end - begin)
 
 
 class Connection(asyncio.Protocol):
@@ -86,7 +94,7 @@ class Connections:
         connection = self._idle.pop() if self._idle else await self._open()
         head, now = await connection.send(data), time.perf_counter()
         if head.startswith(b"HTTP/1.1 200"):
-            seen.finished.append(now)
+            seen.finished.append((began, now))
         elif head.startswith(b"HTTP/1.1 503"):
             seen.refused_s.append(now - began)
         else:
@@ -156,12 +164,13 @@ def main() -> None:
         saturated = asyncio.run(saturate(port, args))
         rate = args.times * saturated / args.tokens
         kept, used, seen = asyncio.run(overload(port, rate, args))
+        afterwards = asyncio.run(saturate(port, args))
     line = {
         "machine": machine(),
-        "saturated_tokens_per_s": round(saturated, 1),
+        "saturated_tokens_per_s": [round(saturated, 1), round(afterwards, 1)],
         "offered_requests_per_s": round(rate, 1),
         "tokens_per_s": round(kept, 1),
-        "share": round(kept / saturated, 3),
+        "share": round(2 * kept / (saturated + afterwards), 3),
         "client_cores": round(used, 2),
         "refused": len(seen.refused_s),
         "refusal_ms_p50": round(1e3 * quantile(seen.refused_s, 0.5), 1),
