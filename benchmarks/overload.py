@@ -1,23 +1,26 @@
 """Offers a server ten times the load that it can handle: does its throughput stay what it was?
 
-    python -m benchmarks.overload --model DIR [--tp 2] [--times 10] [--seconds 60]
+    python -m benchmarks.overload --model DIR [--tp 2] [--times 10] [--rounds 3] [--seconds 40]
         [--tokens 64] [--open 64]
 
 First `--open` clients send one request after another: the saturated rate. Then requests come at
 `--times` that rate, at random moments, and those that do not fit among `--open` outputs are
-refused. Then the saturated rate again, since a machine's speed may change meanwhile; the share is
-that of the mean of the two. Prints one JSON line: output tokens per second of all three, the time
-that a refusal takes, and the share of one core that this client takes from the server.
+refused. The two take turns, since a machine's speed changes meanwhile; the share of a round is
+that of the mean of the saturated rates before and after it. Prints one JSON line: output tokens per
+second, the median of the rounds' shares, the time that a refusal takes, and the share of one core
+that this client takes from the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
 import shlex
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from benchmarks.http_load import free_port, quantile, request_bytes, running
 from benchmarks.serving import bodies
 from benchmarks.serving_load import OURS
 
+SPARES_S = 20.0  # an engine makes its spares when it has been idle for a while; that costs time
 RAMP = 0.2  # share of the time that is not counted, while the batch fills up
 LENGTH = re.compile(rb"content-length: (\d+)")
 
@@ -114,39 +118,38 @@ def random_request(tokens: int, seed: int) -> bytes:
     return request_bytes(body, closes=False)
 
 
-async def saturate(port: int, args: argparse.Namespace) -> float:
+async def saturate(port: int, args: argparse.Namespace, first_seed: int) -> float:
     """Output tokens per second while `--open` clients send one request after another."""
     seen, connections, begin = Seen(), Connections(port), time.perf_counter()
-    end = begin + args.seconds
+    end, seeds = begin + args.seconds, itertools.count(first_seed)
 
-    async def client(seed: int) -> None:
-        number = 0
+    async def client(_: int) -> None:
         while time.perf_counter() < end:
-            await connections.send(random_request(args.tokens, 1000 * seed + number), seen)
-            number += 1
+            await connections.send(random_request(args.tokens, next(seeds)), seen)
 
     await asyncio.gather(*map(client, range(args.open)))
     assert not seen.other and not seen.refused_s, seen.other[:1]
     return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
 
 
-async def overload(port: int, rate: float, args: argparse.Namespace) -> tuple[float, float, Seen]:
+async def overload(
+    port: int, rate: float, args: argparse.Namespace, first_seed: int, seen: Seen
+) -> tuple[float, float]:
     """(output tokens per second while requests come at `rate` per second, seconds of processor time
-    of this client per second, what it has seen).
+    of this client per second).
     """
-    rng, due_s, at = random.Random(0), [], 0.0
+    rng, due_s, at = random.Random(first_seed), [], 0.0
     while (at := at + rng.expovariate(rate)) < args.seconds:
         due_s.append(at)
-    requests = [random_request(args.tokens, 10**6 + number) for number in range(len(due_s))]
-    sent, seen, connections = [], Seen(), Connections(port)
+    requests = [random_request(args.tokens, first_seed + number) for number in range(len(due_s))]
+    sent, connections = [], Connections(port)
     begin, used = time.perf_counter(), time.process_time()
     for at, data in zip(due_s, requests, strict=True):
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         sent.append(asyncio.ensure_future(connections.send(data, seen)))
     end, used = begin + args.seconds, time.process_time() - used
     await asyncio.gather(*sent)
-    tokens_per_s = seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
-    return tokens_per_s, used / args.seconds, seen
+    return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens), used / args.seconds
 
 
 def main() -> None:
@@ -154,24 +157,33 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--times", type=float, default=10.0)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each half of a round")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--open", type=int, default=64, help="outputs that may run or wait")
     args = parser.parse_args()
     port = free_port()
     command = OURS.format(python=sys.executable, model=args.model, port=port, tp=args.tp)
+    seen, kept, used = Seen(), [], []
     with running([*shlex.split(command), "--max-open-requests", str(args.open)], port):
-        saturated = asyncio.run(saturate(port, args))
-        rate = args.times * saturated / args.tokens
-        kept, used, seen = asyncio.run(overload(port, rate, args))
-        afterwards = asyncio.run(saturate(port, args))
+        time.sleep(SPARES_S)
+        saturated = [asyncio.run(saturate(port, args, 0))]
+        for seed in range(10**6, 10**6 * (2 * args.rounds + 1), 2 * 10**6):
+            rate = args.times * saturated[-1] / args.tokens
+            tokens_per_s, cores = asyncio.run(overload(port, rate, args, seed, seen))
+            kept.append(tokens_per_s)
+            used.append(cores)
+            saturated.append(asyncio.run(saturate(port, args, seed + 10**6)))
+    around = [(before + after) / 2 for before, after in itertools.pairwise(saturated)]
+    shares = [have / full for have, full in zip(kept, around, strict=True)]
     line = {
         "machine": machine(),
-        "saturated_tokens_per_s": [round(saturated, 1), round(afterwards, 1)],
-        "offered_requests_per_s": round(rate, 1),
-        "tokens_per_s": round(kept, 1),
-        "share": round(2 * kept / (saturated + afterwards), 3),
-        "client_cores": round(used, 2),
+        "saturated_tokens_per_s": [round(each, 1) for each in saturated],
+        "offered": f"{args.times:g} times the saturated rate before",
+        "tokens_per_s": [round(each, 1) for each in kept],
+        "shares": [round(each, 3) for each in shares],
+        "share": round(statistics.median(shares), 3),
+        "client_cores": round(statistics.mean(used), 2),
         "refused": len(seen.refused_s),
         "refusal_ms_p50": round(1e3 * quantile(seen.refused_s, 0.5), 1),
         "refusal_ms_p99": round(1e3 * quantile(seen.refused_s, 0.99), 1),

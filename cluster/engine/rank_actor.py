@@ -54,7 +54,6 @@ class RankActor:
         gc.disable()
         self._process = mark(engine_id)
         logging.basicConfig(level=config.engine.log_level.upper())
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config = config
         self._rank = rank
         self._is_spare = spare_gpus is not None
@@ -93,6 +92,9 @@ class RankActor:
         each other's memory, and no GPU of another engine.
         """
         worker = self._imported()
+        # Not before: a spare's main thread would wake up that often for the interpreter's lock
+        # while the thread that warms up has the lock and no core.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         show_gpus(gpus)
         claim = Claim(
             group=f"{address[0]}:{address[1]} on {place.node_id}",
