@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import sys
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 
 from cluster.engine import worker_group
-from cluster.engine.rank_actor import RankActor
+from cluster.engine.rank_actor import SWITCH_INTERVAL_S, RankActor
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
 from cluster.resources.placement import Place, Placement, actor_environment
@@ -251,7 +252,10 @@ class SeeingRankActor(RankActor):
 
     def seen(self) -> list[str]:
         """The GPUs that it sees before it has started."""
-        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+
+    def switch_interval_s(self) -> float:
+        return sys.getswitchinterval()
 
     def _look(
         self, address: Any, num_threads: int | None, epoch: int, gpu_index: int
@@ -291,6 +295,27 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     assert sorted(each) == ["0", "1"]
     assert seen == [(gpu, each) for gpu in each]
     assert of_spare == each
+
+
+def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_as_a_rank(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    config = config_of(small_model.path, tensor_parallel_size=1)
+    placement = reserved(1, "cpu")
+    maker = RankMaker(config, placement, "test", SeeingRankActor)
+    group = WorkerGroup(maker)
+    try:
+        group.start()
+        spare = maker.create(placement.places()[0], placement.places())
+        both = [spare.actor, group.ranks[0].actor]
+        of_spare, of_rank = ray.get(
+            [actor.switch_interval_s.remote() for actor in both], timeout=30
+        )
+    finally:
+        group.close()
+        placement.remove()
+    assert of_spare == pytest.approx(sys.getswitchinterval())
+    assert of_rank == pytest.approx(SWITCH_INTERVAL_S)
 
 
 def say_where(*_: Any) -> None:
