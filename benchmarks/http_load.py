@@ -28,6 +28,7 @@ from configs.paths import CHECKOUT
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+SPARES_S = 20.0  # an engine makes its spares when it has been idle for a while; that costs time
 
 
 @dataclass(slots=True)

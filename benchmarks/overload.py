@@ -23,14 +23,14 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.common import machine
-from benchmarks.http_load import free_port, quantile, request_bytes, running
+from benchmarks.http_load import SPARES_S, free_port, quantile, request_bytes, running
 from benchmarks.serving import bodies
 from benchmarks.serving_load import OURS
 
-SPARES_S = 20.0  # an engine makes its spares when it has been idle for a while; that costs time
 RAMP = 0.2  # share of the time that is not counted, while the batch fills up
 LENGTH = re.compile(rb"content-length: (\d+)")
 
@@ -118,30 +118,30 @@ def random_request(tokens: int, seed: int) -> bytes:
     return request_bytes(body, closes=False)
 
 
-async def saturate(port: int, args: argparse.Namespace, first_seed: int) -> float:
+async def saturate(port: int, args: argparse.Namespace, seeds: Iterator[int]) -> float:
     """Output tokens per second while `--open` clients send one request after another."""
     seen, connections, begin = Seen(), Connections(port), time.perf_counter()
-    end, seeds = begin + args.seconds, itertools.count(first_seed)
+    end = begin + args.seconds
 
-    async def client(_: int) -> None:
+    async def client() -> None:
         while time.perf_counter() < end:
             await connections.send(random_request(args.tokens, next(seeds)), seen)
 
-    await asyncio.gather(*map(client, range(args.open)))
+    await asyncio.gather(*(client() for _ in range(args.open)))
     assert not seen.other and not seen.refused_s, seen.other[:1]
     return seen.tokens_per_s(begin + RAMP * args.seconds, end, args.tokens)
 
 
 async def overload(
-    port: int, rate: float, args: argparse.Namespace, first_seed: int, seen: Seen
+    port: int, rate: float, args: argparse.Namespace, seeds: Iterator[int], seen: Seen
 ) -> tuple[float, float]:
     """(output tokens per second while requests come at `rate` per second, seconds of processor time
     of this client per second).
     """
-    rng, due_s, at = random.Random(first_seed), [], 0.0
+    rng, due_s, at = random.Random(next(seeds)), [], 0.0
     while (at := at + rng.expovariate(rate)) < args.seconds:
         due_s.append(at)
-    requests = [random_request(args.tokens, first_seed + number) for number in range(len(due_s))]
+    requests = [random_request(args.tokens, next(seeds)) for _ in due_s]
     sent, connections = [], Connections(port)
     begin, used = time.perf_counter(), time.process_time()
     for at, data in zip(due_s, requests, strict=True):
@@ -162,18 +162,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--open", type=int, default=64, help="outputs that may run or wait")
     args = parser.parse_args()
+    if args.rounds < 1 or args.seconds <= 0 or args.times <= 0:
+        parser.error("--rounds, --seconds and --times must be greater than 0")
     port = free_port()
     command = OURS.format(python=sys.executable, model=args.model, port=port, tp=args.tp)
     seen, kept, used = Seen(), [], []
+    seeds = itertools.count()  # no prompt comes twice
     with running([*shlex.split(command), "--max-open-requests", str(args.open)], port):
         time.sleep(SPARES_S)
-        saturated = [asyncio.run(saturate(port, args, 0))]
-        for seed in range(10**6, 10**6 * (2 * args.rounds + 1), 2 * 10**6):
+        saturated = [asyncio.run(saturate(port, args, seeds))]
+        for _ in range(args.rounds):
             rate = args.times * saturated[-1] / args.tokens
-            tokens_per_s, cores = asyncio.run(overload(port, rate, args, seed, seen))
+            tokens_per_s, cores = asyncio.run(overload(port, rate, args, seeds, seen))
             kept.append(tokens_per_s)
             used.append(cores)
-            saturated.append(asyncio.run(saturate(port, args, seed + 10**6)))
+            saturated.append(asyncio.run(saturate(port, args, seeds)))
     around = [(before + after) / 2 for before, after in itertools.pairwise(saturated)]
     shares = [have / full for have, full in zip(kept, around, strict=True)]
     line = {

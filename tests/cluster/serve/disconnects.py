@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.http_load import SPARES_S
 from cluster.commands.top import read
 from configs.paths import CHECKOUT
 
 LIMIT_S = 5.0
 KINDS = ("queued", "prefill", "decode")
 NUM_SEQS = 4
-SPARES_S = 20.0  # an engine makes its spares when it has been idle for a while; that costs time
 
 
 class Leaver:
