@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.gptq import Gptq, read_gptq
 from configs.quantization import Quantization, read_quantization
 from scheduler.errors import ConfigError
 
@@ -41,7 +42,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense Qwen3 model: sizes in elements, `dtype` and `quantization` those of the
+    """A dense Qwen3 model: sizes in elements; `dtype`, `quantization` and `gptq` those of the
     checkpoint.
     """
 
@@ -60,6 +61,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    gptq: Gptq | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -86,6 +88,7 @@ class ModelConfig:
                 dtype=_read_dtype(raw, where),
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
                 quantization=read_quantization(raw, where),
+                gptq=read_gptq(raw, where),
             )
         except KeyError as error:
             raise ConfigError(

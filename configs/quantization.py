@@ -3,8 +3,8 @@ says.
 
 The one format is "int8": codes with one scale per output feature, multiplied by inputs that are
 quantized per token as they come. Quantized checkpoints are read in the format that
-compressed-tensors calls int-quantized (github.com/neuralmagic/compressed-tensors). Everything else
-is refused by name.
+compressed-tensors calls int-quantized (github.com/neuralmagic/compressed-tensors). GPTQ is only a
+way to store weights here (see gptq.py). Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -37,19 +37,23 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization | None:
-    """The quantization in a decoded `config.json`, None if there is none. Raises `ConfigError`."""
+    """The quantization in a decoded `config.json`, None if there is none or it is GPTQ. Raises
+    `ConfigError`.
+    """
     found = raw.get("quantization_config")
     if not found:
         return None
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where}: quantization_config must be an object")
+    if found.get("quant_method") == "gptq":
+        return None
 
     def check(name: str, value: object, wanted: object) -> None:
         if value != wanted:
             raise ConfigError(
                 f"{where}: quantization_config has {name} {value!r}; of quantized checkpoints only"
-                f" 8-bit integers of compressed-tensors are supported, with {wanted!r} there. Use"
-                " such a checkpoint, or a plain one with quantization 'int8'"
+                f" 8-bit integers of compressed-tensors, with {wanted!r} there, and GPTQ are"
+                " supported. Use such a checkpoint, or a plain one with quantization 'int8'"
             )
 
     check("quant_method", found.get("quant_method"), "compressed-tensors")

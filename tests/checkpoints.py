@@ -98,6 +98,90 @@ def quantize_checkpoint(model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps(config))
 
 
+def pack_checkpoint(
+    model_dir: Path,
+    model: Any,
+    *,
+    bits: int = 8,
+    group_size: int = 32,
+    ordered: bool = True,
+    symmetric: bool = True,
+    checkpoint_format: str = "gptq",
+) -> None:
+    """Rewrite a checkpoint of one file as GPTQ stores it, and give `model`, its transformers model,
+    the values that are stored now. ordered: the inputs of a group follow one another.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path, weights = model_dir / "model.safetensors", model.state_dict()
+    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        values_YX = tensors.pop(name).double()
+        size_in, size = values_YX.shape[1], values_YX.shape[1] if group_size == -1 else group_size
+        group_X = torch.arange(size_in) // size
+        if not ordered:
+            group_X = group_X[torch.randperm(size_in, generator=generator)]
+        largest_code, middle = 2**bits - 1, 2 ** (bits - 1)
+        scales, zeros = [], []
+        for group in range(int(group_X.max()) + 1):
+            part = values_YX[:, group_X == group]
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            if symmetric:
+                scale = torch.maximum(-low, high) / (middle - 1)
+                zero = torch.full_like(scale, middle)
+            else:
+                scale = (high - low) / largest_code
+                zero = (-low / scale).round()
+            scales.append(scale.half())
+            zeros.append(zero)
+        scales_GY, zeros_GY = torch.stack(scales), torch.stack(zeros)
+        scale_YX = scales_GY[group_X].T.double()
+        zero_YX = zeros_GY[group_X].T
+        codes_YX = (values_YX / scale_YX + zero_YX).round().clamp(0, largest_code)
+        weights[name].copy_((codes_YX - zero_YX) * scale_YX)
+        stored_zeros_GY = zeros_GY - 1 if checkpoint_format == "gptq" else zeros_GY
+        tensors |= {
+            name.replace("weight", "qweight"): _words(codes_YX, bits).T.contiguous(),
+            name.replace("weight", "qzeros"): _words(stored_zeros_GY % 2**bits, bits),
+            name.replace("weight", "scales"): scales_GY,
+            name.replace("weight", "g_idx"): group_X.int(),
+        }
+    save_file(tensors, path)
+    config = json.loads((model_dir / "config.json").read_text())
+    config["quantization_config"] = GPTQ | {
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": not ordered,
+        "sym": symmetric,
+        "checkpoint_format": checkpoint_format,
+    }
+    (model_dir / "config.json").write_text(json.dumps(config))
+
+
+def _words(codes_AB: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [A, B * bits / 32]: each row's codes as the bytes of little-endian words; two codes of
+    4 bits are a byte, the first one its lower half.
+    """
+    array = codes_AB.to(torch.uint8).numpy()
+    if bits == 4:
+        array = array[:, 0::2] + 16 * array[:, 1::2]
+    return torch.from_numpy(array.copy().view("<i4"))
+
+
+# What GPTQModel writes.
+GPTQ: dict[str, Any] = {
+    "bits": 8,
+    "checkpoint_format": "gptq",
+    "desc_act": False,
+    "group_size": 128,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:2.2.0"], "static_groups": False, "true_sequential": True},
+    "pack_dtype": "int32",
+    "quant_method": "gptq",
+    "sym": True,
+}
+
+
 # What llm-compressor writes for its scheme W8A8 with `ignore=["lm_head"]`.
 COMPRESSED_TENSORS: dict[str, Any] = {
     "config_groups": {

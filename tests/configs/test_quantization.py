@@ -30,7 +30,7 @@ def test_codes_of_compressed_tensors() -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda c, g: c.update(quant_method="gptq"), "quant_method 'gptq'"),
+        (lambda c, g: c.update(quant_method="awq"), "quant_method 'awq'"),
         (lambda c, g: c.update(format="pack-quantized"), "format 'pack-quantized'"),
         (lambda c, g: c.update(config_groups={}), "number of config_groups 0"),
         (lambda c, g: c["config_groups"].update(b=g), "number of config_groups 2"),

@@ -22,7 +22,8 @@ from scheduler.errors import ConfigError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1}
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I32": 4}
+_CODES = ("I8", "I32")
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 
@@ -56,9 +57,7 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     for layer in (f"model.layers.{index}" for index in range(model.num_hidden_layers)):
         for name, shape in matrices.items():
-            tensors[f"{layer}.{name}.weight"] = shape
-            if _has_codes(model):
-                tensors[f"{layer}.{name}.weight_scale"] = (shape[0], 1)
+            tensors |= _matrix(model, f"{layer}.{name}.weight", shape)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
         for name in ("q_norm", "k_norm"):
@@ -68,8 +67,33 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _has_codes(model: ModelConfig) -> bool:
-    return model.quantization is not None and model.quantization.stored
+def gptq_part(name: str, part: str) -> str:
+    """The name of a part of the matrix `name`, which ends in ".weight"."""
+    return name.removesuffix("weight") + part
+
+
+def _matrix(model: ModelConfig, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """The tensors that hold a matrix of a decoder layer."""
+    if (gptq := model.gptq) is not None:
+        groups = gptq.num_groups(shape[1])
+        parts: dict[str, tuple[int, ...]] = {
+            "qweight": (gptq.num_words(shape[1]), shape[0]),
+            "qzeros": (groups, gptq.num_words(shape[0])),
+            "scales": (groups, shape[0]),
+        }
+        if gptq.has_index:
+            parts["g_idx"] = (shape[1],)
+        return {gptq_part(name, part): size for part, size in parts.items()}
+    if model.quantization is not None and model.quantization.stored:
+        return {name: shape, f"{name}_scale": (shape[0], 1)}
+    return {name: shape}
+
+
+def _dtype_of_codes(name: str, expected: Mapping[str, object]) -> str | None:
+    """The dtype that a tensor of codes must have, None for one of real numbers."""
+    if name.endswith((".qweight", ".qzeros", ".g_idx")):
+        return "I32"
+    return "I8" if f"{name}_scale" in expected else None
 
 
 def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
@@ -81,6 +105,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     stored = read_headers(model_dir)
     expected = expected_tensors(model)
     ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    if model.gptq is not None and not model.gptq.has_index:
+        ignored |= {name for name in stored if name.endswith(".g_idx")}
     if missing := expected.keys() - stored.keys():
         hint = ""
         if missing == {"lm_head.weight"}:
@@ -102,12 +128,12 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
                 f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
                 f" calls for {list(shape)}; they do not belong together"
             )
-        codes = _has_codes(model) and f"{name}_scale" in expected
-        if (stored[name].dtype == "I8") is not codes:
+        dtype, codes = stored[name].dtype, _dtype_of_codes(name, expected)
+        if codes != (dtype if dtype in _CODES else None):
             raise ConfigError(
-                f"{stored[name].path}: {name} is of dtype {stored[name].dtype}, but config.json"
-                f" {'has' if codes else 'does not have'} a quantization_config that makes it codes"
-                " of dtype I8; they do not belong together"
+                f"{stored[name].path}: {name} is of dtype {dtype}, but according to config.json it"
+                f" holds {'real numbers' if codes is None else f'codes of dtype {codes}'}; they do"
+                " not belong together"
             )
     return {name: stored[name] for name in expected}
 
@@ -177,7 +203,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
             f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Of"
-            " quantized checkpoints only 8-bit integers of compressed-tensors are supported"
+            " quantized checkpoints only 8-bit integers of compressed-tensors and GPTQ are"
+            " supported"
         )
     start, end = entry["data_offsets"]
     num_bytes = _ITEM_BYTES[dtype]

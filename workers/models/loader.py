@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,12 +21,13 @@ from safetensors import SafetensorError, safe_open
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
-from workers.models.checkpoint import StoredTensor, check_checkpoint
+from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part
+from workers.models.gptq import GptqMatrix
 from workers.models.weights import WeightSlice
 
 # Samples of each file, evenly spaced; the first one holds the header, which names all tensors.
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
-_ROWS = 256  # quantized at a time
+_ROWS = 256  # quantized or unpacked at a time
 
 Progress = Callable[[int, int], None]
 
@@ -46,14 +47,14 @@ def load_weights(
     stored = check_checkpoint(model_dir, model)
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        by_file[stored[piece.name].path].append(piece)
+        by_file[stored[_stored_name(piece.name, stored)].path].append(piece)
     total = sum(piece.nbytes for pieces in by_file.values() for piece in pieces)
     done = 0
     for path, pieces in sorted(by_file.items()):
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for piece in pieces:
-                    _fill(piece, file, stored[piece.name])
+                    _fill(piece, _values(piece, file, model, stored))
                     done += piece.nbytes
                     if progress is not None:
                         progress(done, total)
@@ -123,33 +124,51 @@ class LoadingBar:
         self._stream.flush()
 
 
-def _fill(piece: WeightSlice, file: Any, tensor: StoredTensor) -> None:
-    assert tensor.shape == piece.shape, (
-        f"{piece.name}: layer declares {piece.shape}, checkpoint check {tensor.shape}"
+def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """The tensor that holds the values, or the codes, of what a layer calls `name`."""
+    return name if name in stored else gptq_part(name, "qweight")
+
+
+def _values(
+    piece: WeightSlice, file: Any, model: ModelConfig, stored: dict[str, StoredTensor]
+) -> Any:
+    """The whole tensor, to be indexed like a slice of safetensors."""
+    name = _stored_name(piece.name, stored)
+    values = file.get_slice(name)
+    if name != piece.name:
+        assert model.gptq is not None, f"{name} is not a tensor of this checkpoint"
+        return GptqMatrix(model.gptq, piece.name, piece.shape[1], stored, values)
+    assert stored[name].shape == piece.shape, (
+        f"{name}: layer declares {piece.shape}, checkpoint check {stored[name].shape}"
     )
+    return values
+
+
+def _fill(piece: WeightSlice, values: Any) -> None:
     if piece.target.numel() == 0:  # a rank that has only padding of the vocabulary
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    values = file.get_slice(piece.name)
-    if piece.scale is None:
+    if piece.scale is None and not isinstance(values, GptqMatrix):
         piece.target.copy_(values[tuple(window)])
     else:
-        _fill_quantized(piece, piece.scale, values, window)
+        _fill_by_rows(piece, values, window)
 
 
-def _fill_quantized(
-    piece: WeightSlice, scale: torch.Tensor, values: Any, window: list[slice]
-) -> None:
-    """Some rows at a time. Rows are read whole, because the largest number of a row may be in
-    another rank's part.
+def _fill_by_rows(piece: WeightSlice, values: Any, window: list[slice]) -> None:
+    """Some rows at a time. To be quantized, rows are read whole, because the largest number of a
+    row may be in another rank's part.
     """
     rows, columns = window
     first_row = rows.start or 0
     for first in range(0, len(piece.target), _ROWS):
         last = min(first + _ROWS, len(piece.target))
-        whole = values[first_row + first : first_row + last]
+        part = slice(first_row + first, first_row + last)
+        if piece.scale is None:
+            piece.target[first:last].copy_(values[part, columns])
+            continue
+        whole = values[part, :]
         largest = whole.abs().amax(dim=1)
         codes, scales = quantize_rows(whole[:, columns], largest)
         piece.target[first:last].copy_(codes)
-        scale[first:last].copy_(scales)
+        piece.scale[first:last].copy_(scales)
