@@ -1,4 +1,5 @@
-"""Products of float32 with bfloat16 weights: each weight is widened while it is multiplied.
+"""Products of float32 with bfloat16 weights: each weight is widened while it is multiplied, or,
+for many rows, just before.
 
 A processor without instructions for bfloat16 computes in float32; weights held in bfloat16 take
 half as many bytes to store and to read, and the results are the same. A weight is panels of 16
@@ -12,22 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
+from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, widen
 from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
 from kernels.cpu.parallel import parallel_for
 
 PANEL = LANES
 _ITEM, _SINGLE = 2, 4  # bytes of a weight, and of everything else
-_CHUNK = 256  # weights of an output feature that are read at a time: 8 KiB of a panel
+_CHUNK = 256  # weights of an output feature that are read at a time: 8 KiB of a panel, 16 widened
 _ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _SPAN = 1024  # products added in one sum; longer rows add several such sums, which is more accurate
 # Rows of a tile. Six times two registers of sums, two of weights and one of x fill a register file
 # of sixteen; where one register holds a panel, eight sums keep two multipliers busy.
 _TALLEST = 8 if has_wide_registers() else 6
+# From so many rows on it pays off to widen a chunk once, not in each of its tiles.
+_MANY_ROWS = 24
 _NO_BIAS = torch.empty(0)
 
 
@@ -91,13 +95,21 @@ def _multiply_panel(
     (rows, size_in), size_out = x_TX.shape, out_TY.shape[1]
     totals_TP = np.zeros((rows, PANEL), np.float32)
     sums_TP = np.empty((rows, PANEL), np.float32)
+    weights_XP = panels_NXP[panel]
+    widened_CP = np.empty((_CHUNK, PANEL), np.float32)
     for first_of_span in range(0, size_in, _SPAN):
         sums_TP[:] = 0
         for first in range(first_of_span, min(first_of_span + _SPAN, size_in), _CHUNK):
             depth = min(_CHUNK, size_in - first)
-            x = x_TX.ctypes.data + _SINGLE * first
-            chunk = panels_NXP.ctypes.data + _ITEM * PANEL * (panel * size_in + first)
-            _add_chunk(x, size_in, chunk, sums_TP.ctypes.data, rows, depth, panels_NXP[0, 0, 0])
+            x, sums = x_TX.ctypes.data + _SINGLE * first, sums_TP.ctypes.data
+            chunk = weights_XP.ctypes.data + _ITEM * PANEL * first
+            following = chunk + _ITEM * PANEL * depth
+            if rows < _MANY_ROWS:
+                _add_chunk(x, size_in, chunk, sums, rows, depth, following, weights_XP[0, 0])
+                continue
+            _widen(weights_XP[first : first + depth].reshape(-1), widened_CP.reshape(-1))
+            widened = widened_CP.ctypes.data
+            _add_chunk(x, size_in, widened, sums, rows, depth, following, widened_CP[0, 0])
         totals_TP += sums_TP
     # Unsigned, because an index that may be negative keeps a loop from being vectorized.
     start = np.uint64(panel * PANEL)
@@ -110,6 +122,13 @@ def _multiply_panel(
             out_TY[t, start + p] = value
 
 
+@exact_jit
+def _widen(chunk: Array, widened: Array) -> None:
+    """Both have one axis, because a loop over two is not vectorized."""
+    for i in range(len(chunk)):
+        widened[i] = widen(chunk[i])
+
+
 @exact_entry_jit
 def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
     parallel_for(len(panels_NXP), _multiply_panel, (x_TX, panels_NXP, bias_Y, out_TY))
@@ -117,13 +136,13 @@ def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> Non
 
 @exact_jit
 def _add_chunk(
-    x: int, size_in: int, chunk: int, sums: int, rows: int, depth: int, like: np.uint16
+    x: int, size_in: int, chunk: int, sums: int, rows: int, depth: int, ahead: int, like: Any
 ) -> None:
     """Add the products with `depth` weights of each output feature of a panel to the sums, [rows,
     PANEL], in tiles of nearly the same height: a low tile has too few sums to keep the multipliers
-    busy. `x`, `chunk` and `sums` are addresses; the chunk that follows is fetched.
+    busy. `x`, `chunk`, `sums` and `ahead` are addresses; what follows `ahead` is fetched. `like` is
+    a weight as the chunk has it.
     """
-    ahead = chunk + _ITEM * PANEL * depth
     for tiles in range((rows + _TALLEST - 1) // _TALLEST, 0, -1):
         height = (rows + tiles - 1) // tiles
         rows -= height

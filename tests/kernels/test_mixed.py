@@ -69,14 +69,15 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
         assert torch.equal(part, whole[first : first + len(part)])
 
 
-def test_every_value_of_bfloat16_is_multiplied_as_it_is() -> None:
+@pytest.mark.parametrize("rows", [1, 40])
+def test_every_value_of_bfloat16_is_multiplied_as_it_is(rows: int) -> None:
     """Including infinities, zeros of both signs and subnormal numbers."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[~values.isnan()]
     weight = torch.zeros(-(-len(values) // PANEL) * PANEL, 1, dtype=torch.bfloat16)
     weight[: len(values), 0] = values
-    product = MIXED.linear(torch.ones(1, 1), MIXED.pack(weight), len(values), None)
-    assert torch.equal(product[0], values.to(torch.float32))
+    product = MIXED.linear(torch.ones(rows, 1), MIXED.pack(weight), len(values), None)
+    assert torch.equal(product, values.to(torch.float32).expand(rows, -1))
 
 
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
