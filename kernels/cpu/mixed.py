@@ -1,5 +1,5 @@
-"""Products of float32 with bfloat16 weights: each weight is widened while it is multiplied, or,
-for many rows, just before.
+"""Products of float32 with bfloat16 weights: each weight is widened while it is multiplied with
+the first rows, and kept for the other rows.
 
 A processor without instructions for bfloat16 computes in float32; weights held in bfloat16 take
 half as many bytes to store and to read, and the results are the same. A weight is panels of 16
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, widen
-from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
+from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
+from kernels.cpu.matmul_tile import LANES, add_panel_product, has_wide_registers
 from kernels.cpu.parallel import parallel_for
 
 PANEL = LANES
@@ -30,8 +29,8 @@ _SPAN = 1024  # products added in one sum; longer rows add several such sums, wh
 # Rows of a tile. Six times two registers of sums, two of weights and one of x fill a register file
 # of sixteen; where one register holds a panel, eight sums keep two multipliers busy.
 _TALLEST = 8 if has_wide_registers() else 6
-# From so many rows on it pays off to widen a chunk once, not in each of its tiles.
-_MANY_ROWS = 24
+# The fewest rows of the first one, and of the others, of several tiles of nearly the same height.
+_FEWEST_FIRST, _FEWEST_OTHER = (_TALLEST + 2) // 2, (_TALLEST + 1) // 2
 _NO_BIAS = torch.empty(0)
 
 
@@ -95,21 +94,15 @@ def _multiply_panel(
     (rows, size_in), size_out = x_TX.shape, out_TY.shape[1]
     totals_TP = np.zeros((rows, PANEL), np.float32)
     sums_TP = np.empty((rows, PANEL), np.float32)
-    weights_XP = panels_NXP[panel]
     widened_CP = np.empty((_CHUNK, PANEL), np.float32)
     for first_of_span in range(0, size_in, _SPAN):
         sums_TP[:] = 0
         for first in range(first_of_span, min(first_of_span + _SPAN, size_in), _CHUNK):
             depth = min(_CHUNK, size_in - first)
-            x, sums = x_TX.ctypes.data + _SINGLE * first, sums_TP.ctypes.data
-            chunk = weights_XP.ctypes.data + _ITEM * PANEL * first
-            following = chunk + _ITEM * PANEL * depth
-            if rows < _MANY_ROWS:
-                _add_chunk(x, size_in, chunk, sums, rows, depth, following, weights_XP[0, 0])
-                continue
-            _widen(weights_XP[first : first + depth].reshape(-1), widened_CP.reshape(-1))
-            widened = widened_CP.ctypes.data
-            _add_chunk(x, size_in, widened, sums, rows, depth, following, widened_CP[0, 0])
+            x = x_TX.ctypes.data + _SINGLE * first
+            chunk = panels_NXP.ctypes.data + _ITEM * PANEL * (panel * size_in + first)
+            sums, widened = sums_TP.ctypes.data, widened_CP.ctypes.data
+            _add_chunk(x, size_in, chunk, sums, rows, depth, widened)
         totals_TP += sums_TP
     # Unsigned, because an index that may be negative keeps a loop from being vectorized.
     start = np.uint64(panel * PANEL)
@@ -122,13 +115,6 @@ def _multiply_panel(
             out_TY[t, start + p] = value
 
 
-@exact_jit
-def _widen(chunk: Array, widened: Array) -> None:
-    """Both have one axis, because a loop over two is not vectorized."""
-    for i in range(len(chunk)):
-        widened[i] = widen(chunk[i])
-
-
 @exact_entry_jit
 def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
     parallel_for(len(panels_NXP), _multiply_panel, (x_TX, panels_NXP, bias_Y, out_TY))
@@ -136,31 +122,28 @@ def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> Non
 
 @exact_jit
 def _add_chunk(
-    x: int, size_in: int, chunk: int, sums: int, rows: int, depth: int, ahead: int, like: Any
+    x: int, size_in: int, chunk: int, sums: int, rows: int, depth: int, widened: int
 ) -> None:
     """Add the products with `depth` weights of each output feature of a panel to the sums, [rows,
     PANEL], in tiles of nearly the same height: a low tile has too few sums to keep the multipliers
-    busy. `x`, `chunk`, `sums` and `ahead` are addresses; what follows `ahead` is fetched. `like` is
-    a weight as the chunk has it.
+    busy. The first tile widens the weights, for the others too. `x`, `chunk`, `sums` and `widened`,
+    which has room for the chunk in float32, are addresses; the chunk that follows is fetched.
     """
-    for tiles in range((rows + _TALLEST - 1) // _TALLEST, 0, -1):
-        height = (rows + tiles - 1) // tiles
+    ahead = chunk + _ITEM * PANEL * depth
+    half, single = np.uint16(0), np.float32(0)
+    if rows <= _TALLEST:
+        add_panel_product(1, _TALLEST, rows, x, size_in, chunk, sums, depth, ahead, half, 0)
+        return
+    tiles = (rows + _TALLEST - 1) // _TALLEST
+    height = (rows + tiles - 1) // tiles
+    add_panel_product(
+        _FEWEST_FIRST, _TALLEST, height, x, size_in, chunk, sums, depth, ahead, half, widened
+    )
+    for others in range(tiles - 1, 0, -1):
         rows -= height
-        if height == 1:
-            add_product(1, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 2:
-            add_product(2, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 3:
-            add_product(3, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 4:
-            add_product(4, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 5:
-            add_product(5, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 6:
-            add_product(6, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        elif height == 7:
-            add_product(7, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
-        else:
-            add_product(8, 1, x, size_in, chunk, PANEL, sums, PANEL, depth, ahead, like)
         x += _SINGLE * size_in * height
         sums += _SINGLE * PANEL * height
+        height = (rows + others - 1) // others
+        add_panel_product(
+            _FEWEST_OTHER, _TALLEST, height, x, size_in, widened, sums, depth, ahead, single, 0
+        )
