@@ -45,7 +45,8 @@ class GptqMatrix:
         self._scale_GY = read("scales").to(torch.float32)
         zeros_GY = unpack(read("qzeros"), self._bits, dim=1) + gptq.zero_offset
         # An offset of 1 means that zero point 0 was stored as -1: all bits are set.
-        self._zeros_GY = zeros_GY & ((1 << self._bits) - 1)
+        zeros_GY = zeros_GY & ((1 << self._bits) - 1)
+        self._zeros_GY = zeros_GY[:, : self._scale_GY.shape[1]]  # the last word may have room left
         inputs = torch.arange(size_in)
         if gptq.has_index:
             self._group_X = read("g_idx").long()
@@ -64,8 +65,8 @@ class GptqMatrix:
         rows, columns = window
         codes_XY = unpack(self._words[:, rows], self._bits, dim=0)[: len(self._group_X)][columns]
         group_X = self._group_X[columns]
-        zeros_XY = self._zeros_GY[:, : self._scale_GY.shape[1]][:, rows][group_X]
-        return ((codes_XY - zeros_XY) * self._scale_GY[:, rows][group_X]).T
+        zeros_XY, scale_XY = (each[:, rows][group_X] for each in (self._zeros_GY, self._scale_GY))
+        return ((codes_XY - zeros_XY) * scale_XY).T
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
