@@ -3,8 +3,8 @@
 Owns the KV cache, the batch state and the sampler, which outlive an epoch; the model is passed in.
 `run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
 are computed only for the last token of sampling rows. Where the device has graphs, a decode step is
-one graph. Never talks to the driver. Legend: T tokens of the step, B rows, R sampling rows, E
-hidden size, V this rank's shard of the vocabulary.
+one graph, and so is a step with prompts of few tokens. Never talks to the driver. Legend: T tokens
+of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from scheduler.params import Sampling
 from workers import faults
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, room_for
+from workers.batch.mixed_graphs import MixedGraphs
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
 from workers.models.qwen3 import Qwen3
@@ -35,7 +36,7 @@ from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to
 # What a step sends: three numbers per token; per row the tables of the batch, and its parameters
 # for sampling. Rare parameters, like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
-_BYTES_PER_ROW = 160
+_BYTES_PER_ROW = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,11 @@ class ModelRunner:
                 _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
             )
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
-            self.graphs = DecodeGraphs(config, model, self.cache, self.state, device, self.uploads)
-            self.graphs.capture()
+            parts = (config, model, self.cache, self.state, device, self.uploads)
+            self.graphs, self.mixed_graphs = DecodeGraphs(*parts), MixedGraphs(*parts)
+            self.graphs.capture(self.mixed_graphs.capture())
 
     @torch.inference_mode()
     def run(
@@ -180,8 +183,9 @@ class ModelRunner:
         states of the last token of each sampling row, and the slots and positions that their next
         tokens go to.
         """
-        if self.graphs is not None and self.graphs.fit(rows):
-            return self.graphs.stage(rows, self.uploads.put)
+        for graphs in (self.graphs, self.mixed_graphs):
+            if graphs is not None and graphs.fit(rows):
+                return graphs.stage(rows, self.uploads.put)
         make_inputs = self.state.stage(rows, self.uploads.put)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

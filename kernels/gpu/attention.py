@@ -79,7 +79,6 @@ def _attend_prefill(
 ) -> None:
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
-    num_tokens -= first_row
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
@@ -99,7 +98,6 @@ def _attend_prefill(
         attn.seq_lens_B[first_row:],
         attn.block_table_BW[first_row:],
         num_rows,
-        first_row,
         attn.block_table_BW.stride(0),
         q_THD.stride(0),
         q_THD.stride(1),
@@ -226,11 +224,12 @@ def _num_sms(device: torch.device) -> int:
 # Kernels
 
 # Numbers that change from step to step: kernels are not specialized on their alignment.
-_VARYING_INTS = ["num_rows", "first_token", "table_stride"]
 _VARYING_POINTERS = ["query_start_B1", "start_B1", "seq_lens_B", "block_table_BW"]
 
 
-@triton.jit(do_not_specialize=_VARYING_INTS, do_not_specialize_on_alignment=_VARYING_POINTERS)
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=_VARYING_POINTERS
+)
 def prefill_kernel(
     q_THD: tl.tensor,
     k_cache_NPKD: tl.tensor,
@@ -240,7 +239,6 @@ def prefill_kernel(
     seq_lens_B: tl.tensor,
     block_table_BW: tl.tensor,
     num_rows: tl.tensor,
-    first_token: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
@@ -263,7 +261,7 @@ def prefill_kernel(
     second-level cache serves all reads but the first.
     """
     place, kv_head = tl.program_id(0), tl.program_id(1)
-    row, first_place = _row_of(place, query_start_B1, num_rows, first_token, GROUP, TILE_M)
+    row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
     # Tiles that see the most tokens go first.
@@ -471,7 +469,6 @@ def _row_of(
     place: tl.tensor,
     query_start_B1: tl.tensor,
     num_rows: tl.tensor,
-    first_token: tl.tensor,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -481,6 +478,7 @@ def _row_of(
     token of the first row: at least as many as the tiles its queries fill. The T * G // M + B
     places of the grid cover all of these, however the tokens are distributed over the rows.
     """
+    first_token = tl.load(query_start_B1)
     row = -1
     for first in range(0, num_rows, _SEARCHED_ROWS):
         row_B = first + tl.arange(0, _SEARCHED_ROWS)

@@ -127,6 +127,28 @@ def test_equals_reference_for_every_shape(
     assert_matches_reference(case)
 
 
+def test_prompts_behind_more_decode_rows_than_a_tile_holds() -> None:
+    lens, query_lens = [3] * 70 + [40, 70, 9], [1] * 70 + [30, 70, 9]
+    case = make_case(lens, query_lens, block_size=16, kv_heads=1, group=2, dtype=torch.float16)
+    assert_matches_reference(case)
+
+
+def test_rows_of_padding_get_zeros_or_nothing(new_memory_is_nan: None) -> None:
+    """As in a graph: two rows without queries behind the decode rows, which take no places, and at
+    the end one with queries but no tokens.
+    """
+    lens, query_lens = [40, 33, 0, 0, 70, 0, 0], [1, 1, 0, 0, 9, 0, 5]
+    case = make_case(lens, query_lens, block_size=16, kv_heads=1, group=2, dtype=torch.float16)
+    start_B1 = np.pad(part_starts(np.array(lens[:2], np.int32), 6), (0, 2), mode="edge")
+    decode = DecodeParts(
+        num_rows=4,
+        num_places=6,
+        start_B1=torch.from_numpy(start_B1).to(DEVICE),
+        arrived_BK=torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
+    )
+    assert_matches_reference((*case[:3], replace(case[3], decode=decode)))
+
+
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_lengths_around_the_edges_of_blocks_tiles_and_splits(

@@ -69,12 +69,11 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of places
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Record every size, the largest first: the others share its memory. Waits for
-        the device.
+    def capture(self, largest: Graph | None = None) -> None:
+        """Record every size, the largest first: the others share its memory, or all share that of
+        `largest`. Waits for the device.
         """
         began = time.perf_counter()
-        largest: Graph | None = None
         for size in reversed(self.sizes):
             inputs = self._inputs(size)
             for num_places in {self._num_places(size, bound) for bound in self.bounds}:
@@ -111,7 +110,7 @@ class DecodeGraphs:
             for numbers_R, padding in zip(numbers, _PADDING, strict=True)
         ]
         slots_B, _, _, seq_lens_B = map(put, padded)
-        self._state.stage_decode(padded[-1], num_places, put)
+        self._state.stage_decode(padded[-1], num_places, put, size)
 
         def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self._graphs[size, num_places].replay()

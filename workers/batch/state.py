@@ -13,7 +13,7 @@ admitted rows, N flat entries, K KV heads of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ class StepRows:
     slots_B : slot of each row.
     logits_indices_R : last token of each sampling row.
     sampling_slots_R, sampling_positions_R : slot and absolute position of each token to be sampled.
+    num_decode_rows : how many rows at the front have one token each, or are padding.
+    max_query_len, max_seq_len, max_decode_len : bounds of the lengths of queries, of rows, and of
+        the rows at the front.
     """
 
     slots_T: Ints
@@ -52,14 +55,52 @@ class StepRows:
     logits_indices_R: Ints
     sampling_slots_R: Ints
     sampling_positions_R: Ints
+    num_decode_rows: int
     max_query_len: int
     max_seq_len: int
+    max_decode_len: int
 
-    @property
-    def num_decode_rows(self) -> int:
-        """How many rows at the front have one token each."""
-        longer_B = np.diff(self.query_start_B1) > 1
-        return int(longer_B.argmax()) if longer_B.any() else len(longer_B)
+    def padded(
+        self, num_tokens: int, num_decode_rows: int, num_rows: int, max_seq_len: int
+    ) -> StepRows:
+        """The same step with the shape of a graph: `num_tokens` tokens and `num_rows` rows, of
+        which `num_decode_rows` are at the front, and as many sampling rows as rows.
+
+        A row of padding has no tokens to attend to; it follows the decode rows, or all rows. The
+        last row is always padding. It owns the tokens of padding, which follow all others and count
+        as cached, so that they are never written. The other rows of padding have no queries.
+        """
+        num_live = self.num_decode_rows
+
+        def pad(numbers: Ints, length: int, value: int = 0) -> Ints:
+            return np.pad(numbers, (0, length - len(numbers)), constant_values=value)
+
+        def spread(numbers_B: Ints) -> Ints:
+            front, others = numbers_B[:num_live], numbers_B[num_live:]
+            return np.concatenate(
+                (pad(front, num_decode_rows), pad(others, num_rows - num_decode_rows))
+            )
+
+        seq_lens_B = spread(self.seq_lens_B)
+        query_lens_B = spread(np.diff(self.query_start_B1))
+        query_lens_B[-1] = num_tokens - len(self.slots_T)
+        return replace(
+            self,
+            slots_T=pad(self.slots_T, num_tokens),
+            positions_T=pad(self.positions_T, num_tokens),
+            num_cached_T=pad(self.num_cached_T, num_tokens, 1),
+            query_start_B1=_running_sum(query_lens_B),
+            seq_start_B1=_running_sum(seq_lens_B),
+            seq_lens_B=seq_lens_B,
+            slots_B=spread(self.slots_B),
+            logits_indices_R=pad(self.logits_indices_R, num_rows),
+            sampling_slots_R=pad(self.sampling_slots_R, num_rows),
+            sampling_positions_R=pad(self.sampling_positions_R, num_rows),
+            num_decode_rows=num_decode_rows,
+            max_query_len=num_tokens,
+            max_seq_len=max_seq_len,
+            max_decode_len=max_seq_len,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +171,8 @@ class BatchState:
         start_B = self.num_computed_S[slots_B]
         seq_lens_B = start_B + new_B
         query_start_B1 = _running_sum(new_B)
+        longer_B = new_B > 1
+        num_decode_rows = int(longer_B.argmax()) if longer_B.any() else len(longer_B)
         rows = StepRows(
             slots_T=np.repeat(slots_B, new_B),
             positions_T=np.arange(query_start_B1[-1], dtype=np.int32)
@@ -142,8 +185,10 @@ class BatchState:
             logits_indices_R=query_start_B1[1:][samples_B] - 1,
             sampling_slots_R=slots_B[samples_B],
             sampling_positions_R=seq_lens_B[samples_B],
+            num_decode_rows=num_decode_rows,
             max_query_len=int(new_B.max()),
             max_seq_len=int(seq_lens_B.max()),
+            max_decode_len=int(seq_lens_B[:num_decode_rows].max(initial=0)),
         )
         self.num_computed_S[slots_B] = seq_lens_B
         self.num_tokens_S[rows.sampling_slots_R] += 1
@@ -163,9 +208,12 @@ class BatchState:
             put, (rows.logits_indices_R, rows.sampling_slots_R, rows.sampling_positions_R)
         )
         num_decode = rows.num_decode_rows
-        lens_B = rows.seq_lens_B[:num_decode]
+        num_live = int(rows.query_start_B1[num_decode])  # without padding, which has no queries
         decode = self.stage_decode(
-            lens_B, self.decode_places(num_decode, lens_B.max(initial=0)), put
+            rows.seq_lens_B[:num_live],
+            self.decode_places(num_decode, rows.max_decode_len),
+            put,
+            num_decode,
         )
 
         def inputs() -> StepInputs:
@@ -199,16 +247,20 @@ class BatchState:
         """See `Kernels.decode_places`."""
         if num_rows == 0:
             return 0
-        return self._kernels.decode_places(
-            num_rows, self._kv_heads, int(max_seq_len), self.device.torch
-        )
+        return self._kernels.decode_places(num_rows, self._kv_heads, max_seq_len, self.device.torch)
 
-    def stage_decode(self, seq_lens_B: Ints, num_places: int, put: Put) -> DecodeParts | None:
-        """Put the parts of decode rows; None without places."""
+    def stage_decode(
+        self, seq_lens_B: Ints, num_places: int, put: Put, num_rows: int
+    ) -> DecodeParts | None:
+        """Put the parts of decode rows, of which those past `seq_lens_B` take no places; None
+        without places.
+        """
         if num_places == 0:
             return None
-        start_B1 = put(part_starts(seq_lens_B, num_places))
-        return self.decode_parts(len(seq_lens_B), num_places, start_B1)
+        start_B1 = np.pad(
+            part_starts(seq_lens_B, num_places), (0, num_rows - len(seq_lens_B)), mode="edge"
+        )
+        return self.decode_parts(num_rows, num_places, put(start_B1))
 
     def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""

@@ -6,99 +6,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kernels import decode_parts
-from kernels.interface import Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from kernels.select import select_backend
 from scheduler.errors import StepTimeoutError
 from scheduler.messages import ints
 from scheduler.params import Sampling
 from tests.kernels.replaced import Replaced
-from tests.workers.conftest import config_of
+from tests.workers.batch.graph_pair import BLOCK_SIZE, Pair, admitted
 from tests.workers.fake_gpu import FakeGpu, LateEvent
 from tests.workers.planner import Planner, Row
-from workers.batch import decode_graphs
+from workers.batch import decode_graphs, mixed_graphs
 from workers.batch.decode_graphs import graph_sizes
 from workers.device import Device
-from workers.model_runner import ModelRunner
-from workers.models.loader import load_weights
-from workers.models.qwen3 import Qwen3
-from workers.parallel.group import TensorParallelGroup
-
-BLOCK_SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def make(small_checkpoint: Path) -> Any:
-    """A runner on a device; the weights are the same every time."""
-
-    def runner(
-        device: Device,
-        max_num_seqs: int,
-        kernels: Kernels = REFERENCE,
-        num_blocks: int | None = None,
-        **options: Any,
-    ) -> ModelRunner:
-        options = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max(64, max_num_seqs),
-        } | options
-        config = config_of(small_checkpoint, attention_backend="reference", **options)
-        group = TensorParallelGroup.alone(device.torch)
-        kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
-        model = Qwen3(config.model, group, kernels, torch.float32, config.max_model_len)
-        load_weights(model.slices(), Path(config.model_dir), config.model)
-        num_blocks = num_blocks or max_num_seqs * 4
-        return ModelRunner(config, model, group, kernels, device, num_blocks)
-
-    return runner
-
-
-class Pair:
-    """Two runners that get the same plans, one with graphs."""
-
-    def __init__(self, make: Any, max_num_seqs: int, **options: Any) -> None:
-        self.gpu = FakeGpu()
-        self.with_graphs = make(self.gpu, max_num_seqs, **options)
-        self.eager = make(Device(torch.device("cpu")), max_num_seqs, **options)
-        self.planner = Planner(BLOCK_SIZE)
-
-    def step(self, rows: list[tuple[Row, int]]) -> int | None:
-        """Run a step on both and compare them. Returns the captured size that ran."""
-        plan = self.planner.step(rows)
-        replays = [graph.num_replays for graph in self.gpu.graphs]
-        (tokens, _), (expected, _) = (
-            runner.run(plan).finish(1.0, "a step") for runner in (self.with_graphs, self.eager)
-        )
-        assert tokens == expected
-        torch.testing.assert_close(
-            self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5
-        )
-        self.planner.take(plan.step_id, ints(tokens))
-        ran = [i for i, graph in enumerate(self.gpu.graphs) if graph.num_replays != replays[i]]
-        assert len(ran) <= 1
-        return sorted(graph_sizes_of(self.with_graphs), reverse=True)[ran[0]] if ran else None
-
-
-def graph_sizes_of(runner: ModelRunner) -> tuple[int, ...]:
-    assert runner.graphs is not None
-    return runner.graphs.sizes
-
-
-def admitted(pair: Pair, number: int, sampling: Sampling | None = None) -> list[Row]:
-    rng = random.Random(number)
-    rows = [Row([rng.randrange(100) for _ in range(rng.randint(1, 7))], 1) for _ in range(number)]
-    for slot, row in enumerate(rows):
-        row.num_prompt = len(row.tokens)
-        row.sampling = sampling or row.sampling
-        pair.planner.admit(row, slot)
-    return rows
+@pytest.fixture(autouse=True)
+def without_mixed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts run eagerly here; `test_mixed_graphs.py` is about their graphs."""
+    monkeypatch.setattr(mixed_graphs, "_SIZES", ())
 
 
 # Sizes

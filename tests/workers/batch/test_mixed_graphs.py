@@ -1,0 +1,228 @@
+"""Steps with prompts through graphs on the stand-in for a GPU: which size runs, what padding does,
+and that tokens and cache are those of an eager step.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common import QWEN3_0_6B
+from benchmarks.gpu_check_engine import QWEN3_8B
+from configs.model import ModelConfig
+from kernels import decode_parts
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.select import select_backend
+from scheduler.messages import ints
+from scheduler.params import Sampling
+from tests.kernels.replaced import Replaced
+from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted
+from tests.workers.fake_gpu import FakeGpu
+from tests.workers.planner import Planner, Row
+from workers.batch import mixed_graphs
+from workers.batch.mixed_graphs import mixed_sizes
+from workers.device import Device
+
+SIZES = (10, 20, 40)  # none of them is a size of decode graphs
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_graphs, "_SIZES", SIZES)
+
+
+def prompt(pair: Pair, slot: int, length: int, sampling: Sampling | None = None) -> Row:
+    """A new row of random tokens."""
+    rng = random.Random(100 * slot + length)
+    row = Row([rng.randrange(100) for _ in range(length)], length)
+    row.sampling = sampling or row.sampling
+    pair.planner.admit(row, slot)
+    return row
+
+
+# Sizes
+
+
+def test_only_steps_that_a_gpu_computes_faster_than_a_host_launches_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    small, large = (ModelConfig.from_dict(raw) for raw in (QWEN3_0_6B, QWEN3_8B))
+    assert mixed_sizes(small, 1, 16384) == (64, 128, 256, 384, 512, 768, 1024, 1536)
+    assert mixed_sizes(large, 1, 16384) == (64, 128)
+    assert mixed_sizes(large, 4, 16384) == (64, 128, 256, 384, 512)
+    assert mixed_sizes(small, 1, 300) == (64, 128, 256), "no step has more tokens"
+
+
+def test_the_largest_is_captured_first_and_decode_graphs_share_its_memory(make: MakeRunner) -> None:
+    """`FakeGpu.capture` holds that all share the memory of the first."""
+    gpu, sizes = FakeGpu(), []
+    capture = gpu.capture
+
+    def noting(run: Any, beside: Any = None) -> Any:
+        graph = capture(run, beside)
+        sizes.append(len(gpu.graphs))
+        return graph
+
+    gpu.capture = noting  # type: ignore[method-assign]
+    runner = make(gpu, 4)
+    assert runner.mixed_graphs is not None and runner.mixed_graphs.sizes == SIZES
+    assert len(sizes) == len(SIZES) + 3, "three for decode steps"
+
+
+def test_the_next_larger_size_runs_at_every_edge(make: MakeRunner) -> None:
+    pair = Pair(make, 8, num_blocks=60)
+    for slot, (length, size) in enumerate(
+        [(9, 10), (10, 10), (11, 20), (20, 20), (21, 40), (40, 40), (41, None)]
+    ):
+        assert pair.step([(prompt(pair, slot, length), length)]) == size
+
+
+# Every kind of step
+
+
+def test_chunks_beside_decode_rows_give_the_tokens_and_the_cache_of_an_eager_step(
+    make: MakeRunner,
+) -> None:
+    pair = Pair(make, 8)
+    rows = admitted(pair, 4)
+    assert pair.step([(row, 10) for row in rows]) in SIZES
+    long = prompt(pair, 5, 33)
+    assert pair.step([(row, 1) for row in rows] + [(long, 6)]) == 10
+    assert pair.step([(row, 1) for row in rows] + [(long, 7)]) == 20
+    other = prompt(pair, 6, 3)
+    assert pair.step([*((row, 1) for row in rows), (long, 20), (other, 3)]) == 40
+    assert pair.step([(row, 1) for row in [*rows, long, other]]) == 8, "a decode graph"
+
+
+def test_a_row_of_one_token_behind_a_prompt_is_right(make: MakeRunner) -> None:
+    pair = Pair(make, 8)
+    rows = admitted(pair, 3)
+    pair.step([(row, 10) for row in rows])
+    long = prompt(pair, 4, 9)
+    assert pair.step([(rows[0], 1), (long, 5), (rows[1], 1), (rows[2], 1)]) == 10
+
+
+def test_rows_that_do_not_sample_take_no_token(make: MakeRunner) -> None:
+    pair = Pair(make, 8)
+    rows = admitted(pair, 2)
+    pair.step([(row, 10) for row in rows])
+    long = prompt(pair, 3, 20)
+    assert pair.step([(long, 1)]) == 10
+    assert pair.step([(rows[0], 1), (long, 1), (rows[1], 1)]) == 10
+    assert pair.step([(long, 5)]) == 10
+    assert len(rows[0].output) == 2 and not long.output
+
+
+def test_a_fully_cached_prompt_writes_nothing_beside_one_that_is_not(make: MakeRunner) -> None:
+    pair = Pair(make, 8)
+    first = prompt(pair, 0, 8)
+    pair.step([(first, 8)])
+    again, other = Row(first.tokens[:8], 8), prompt(pair, 2, 5)
+    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_cached=8)
+    assert pair.step([(again, 1), (other, 5)]) == 10
+    assert again.output == first.output[:1]
+
+
+def test_more_prompts_than_there_is_room_for_run_eagerly(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "_MOST_PROMPTS", 2)
+    pair = Pair(make, 8)
+    rows = [prompt(pair, slot, 3) for slot in range(3)]
+    assert pair.step([(row, 3) for row in rows]) is None
+    assert pair.step([(row, 1) for row in rows] + [(prompt(pair, 4, 6), 6)]) == 10
+
+
+def test_random_sampling_is_the_same_behind_a_graph(make: MakeRunner) -> None:
+    pair = Pair(make, 8)
+    drawn = Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
+    rows = admitted(pair, 4, drawn)
+    pair.step([(row, 10) for row in rows])
+    for slot in (4, 5, 6):
+        new = prompt(pair, slot, 7, drawn)
+        assert pair.step([(row, 1) for row in rows] + [(new, 7)]) == 20
+        rows.append(new)
+
+
+def test_steps_ahead_read_tokens_that_the_host_has_not_seen(make: MakeRunner) -> None:
+    pair = Pair(make, 8)
+    rows, long = admitted(pair, 3), prompt(pair, 4, 30)
+    plans = [pair.planner.step([(row, 10) for row in rows])]
+    for _ in range(4):
+        plans.append(pair.planner.step([*((row, 1) for row in rows), (long, 5)]))
+        plans.append(pair.planner.step([(row, 1) for row in rows]))
+    outcomes = [[runner.run(plan) for plan in plans] for runner in (pair.with_graphs, pair.eager)]
+    tokens, expected = ([step.finish(1.0, "a step")[0] for step in steps] for steps in outcomes)
+    assert tokens == expected and sum(graph.num_replays for graph in pair.gpu.graphs) == len(plans)
+
+
+# Padding
+
+
+def test_padding_writes_nothing_and_what_attention_leaves_for_it_is_not_used(
+    make: MakeRunner,
+) -> None:
+    """Attention gives NaN to tokens of padding, which the last row owns."""
+
+    def attention(q_THD: Any, k_cache: Any, v_cache: Any, attn: Any, scale: float) -> torch.Tensor:
+        out_THD = REFERENCE.paged_attention(q_THD, k_cache, v_cache, attn, scale)
+        out_THD[int(attn.query_start_B1[-2]) :] = torch.nan
+        return out_THD
+
+    pair = Pair(make, 8, Replaced(REFERENCE, paged_attention=attention))
+    rows = admitted(pair, 3)
+    pair.step([(row, 10) for row in rows])
+    long, before = prompt(pair, 4, 6), pair.with_graphs.cache.tensor.clone()
+    assert pair.step([*((row, 1) for row in rows), (long, 4)]) == 10
+    per_layer = pair.with_graphs.cache.layers[0][0].shape
+    changed = (pair.with_graphs.cache.tensor != before).view(2, -1, *per_layer)
+    assert changed.flatten(5).any(-1).any(-1).any(0).any(0).sum() == 7, "one slot a token"
+
+
+def test_everything_a_graph_reads_of_a_step_is_sent_to_where_it_looks(make: MakeRunner) -> None:
+    """The largest step, with as many rows as there can be, still fits into the room of uploads."""
+    gpu = FakeGpu()
+    runner = make(gpu, 8, max_num_batched_tokens=40)
+    assert runner.mixed_graphs is not None
+    room: torch.Tensor = runner.uploads.room  # type: ignore[attr-defined]
+    begin, end = room.data_ptr(), room.data_ptr() + len(room)
+    for captured in runner.mixed_graphs._captured.values():
+        inputs = captured.inputs
+        read = (inputs.logits_indices_R, inputs.sampled_slots_R, inputs.attn.query_start_B1)
+        assert all(begin <= tensor.data_ptr() < end for tensor in read)
+
+
+# The kernels of a GPU
+
+
+@pytest.mark.parametrize("part_tokens", [16, 64])
+def test_triton_finds_rows_between_padding(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch, part_tokens: int
+) -> None:
+    """Decode rows in several parts and in one, prompts behind them, and neither."""
+    monkeypatch.setattr(mixed_graphs, "_SIZES", (20,))
+    monkeypatch.setattr(decode_parts, "PART_TOKENS", part_tokens)
+    gpu, triton = FakeGpu(), select_backend("cpu", "triton")
+    with_graphs = make(gpu, 3, triton, 40)
+    eager = make(Device(torch.device("cpu")), 3, num_blocks=40)
+    planner = Planner(4)
+    rows = [Row([number % 90 for number in range(n)], n) for n in (29, 3, 17)]
+    for slot, row in enumerate(rows):
+        planner.admit(row, slot)
+    a, b, c = rows
+    steps = [[(a, 15)], [(a, 14), (b, 3)], [(a, 1), (b, 1), (c, 9)], [(b, 1), (c, 8), (a, 1)]]
+    for step in steps:
+        plan = planner.step(step)
+        (tokens, _), (expected, _) = (
+            runner.run(plan).finish(1.0, "a step") for runner in (with_graphs, eager)
+        )
+        assert tokens == expected
+        torch.testing.assert_close(
+            with_graphs.cache.tensor, eager.cache.tensor, rtol=1e-4, atol=1e-4
+        )
+        planner.take(plan.step_id, ints(tokens))
+    assert gpu.graphs[0].num_replays == len(steps)
