@@ -57,7 +57,7 @@ def machine(check: Check) -> None:
     check.add("device", lambda: _describe(check))
     check.add("ceilings", lambda: _ceilings(check))
     check.add("process group", lambda: _process_group(check))
-    for name in ("triton", "flash_attn"):
+    for name in ("triton", "flash_attn", "hybrid"):
         found = check.backends[name].capabilities.description if name in check.backends else "no"
         check.add(name, partial(dict, found=found))
 
@@ -231,13 +231,14 @@ def _cell(value: object) -> str:
 
 
 def find_backends(device: torch.device) -> dict[str, Kernels]:
-    """Triton's, and flash-attn's where it can be imported. Raises `ValueError` where Triton's
-    cannot run.
+    """Triton's, and those with flash-attn where it can be imported. Raises `ValueError` where
+    Triton's cannot run.
     """
     backends = {"triton": select_backend(device.type, "triton")}
     if device.type == "cuda":
-        with suppress(ValueError):
-            backends["flash_attn"] = select_backend(device.type, "flash_attn")
+        for name in ("flash_attn", "hybrid"):
+            with suppress(ValueError):
+                backends[name] = select_backend(device.type, name)
     return backends
 
 

@@ -22,7 +22,7 @@ from configs.quantization import QUANTIZATIONS, Quantization
 from scheduler.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "reference")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "hybrid", "reference")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Tokens in one step. On a CPU, matrix products gain nothing from more rows, and every running

@@ -1,8 +1,9 @@
 """Which kernels run on which device: the one place that chooses.
 
-Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest)
-and `reference` (plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can
-tell what would run; `load` imports the backend.
+Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest),
+`hybrid` (FlashAttention-3 for the rows of several queries, Triton for the rest) and `reference`
+(plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can tell what would
+run; `load` imports the backend.
 """
 
 from __future__ import annotations
@@ -152,6 +153,19 @@ def _load_flash_attn() -> Kernels:
     return FlashAttnKernels(installed_flash_attn())
 
 
+def _describe_hybrid() -> Capabilities:
+    from kernels.gpu.flash_attn import installed_flash_attn_3
+
+    return installed_flash_attn_3().hybrid_capabilities
+
+
+def _load_hybrid() -> Kernels:
+    from kernels.gpu.backend import HybridKernels
+    from kernels.gpu.flash_attn import installed_flash_attn_3
+
+    return HybridKernels(installed_flash_attn_3())
+
+
 def _describe_reference() -> Capabilities:
     from kernels.reference.capabilities import REFERENCE
 
@@ -175,6 +189,8 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "reference": _REFERENCE,
     },
     "cuda": {
+        # Not automatic until it has been measured beside the others (decision 29).
+        "hybrid": Backend(describe=_describe_hybrid, load=_load_hybrid, automatic=False),
         "flash_attn": Backend(describe=_describe_flash_attn, load=_load_flash_attn),
         "triton": Backend(describe=_describe_triton, load=_load_triton),
         "reference": _REFERENCE,

@@ -61,7 +61,8 @@ def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) ->
     refused: list[ConfigError] = []
     for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
         known = engine
-        if device == "cuda" and engine.attention_backend == "flash_attn" and not has_cuda():
+        needs_package = engine.attention_backend in ("flash_attn", "hybrid")
+        if device == "cuda" and needs_package and not has_cuda():
             # The ranks may have what is missing here.
             known = dataclasses.replace(engine, attention_backend="auto")
         try:

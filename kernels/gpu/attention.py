@@ -61,7 +61,7 @@ def paged_attention(
     scale_log2 = scale * math.log2(math.e)
     first_row = 0
     if attn.decode is not None:
-        _attend_decode(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2)
+        attend_decode(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2)
         first_row = attn.decode.num_rows
     if first_row < len(attn.seq_lens_B):
         _attend_prefill(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2)
@@ -115,7 +115,7 @@ def _attend_prefill(
     )
 
 
-def _attend_decode(
+def attend_decode(
     q_THD: torch.Tensor,
     k_cache_NPKD: torch.Tensor,
     v_cache_NPKD: torch.Tensor,
@@ -124,6 +124,9 @@ def _attend_decode(
     decode: DecodeParts,
     scale_log2: float,
 ) -> None:
+    """The rows of `attn.decode`, written to the first tokens of `out_THD`. The rest as
+    `paged_attention`; `scale_log2` is the scale for powers of two.
+    """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads

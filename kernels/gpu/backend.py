@@ -1,4 +1,6 @@
-"""The GPU backends: Triton for everything, or flash-attn for attention and Triton for the rest."""
+"""The GPU backends: Triton for everything, or flash-attn for attention, all of it or a part, and
+Triton for the rest.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from torch.nn import functional
 from kernels.gpu import attention, elementwise, tables
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn
+from kernels.gpu.hybrid import hybrid_attention
 from kernels.gpu.sampling import GpuSampling
 from kernels.interface import Capabilities, Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.reference.backend import no_decode_places, token_major_shapes
@@ -56,6 +59,15 @@ class FlashAttnKernels(TritonKernels):
         self.capabilities = library.capabilities
         self.paged_attention = library.paged_attention  # type: ignore[assignment]
         self.decode_places = no_decode_places
+
+
+class HybridKernels(TritonKernels):
+    """Attention of the rows with several queries by FlashAttention-3, everything else in Triton."""
+
+    def __init__(self, library: FlashAttn) -> None:
+        assert library.attend_rows is not None
+        self.capabilities = library.hybrid_capabilities
+        self.paged_attention = hybrid_attention(library.attend_rows)  # type: ignore[assignment]
 
 
 TRITON_KERNELS: Kernels = TritonKernels()

@@ -3,7 +3,8 @@
 FlashAttention-2 (Dao 2023, arXiv:2307.08691) is the module `flash_attn`, for compute capability 8.0
 and above; FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), for 9.x only, is
 `flash_attn_interface` if built from source, or `fa3_fwd_interface` from the wheel fa3-fwd. None is
-imported before it is needed.
+imported before it is needed. FlashAttention-3 is called by its operator, which writes into a given
+output; the Python function around it cannot, and its checks cost the host time in every layer.
 
 Requirements: float16 or bfloat16; a head dim that is a multiple of 8 up to 256; a contiguous last
 dimension; int32 tables. FlashAttention-2 needs blocks of a multiple of 256 tokens; FlashAttention-3
@@ -16,6 +17,7 @@ blocks, P block size. Caches are token-major, [N, P, K, D].
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 PagedAttention = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
 ]
+AttendRows = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, int, float], None
+]
 
 # The distribution of each module, best first.
 _DISTRIBUTIONS = {
@@ -40,6 +45,8 @@ _DISTRIBUTIONS = {
     "fa3_fwd_interface": "fa3_fwd",
     "flash_attn": "flash_attn",
 }
+# Where a module of FlashAttention-3 registers its operators.
+_NAMESPACES = {"flash_attn_interface": "flash_attn_3", "fa3_fwd_interface": "fa3_fwd"}
 # FlashAttention-3, causal, head dims 64 and 128: rows (queries times H / K) of the larger tile,
 # tokens of both.
 _TILE_ROWS = 192
@@ -58,6 +65,9 @@ class FlashAttn:
     dtypes, head_dims: what it computes; block sizes are multiples of `block_multiple`.
     paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as
     `paged_attention_reference`; 0 for a row without tokens. Never waits for the device.
+    attend_rows(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale): the same for
+    the rows from `first_row` on, each written to its place in `out_THD`; the rest of that is left
+    as it is. None for FlashAttention-2.
     """
 
     version: str
@@ -66,6 +76,7 @@ class FlashAttn:
     default_block_size: int
     block_multiple: int
     paged_attention: PagedAttention
+    attend_rows: AttendRows | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -77,6 +88,17 @@ class FlashAttn:
             dtypes=self.dtypes,
             fast_dtypes=self.dtypes,
             check_shape=self.check,
+        )
+
+    @property
+    def hybrid_capabilities(self) -> Capabilities:
+        """What a backend can do that leaves rows of one query to Triton, whose decode kernel takes
+        any head dim, block size and dtype.
+        """
+        return dataclasses.replace(
+            self.capabilities,
+            name="hybrid",
+            description=f"hybrid ({self.version} for rows of several queries), triton for the rest",
         )
 
     def check(self, head_dim: int, block_size: int) -> None:
@@ -113,6 +135,22 @@ def installed_flash_attn() -> FlashAttn:
             " choose 'triton'"
         )
     return found
+
+
+def installed_flash_attn_3() -> FlashAttn:
+    """`find_flash_attn`, if that is FlashAttention-3. Raises `ValueError` otherwise."""
+    library = find_flash_attn()
+    if library is None or library.attend_rows is None:
+        major, minor = _capability()
+        reason = "the package cannot be imported here; install it"
+        if major != 9:
+            capability = f"the GPU here has {major}.{minor}" if major else "there is no GPU here"
+            reason = f"{capability}; run it on one"
+        raise ValueError(
+            "attention_backend 'hybrid' needs the package fa3-fwd (FlashAttention-3) and a Hopper"
+            f" GPU (compute capability 9.x), and {reason}, or choose 'triton'"
+        )
+    return library
 
 
 def find_flash_attn() -> FlashAttn | None:
@@ -197,15 +235,42 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
 
 
 def _flash_attn_3(module: ModuleType) -> FlashAttn:
-    """One function serves every batch: its `flash_attn_varlen_func` takes no page table.
+    """One operator serves every batch. It finds the queries and outputs of a row by
+    `cu_seqlens_q`, whose first entry need not be 0.
 
     A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles,
     and only if it expects more rows than a tile has. `max_seqlen_q` is a bound, so a larger value
     is always allowed.
     """
-    with_kvcache = module.flash_attn_with_kvcache
+    operator = _operator(module.__name__)
     left_out = _left_out(module)
     only_tma = "PAGEDKV" in left_out
+
+    def attend_rows(
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        out_THD: torch.Tensor,
+        attn: AttentionMetadata,
+        first_row: int,
+        scale: float,
+    ) -> None:
+        group = q_THD.shape[1] // k_cache_NPKD.shape[2]
+        operator(
+            q_THD,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            out=out_THD,
+            cu_seqlens_q=attn.query_start_B1[first_row:],
+            seqused_k=attn.seq_lens_B[first_row:],
+            max_seqlen_q=(
+                max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len
+            ),
+            page_table=attn.block_table_BW[first_row:],
+            softmax_scale=scale,
+            is_causal=True,
+            num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
+        )
 
     def paged_attention(
         q_THD: torch.Tensor,
@@ -214,21 +279,8 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         attn: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        group = q_THD.shape[1] // k_cache_NPKD.shape[2]
-        out_THD: torch.Tensor = with_kvcache(
-            q_THD,
-            k_cache_NPKD,
-            v_cache_NPKD,
-            cache_seqlens=attn.seq_lens_B,
-            page_table=attn.block_table_BW,
-            cu_seqlens_q=attn.query_start_B1,
-            max_seqlen_q=(
-                max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len
-            ),
-            softmax_scale=scale,
-            causal=True,
-            num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
-        )
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        attend_rows(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, 0, scale)
         return out_THD
 
     return FlashAttn(
@@ -238,7 +290,14 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         default_block_size=_TILE_TOKENS,
         block_multiple=_TILE_TOKENS if only_tma else 1,
         paged_attention=paged_attention,
+        attend_rows=attend_rows,
     )
+
+
+def _operator(name: str) -> Callable[..., object]:
+    """The forward operator of a FlashAttention-3 whose module has been imported."""
+    operator: Callable[..., object] = getattr(torch.ops, _NAMESPACES[name]).fwd.default
+    return operator
 
 
 def _left_out(module: ModuleType) -> set[str]:

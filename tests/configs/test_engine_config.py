@@ -41,7 +41,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
-    "attention_backend": ("auto", "cpu", "triton", "flash_attn", "reference"),
+    "attention_backend": ("auto", "cpu", "triton", "flash_attn", "hybrid", "reference"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 # With these, every whole number in the table may have its smallest value.

@@ -1,22 +1,37 @@
-"""Stands in for the flash-attn libraries where there is none: their functions in plain PyTorch,
-with their contracts enforced.
+"""Stands in for the flash-attn libraries where there is none: the functions of FlashAttention-2 and
+the operator of FlashAttention-3 in plain PyTorch, with their contracts enforced.
 
-Names and defaults of arguments are those of flash_attn 2.8, of flash_attn_interface 3.0 and of
-fa3_fwd 0.0.3. What they check raises `RuntimeError` as theirs does; so do preconditions that they
-do not check (starts ascend to the last token, bounds are bounds, the blocks of a row lie in the
-cache), and options that this project never uses (dropout, windows and the like). Paged calls only.
-The result is computed in float32. Legend: T tokens, B rows, H query heads, K KV heads, G = H / K, D
-head dim, N blocks, P block size, W blocks of a row, Q queries of a row, S tokens of a row.
+Names and defaults of arguments are those of flash_attn 2.8 and of the operator of fa3_fwd 0.0.3,
+whose schema is copied from it. What they check raises `RuntimeError` as theirs does; so do
+preconditions that they do not check (starts ascend within the tokens, bounds are bounds, the blocks
+of a row lie in the cache), and options that this project never uses (dropout, windows and the
+like). Paged calls only. The result is computed in float32. Legend: T tokens, B rows, H query heads,
+K KV heads, G = H / K, D head dim, N blocks, P block size, W blocks of a row, Q queries of a row, S
+tokens of a row.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
+SCHEMA = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None,"
+    " Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None,"
+    " Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,"
+    " Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None,"
+    " Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None,"
+    " Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None,"
+    " Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,"
+    " float? softmax_scale=None, bool is_causal=False, int window_size_left=-1,"
+    " int window_size_right=-1, int attention_chunk=0, float softcap=0.0,"
+    " bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0,"
+    " bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
 FEATURES = ("BACKWARD", "PAGEDKV", "FP16", "SPLIT", "LOCAL", "VARLEN")
 
 
@@ -29,11 +44,19 @@ def flash_attn_2() -> dict[str, ModuleType]:
     return {"flash_attn": module}
 
 
+@functools.cache
 def flash_attn_3(name: str, left_out: tuple[str, ...] = ()) -> dict[str, ModuleType]:
-    """The modules of a FlashAttention-3 called `name`, built without the features `left_out`."""
+    """The modules of a FlashAttention-3 called `name`, built without the features `left_out`. Its
+    operator is registered in a namespace of its own, which `namespace` of the first module names.
+    """
+    namespace = "_".join(("stand_in", name, *left_out))
+    library = torch.library.Library(namespace, "DEF")
+    library.define(SCHEMA)
+    library.impl("fwd", _fwd_3(left_out), "CompositeExplicitAutograd")
+    library.impl("fwd", _unread_3, "Meta")
     module, config = ModuleType(name), ModuleType(name.replace("_interface", "_config"))
-    module.flash_attn_varlen_func = _varlen_3  # type: ignore[attr-defined]
-    module.flash_attn_with_kvcache = _with_kvcache_3(left_out)  # type: ignore[attr-defined]
+    module.namespace = namespace  # type: ignore[attr-defined]
+    module.library = library  # type: ignore[attr-defined]  # the operator lives as long as it does
     flags = {f"FLASHATTENTION_DISABLE_{feature}": feature in left_out for feature in FEATURES}
     config.CONFIG = {"build_flags": flags}  # type: ignore[attr-defined]
     return {name: module, config.__name__: config}
@@ -73,7 +96,10 @@ def _varlen_2(
         "cu_seqlens_k", cu_seqlens_k, int(cu_seqlens_k[-1]), max_seqlen_k, "max_seqlen_k", q.device
     )
     _check_table(block_table, cu_seqlens_k.diff(), k, q.device)
-    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, causal)
+    out = torch.empty_like(q)
+    lens_B = cu_seqlens_k.diff()
+    _attend(q, k, v, cu_seqlens_q, lens_B, block_table, softmax_scale, causal, out)
+    return out
 
 
 def _with_kvcache_2(
@@ -115,7 +141,8 @@ def _with_kvcache_2(
     _check_ints("cache_seqlens", cache_seqlens, (num_rows,), q.device)
     _check_table(block_table, cache_seqlens, k_cache, q.device)
     starts_B1 = torch.arange(num_rows + 1) * query_len
-    out = _attend(
+    out = torch.empty_like(q)
+    _attend(
         q.flatten(0, 1),
         k_cache,
         v_cache,
@@ -124,113 +151,106 @@ def _with_kvcache_2(
         block_table,
         softmax_scale,
         causal,
+        out.flatten(0, 1),
     )
-    return out.view(q.shape)
+    return out
 
 
-def _varlen_3(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    qv: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    window_size: Any = (-1, -1),
-    attention_chunk: Any = 0,
-    softcap: Any = 0.0,
-    num_splits: Any = 1,
-    pack_gqa: Any = None,
-    deterministic: Any = False,
-    sm_margin: Any = 0,
-    return_attn_probs: Any = False,
-) -> torch.Tensor:
-    raise RuntimeError("flash_attn_varlen_func of FlashAttention-3 takes no page table")
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _with_kvcache_3(left_out: tuple[str, ...]) -> Callable[..., torch.Tensor]:
-    def with_kvcache(
+def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., Outputs]:
+    def fwd(
         q: Any,
-        k_cache: Any,
-        v_cache: Any,
-        k: Any = None,
-        v: Any = None,
-        qv: Any = None,
+        k: Any,
+        v: Any,
+        k_new: Any = None,
+        v_new: Any = None,
+        q_v: Any = None,
+        out: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        cu_seqlens_k_new: Any = None,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        max_seqlen_q: Any = None,
+        max_seqlen_k: Any = None,
+        page_table: Any = None,
+        kv_batch_idx: Any = None,
+        leftpad_k: Any = None,
         rotary_cos: Any = None,
         rotary_sin: Any = None,
-        cache_seqlens: Any = None,
-        cache_batch_idx: Any = None,
-        cache_leftpad: Any = None,
-        page_table: Any = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_k_new: Any = None,
-        max_seqlen_q: Any = None,
-        rotary_seqlens: Any = None,
+        seqlens_rotary: Any = None,
         q_descale: Any = None,
         k_descale: Any = None,
         v_descale: Any = None,
         softmax_scale: Any = None,
-        causal: Any = False,
-        window_size: Any = (-1, -1),
+        is_causal: Any = False,
+        window_size_left: Any = -1,
+        window_size_right: Any = -1,
         attention_chunk: Any = 0,
         softcap: Any = 0.0,
-        rotary_interleaved: Any = True,
+        is_rotary_interleaved: Any = False,
         scheduler_metadata: Any = None,
         num_splits: Any = 0,
         pack_gqa: Any = None,
         sm_margin: Any = 0,
-        return_softmax_lse: Any = False,
-    ) -> torch.Tensor:
+    ) -> Outputs:
         _require_unused(
-            k=k,
-            v=v,
-            qv=qv,
+            k_new=k_new,
+            v_new=v_new,
+            q_v=q_v,
+            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            seqused_q=seqused_q,
+            max_seqlen_k=max_seqlen_k,
+            kv_batch_idx=kv_batch_idx,
+            leftpad_k=leftpad_k,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            rotary_seqlens=rotary_seqlens,
+            seqlens_rotary=seqlens_rotary,
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            window_size=window_size,
+            window_size_left=window_size_left + 1,
+            window_size_right=window_size_right + 1,
             attention_chunk=attention_chunk,
             softcap=softcap,
+            is_rotary_interleaved=is_rotary_interleaved,
             scheduler_metadata=scheduler_metadata,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
-            return_softmax_lse=return_softmax_lse,
         )
-        _require(
-            type(num_splits) is int and 0 <= num_splits <= 256, "num_splits must be from 0 to 256"
-        )
+        _require(0 <= num_splits <= 256, "num_splits must be from 0 to 256")
         _require(
             "FP16" not in left_out or q.dtype != torch.float16, "this build does not support FP16"
         )
-        _check_queries_and_caches(q, k_cache, v_cache, num_dims=3, page_multiple=1)
-        _check_starts("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q, "max_seqlen_q", q.device)
-        _check_ints("cache_seqlens", cache_seqlens, (len(cu_seqlens_q) - 1,), q.device)
-        _check_table(page_table, cache_seqlens, k_cache, q.device)
+        _check_queries_and_caches(q, k, v, num_dims=3, page_multiple=1)
+        _check_out(out, q)
+        _check_starts(
+            "cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q, "max_seqlen_q", q.device, part=True
+        )
+        _check_ints("seqused_k", seqused_k, (len(cu_seqlens_q) - 1,), q.device)
+        _check_table(page_table, seqused_k, k, q.device)
         tile_rows, tile_tokens = _tile_3(q.shape[-1])
         by_tma = (
-            k_cache.shape[1] % tile_tokens == 0
-            and max_seqlen_q * (q.shape[1] // k_cache.shape[2]) > tile_rows
+            k.shape[1] % tile_tokens == 0 and max_seqlen_q * (q.shape[1] // k.shape[2]) > tile_rows
         )
         _require("PAGEDKV" not in left_out or by_tma, "this build does not support paged KV")
-        return _attend(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal
-        )
+        _attend(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, is_causal, out)
+        return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
-    return with_kvcache
+    return fwd
+
+
+def _unread_3(
+    q: Any, k: Any, v: Any, k_new: Any, v_new: Any, q_v: Any, out: Any, *options: Any
+) -> Outputs:
+    """The answer for tensors without data, which only a call that has no others may contain."""
+    for tensor in (k, v, out, *options):
+        if isinstance(tensor, torch.Tensor):
+            _require(tensor.device == q.device, "every tensor must be on the device of q")
+    return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
 def _tile_3(head_dim: int) -> tuple[int, int]:
@@ -284,6 +304,14 @@ def _check_queries_and_caches(
     )
 
 
+def _check_out(out: Any, q: torch.Tensor) -> None:
+    _require(isinstance(out, torch.Tensor), "out must be given: this project always does")
+    _require(out.shape == q.shape, "out must have the shape of q")
+    _require(out.dtype == q.dtype, "out must have the dtype of q")
+    _require(out.device == q.device, "out must be on the device of q")
+    _require(out.stride(-1) == 1, "out must have a contiguous last dimension")
+
+
 def _check_ints(name: str, tensor: Any, shape: tuple[int, ...], device: torch.device) -> None:
     _require(isinstance(tensor, torch.Tensor), f"{name} must be a tensor")
     _require(tensor.dtype == torch.int32, f"{name} must be int32")
@@ -293,18 +321,28 @@ def _check_ints(name: str, tensor: Any, shape: tuple[int, ...], device: torch.de
 
 
 def _check_starts(
-    name: str, starts_B1: Any, total: int, bound: Any, bound_name: str, device: torch.device
+    name: str,
+    starts_B1: Any,
+    total: int,
+    bound: Any,
+    bound_name: str,
+    device: torch.device,
+    part: bool = False,
 ) -> None:
+    """`part`: they may be the starts of only some rows and tokens."""
     _require(
         isinstance(starts_B1, torch.Tensor) and starts_B1.dim() == 1, f"{name} must be a vector"
     )
     _check_ints(name, starts_B1, starts_B1.shape, device)
     _require(type(bound) is int, f"{bound_name} must be an int")
     lens = starts_B1.diff().tolist()
-    _require(
-        len(lens) > 0 and int(starts_B1[0]) == 0 and min(lens) >= 0, f"{name} must ascend from 0"
-    )
-    _require(int(starts_B1[-1]) == total, f"{name} must end with {total}")
+    _require(len(lens) > 0 and min(lens) >= 0, f"{name} must ascend from 0")
+    first, last = int(starts_B1[0]), int(starts_B1[-1])
+    if part:
+        _require(0 <= first <= last <= total, f"{name} must lie within {total} tokens")
+    else:
+        _require(first == 0, f"{name} must ascend from 0")
+        _require(last == total, f"{name} must end with {total}")
     _require(max(lens) <= bound, f"{bound_name} must bound the lengths")
 
 
@@ -341,16 +379,17 @@ def _attend(
     table_BW: torch.Tensor,
     scale: Any,
     causal: Any,
-) -> torch.Tensor:
-    """[T, H, D] in the dtype of the queries; 0 where a query sees no token."""
+    out_THD: torch.Tensor,
+) -> None:
+    """Write the tokens of these rows; 0 where a query sees no token."""
     _require(type(scale) is float, "softmax_scale must be a float")
     _require(causal is True, "causal must be True")
-    out_THD = torch.zeros_like(q_THD)
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     starts = starts_B1.tolist()
     for start, end, seq_len, blocks in zip(
         starts, starts[1:], lens_B.tolist(), table_BW.long(), strict=False
     ):
+        out_THD[start:end] = 0
         if start == end or seq_len == 0:
             continue
         positions_S = torch.arange(seq_len, device=q_THD.device)
@@ -368,4 +407,3 @@ def _attend(
             torch.finfo(torch.float32).tiny
         )
         out_THD[start:end] = out_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_THD.dtype)
-    return out_THD

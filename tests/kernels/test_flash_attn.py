@@ -64,6 +64,8 @@ def install(
     for name in names:
         for module, stand_in_module in STAND_INS[name]().items():
             monkeypatch.setitem(sys.modules, module, stand_in_module)
+            if hasattr(stand_in_module, "namespace"):
+                monkeypatch.setitem(flash_attn._NAMESPACES, name, stand_in_module.namespace)
 
 
 def find(monkeypatch: pytest.MonkeyPatch, name: str) -> FlashAttn:
@@ -166,7 +168,7 @@ def test_no_tensor_is_read_by_the_host(
 ) -> None:
     """A meta tensor has no data that could be read."""
     install(monkeypatch, name)
-    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func") if name == FA2 else ():
         monkeypatch.setattr(
             sys.modules[name], function, lambda q, *args, **kwargs: torch.empty_like(q)
         )
@@ -186,14 +188,13 @@ def test_flash_attn_3_splits_no_keys_where_the_parts_would_be_large(
 ) -> None:
     install(monkeypatch, FA3)
     asked: list[int] = []
-    answer = sys.modules[FA3].flash_attn_with_kvcache
+    operator = flash_attn._operator(FA3)
 
-    def with_kvcache(*args: Any, **options: Any) -> torch.Tensor:
+    def recorded(*args: Any, **options: Any) -> None:
         asked.append(options["num_splits"])
-        out: torch.Tensor = answer(*args, **options)
-        return out
+        operator(*args, **options)
 
-    monkeypatch.setattr(sys.modules[FA3], "flash_attn_with_kvcache", with_kvcache)
+    monkeypatch.setattr(flash_attn, "_operator", lambda name: recorded)
     library = find_flash_attn()
     assert library is not None
     library.paged_attention(
@@ -275,7 +276,7 @@ def test_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) ->
             "import a_part_that_was_not_built",
             "ModuleNotFoundError: No module named 'a_part_that_was_not_built'",
         ),
-        ("", "AttributeError: .*flash_attn_with_kvcache"),
+        ("", "AttributeError: .*'no_such_library' object has no attribute 'fwd'"),
     ],
 )
 def test_library_that_is_installed_but_broken_is_told_of_and_passed_over(
@@ -287,6 +288,8 @@ def test_library_that_is_installed_but_broken_is_told_of_and_passed_over(
 ) -> None:
     install(monkeypatch, FA2)
     monkeypatch.delitem(sys.modules, FA3)
+    if not source:
+        monkeypatch.setattr(flash_attn, "_NAMESPACES", {FA3: "no_such_library"})
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / f"{FA3}.py").write_text(source)
     library = find_flash_attn()
@@ -404,20 +407,44 @@ def valid_call(call: str) -> tuple[Callable[..., torch.Tensor], Arguments]:
             "max_seqlen_k": 300,
             "block_table": table,
         }
-    options |= {"k_cache": k, "v_cache": v, "cache_seqlens": lens}
     if call == "kvcache 2":
         function = stand_in.flash_attn_2()[FA2].flash_attn_with_kvcache
-        return function, options | {"q": q.unsqueeze(1), "block_table": table}
-    options |= {"q": q, "cu_seqlens_q": starts, "page_table": table}
-    name = FA3 if call == "kvcache 3" else WHEEL
-    return STAND_INS[name]()[name].flash_attn_with_kvcache, options | {
-        "max_seqlen_q": 1 if name == FA3 else 97
+        options |= {"q": q.unsqueeze(1), "k_cache": k, "v_cache": v, "cache_seqlens": lens}
+        return function, options | {"block_table": table}
+    name = FA3 if call == "fwd 3" else WHEEL
+    return getattr(torch.ops, STAND_INS[name]()[name].namespace).fwd.default, {
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": torch.empty_like(q),
+        "cu_seqlens_q": starts,
+        "seqused_k": lens,
+        "max_seqlen_q": 1 if name == FA3 else 97,
+        "page_table": table,
+        "softmax_scale": 0.125,
+        "is_causal": True,
     }
 
 
-ALL = ("varlen 2", "kvcache 2", "kvcache 3", "kvcache 3 by TMA")
-TABLE = {call: "block_table" if call.endswith("2") else "page_table" for call in ALL}
-KEYS = {call: "k" if call == "varlen 2" else "k_cache" for call in ALL}
+ALL = ("varlen 2", "kvcache 2", "fwd 3", "fwd 3 by TMA")
+# Names of arguments that differ from call to call.
+NAMES = {
+    "varlen 2": {"keys": "k", "values": "v", "table": "block_table"},
+    "kvcache 2": {
+        "keys": "k_cache",
+        "values": "v_cache",
+        "table": "block_table",
+        "lens": "cache_seqlens",
+    },
+    "fwd 3": {
+        "keys": "k",
+        "values": "v",
+        "table": "page_table",
+        "lens": "seqused_k",
+        "causal": "is_causal",
+    },
+}
+NAMES["fwd 3 by TMA"] = NAMES["fwd 3"]
 
 
 def wide_block(tensor: torch.Tensor) -> torch.Tensor:
@@ -440,12 +467,12 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
     (ALL, "q", lambda q: q[..., :3, :], RuntimeError, "query heads must be a multiple"),
     (ALL, "q", lambda q: q[..., :56], RuntimeError, "q must have the head dim"),
     (ALL, "q", lambda q: q.unsqueeze(0), RuntimeError, "q must have . dimensions"),
-    (ALL, "q", lambda q: q.to("meta"), RuntimeError, "k_cache must be on the device"),
+    (ALL, "q", lambda q: q.to("meta"), RuntimeError, "must be on the device of q"),
     (ALL, "keys", lambda k: k.half(), RuntimeError, "k_cache must have the dtype of q"),
     (ALL, "keys", lambda k: k[:-1], RuntimeError, "caches must have the same shape"),
     (ALL, "keys", lambda k: k.flatten(0, 1), RuntimeError, "k_cache must have 4 dimensions"),
     (ALL, "table", lambda table: table.long(), RuntimeError, "table must be int32"),
-    (ALL, "table", lambda table: table.to("meta"), RuntimeError, "table must be on the device"),
+    (ALL, "table", lambda table: table.to("meta"), RuntimeError, "must be on the device of q"),
     (ALL, "table", lambda table: table[:2], RuntimeError, "table must have a row for each"),
     (ALL, "table", lambda table: table[:, :1], RuntimeError, "must fit in its row"),
     (
@@ -460,41 +487,47 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
     (ALL, "causal", lambda _: False, RuntimeError, "causal must be True"),
     (ALL, "causal", lambda _: MISSING, RuntimeError, "causal must be True"),
     (
-        ALL,
+        ALL[:2],
         "softmax_scale",
         lambda _: torch.tensor(0.125),
         RuntimeError,
         "softmax_scale must be a float",
     ),
-    (ALL, "window_size", lambda _: (128, 0), RuntimeError, "window_size is not"),
-    (ALL, "q", lambda _: MISSING, TypeError, "missing .* 'q'"),
-    (ALL, "out", lambda _: None, TypeError, "unexpected keyword argument 'out'"),
+    (ALL[2:], "softmax_scale", lambda _: MISSING, RuntimeError, "softmax_scale must be a float"),
+    (ALL[:2], "window_size", lambda _: (128, 0), RuntimeError, "window_size is not"),
+    (ALL[2:], "window_size_left", lambda _: 128, RuntimeError, "window_size_left is not"),
+    (ALL[:2], "q", lambda _: MISSING, TypeError, "missing .* 'q'"),
+    (ALL[2:], "q", lambda _: MISSING, RuntimeError, "missing value for argument 'q'"),
+    (ALL[:2], "out", lambda _: None, TypeError, "unexpected keyword argument 'out'"),
+    (ALL[2:], "out", lambda _: MISSING, RuntimeError, "out must be given"),
+    (ALL[2:], "out", lambda out: out[1:], RuntimeError, "out must have the shape of q"),
+    (ALL[2:], "out", lambda out: out.float(), RuntimeError, "out must have the dtype of q"),
     (ALL[:2], "page_table", lambda _: None, TypeError, "unexpected keyword argument 'page_table'"),
     (
         ALL[2:],
         "block_table",
         lambda _: None,
-        TypeError,
-        "unexpected keyword argument 'block_table'",
+        RuntimeError,
+        "Unknown keyword argument 'block_table'",
     ),
     (
         ALL[1:],
-        "cache_seqlens",
+        "lens",
         lambda lens: lens.long(),
         RuntimeError,
-        "cache_seqlens must be int32",
+        "(cache_seqlens|seqused_k) must be int32",
     ),
     (
         ALL[1:],
-        "cache_seqlens",
+        "lens",
         lambda lens: lens[:2],
         RuntimeError,
-        "cache_seqlens must have shape",
+        "(cache_seqlens|seqused_k) must have shape",
     ),
-    (ALL[1:], "cache_seqlens", lambda lens: lens - 300, RuntimeError, "must fit in its row"),
+    (ALL[1:], "lens", lambda lens: lens - 300, RuntimeError, "must fit in its row"),
     (
         ALL[1:],
-        "cache_seqlens",
+        "lens",
         lambda lens: lens.repeat_interleave(2)[::2],
         RuntimeError,
         "must be contiguous",
@@ -509,7 +542,7 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
     ),
     (ALL[2:], "max_seqlen_q", lambda _: None, RuntimeError, "max_seqlen_q must be an int"),
     (
-        ("varlen 2", "kvcache 3"),
+        ("varlen 2", "fwd 3"),
         "max_seqlen_q",
         lambda _: 0,
         RuntimeError,
@@ -546,21 +579,29 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
         "cu_seqlens_q must be int32",
     ),
     (
-        (ALL[0], *ALL[2:]),
+        ALL[:1],
         "cu_seqlens_q",
         lambda starts: starts + 1,
         RuntimeError,
         "cu_seqlens_q must ascend from 0",
     ),
     (
-        (ALL[0], *ALL[2:]),
+        ALL[:1],
         "cu_seqlens_q",
         lambda starts: starts * 2,
         RuntimeError,
         "cu_seqlens_q must end with 3",
     ),
+    (ALL[2:], "cu_seqlens_q", lambda starts: starts.flip(0), RuntimeError, "must ascend from 0"),
     (
-        ("kvcache 3 by TMA",),
+        ALL[2:],
+        "cu_seqlens_q",
+        lambda starts: starts + 1,
+        RuntimeError,
+        "cu_seqlens_q must lie within 3 tokens",
+    ),
+    (
+        ("fwd 3 by TMA",),
         "max_seqlen_q",
         lambda _: 96,
         RuntimeError,
@@ -572,7 +613,10 @@ WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], s
 @pytest.mark.parametrize("call", ALL)
 def test_stand_in_takes_the_call_that_the_wrong_ones_are_made_of(call: str) -> None:
     function, arguments = valid_call(call)
-    assert function(**arguments).shape == arguments["q"].shape
+    answer: Any = function(**arguments)
+    out = answer[0] if isinstance(answer, tuple) else answer
+    assert out.shape == arguments["q"].shape
+    assert out is arguments.get("out", out)
 
 
 @pytest.mark.parametrize(
@@ -587,7 +631,7 @@ def test_stand_in_refuses_a_wrong_call(
     call: str, argument: str, change: Callable[[Any], Any], error: type[Exception], message: str
 ) -> None:
     function, arguments = valid_call(call)
-    name = {"table": TABLE[call], "keys": KEYS[call]}.get(argument, argument)
+    name = NAMES[call].get(argument, argument)
     wrong = arguments | {name: change(arguments.get(name))}
     with pytest.raises(error, match=message):
         function(**{name: value for name, value in wrong.items() if value is not MISSING})
@@ -598,7 +642,7 @@ def test_stand_in_refuses_a_wrong_call(
     [
         ("varlen 2", 128, "block size must be a multiple of 256"),
         ("kvcache 2", 64, "block size must be a multiple of 256"),
-        ("kvcache 3 by TMA", 64, "does not support paged KV"),
+        ("fwd 3 by TMA", 64, "does not support paged KV"),
     ],
 )
 def test_stand_in_refuses_a_block_size(call: str, block_size: int, message: str) -> None:
@@ -606,19 +650,16 @@ def test_stand_in_refuses_a_block_size(call: str, block_size: int, message: str)
     _, k, v, attn = make_case(
         [40, 7, 300], [1, 1, 1], block_size=block_size, head_dim=64, dtype=torch.bfloat16
     )
-    values = "v" if call == "varlen 2" else "v_cache"
+    names = NAMES[call]
     with pytest.raises(RuntimeError, match=message):
-        function(**arguments | {KEYS[call]: k, values: v, TABLE[call]: attn.block_table_BW})
+        function(
+            **arguments
+            | {names["keys"]: k, names["values"]: v, names["table"]: attn.block_table_BW}
+        )
 
 
 def test_stand_in_of_the_wheel_refuses_float16() -> None:
-    function, arguments = valid_call("kvcache 3 by TMA")
-    halves = {name: arguments[name].half() for name in ("q", "k_cache", "v_cache")}
+    function, arguments = valid_call("fwd 3 by TMA")
+    halves = {name: arguments[name].half() for name in ("q", "k", "v", "out")}
     with pytest.raises(RuntimeError, match="does not support FP16"):
         function(**arguments | halves)
-
-
-def test_varlen_function_of_flash_attn_3_takes_no_page_table() -> None:
-    _, arguments = valid_call("varlen 2")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
-        stand_in.flash_attn_3(FA3)[FA3].flash_attn_varlen_func(**arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError
-from workers.configuration import foresee_config
+from tests.kernels.test_flash_attn import WHEEL, install
+from workers.configuration import foresee_config, resolve_config
 
 
 def test_with_device_auto_a_dtype_of_gpus_alone_is_no_mistake_yet(small_checkpoint: Path) -> None:
@@ -21,15 +24,38 @@ def test_with_device_auto_a_dtype_of_gpus_alone_is_no_mistake_yet(small_checkpoi
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("backend", ["flash_attn", "hybrid"])
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_flash_attn_may_be_where_the_ranks_run(small_checkpoint: Path, device: str) -> None:
+def test_flash_attn_may_be_where_the_ranks_run(
+    small_checkpoint: Path, device: str, backend: str
+) -> None:
     model = ModelConfig.from_dir(small_checkpoint)
-    engine = EngineConfig(device=device, attention_backend="flash_attn", dtype="float16")
+    engine = EngineConfig(device=device, attention_backend=backend, dtype="float16")
     assert foresee_config(engine, model, small_checkpoint).device == "cuda"
-    with pytest.raises(ConfigError, match="kernel backend 'flash_attn' cannot run on device 'cpu'"):
-        foresee_config(
-            EngineConfig(device="cpu", attention_backend="flash_attn"), model, small_checkpoint
-        )
+    with pytest.raises(ConfigError, match=f"backend '{backend}' cannot run on device 'cpu'"):
+        foresee_config(replace(engine, device="cpu"), model, small_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            r"'fp8_e4m3' is .* kernel backend 'hybrid'; possible are auto\. Choose .* another",
+        ),
+        ({"block_size": 16}, "block_size 16 is not possible .* multiples of 128"),
+        ({"dtype": "float32"}, "'float32' is not possible .* possible are bfloat16"),
+    ],
+)
+def test_what_the_hybrid_backend_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, small_checkpoint: Path, options: dict[str, Any], message: str
+) -> None:
+    install(monkeypatch, WHEEL)
+    model = replace(ModelConfig.from_dir(small_checkpoint), head_dim=64, dtype="bfloat16")
+    engine = EngineConfig(attention_backend="hybrid", device="cuda")
+    assert resolve_config(engine, model, small_checkpoint, "cuda").block_size == 128
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(replace(engine, **options), model, small_checkpoint, "cuda")
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])

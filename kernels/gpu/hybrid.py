@@ -1,0 +1,46 @@
+"""Attention by two kernels: Triton's for the rows of one query that the metadata of a step puts
+first, FlashAttention-3 for the others.
+
+Both write into one output, and both find queries by their place in the step, so nothing is copied
+or shifted. Legend: T tokens of the step, H query heads of this rank, K its KV heads, D head dim, N
+blocks, P block size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.gpu.attention import attend_decode
+from kernels.gpu.flash_attn import AttendRows, PagedAttention
+from kernels.metadata import AttentionMetadata
+
+
+def hybrid_attention(attend_rows: AttendRows) -> PagedAttention:
+    """`Kernels.paged_attention` with `attend_rows` for the rows after `attn.decode`.
+
+    A row without queries writes nothing, a row without tokens gets zeros, and a token of no row is
+    left undefined. Never waits for the device, and launches what depends on shapes and bounds
+    alone, so a CUDA graph can hold it.
+    """
+
+    def paged_attention(
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        attn: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        assert q_THD.stride(2) == 1 and attn.block_table_BW.stride(1) == 1
+        assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        inputs, first_row = (q_THD, k_cache_NPKD, v_cache_NPKD), 0
+        if attn.decode is not None:
+            attend_decode(*inputs, out_THD, attn, attn.decode, scale * math.log2(math.e))
+            first_row = attn.decode.num_rows
+        if first_row < len(attn.seq_lens_B):
+            attend_rows(*inputs, out_THD, attn, first_row, scale)
+        return out_THD
+
+    return paged_attention
