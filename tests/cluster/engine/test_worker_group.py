@@ -229,6 +229,43 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     assert calls == 2
 
 
+class ForgetfulRankActor(RankActor):
+    """Each epoch finds memory for half as many blocks as the one before."""
+
+    def start(
+        self,
+        address: tuple[str, int],
+        place: Place,
+        epoch: int,
+        gpus: list[str],
+        num_kv_blocks: int | None = None,
+    ) -> WorkerReport:
+        worker = self._imported()
+        halved = self._config.engine.kv_cache_bytes // 2**epoch
+        engine = dataclasses.replace(self._config.engine, kv_cache_bytes=halved)
+        worker.config = dataclasses.replace(self._config, engine=engine)
+        return super().start(address, place, epoch, gpus, num_kv_blocks)
+
+
+def test_a_later_epoch_is_given_the_blocks_of_the_first_and_looks_for_no_others(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    config = config_of(
+        small_model.path, tensor_parallel_size=2, num_kv_blocks=None, kv_cache_bytes=200_000
+    )
+    placement = reserved(2, "cpu")
+    maker = RankMaker(config, placement, "test", ForgetfulRankActor)
+    groups = [WorkerGroup(maker, epoch) for epoch in range(2)]
+    try:
+        first = groups[0].start()
+        groups[0].close()
+        assert groups[1].start(first).num_blocks == first.num_blocks
+    finally:
+        for group in groups:
+            group.close()
+        placement.remove()
+
+
 class NoLedger:
     def line(self) -> str:
         return ""
@@ -238,10 +275,15 @@ class SeeingRankActor(RankActor):
     """Starts without computing, and reports which of the GPUs that it sees would be its own."""
 
     def start(
-        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
+        self,
+        address: tuple[str, int],
+        place: Place,
+        epoch: int,
+        gpus: list[str],
+        num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         self._imported().start = self._look  # type: ignore[assignment, method-assign]
-        return super().start(address, place, epoch, gpus)
+        return super().start(address, place, epoch, gpus, num_kv_blocks)
 
     def allocate_cache(self, num_blocks: int) -> None:
         pass
@@ -258,7 +300,12 @@ class SeeingRankActor(RankActor):
         return sys.getswitchinterval()
 
     def _look(
-        self, address: Any, num_threads: int | None, epoch: int, gpu_index: int
+        self,
+        address: Any,
+        num_threads: int | None,
+        epoch: int,
+        gpu_index: int,
+        num_kv_blocks: int | None,
     ) -> WorkerReport:
         self._index, self._seen = gpu_index, self.seen()
         no_ledger: Any = NoLedger()
