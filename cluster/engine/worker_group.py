@@ -123,9 +123,12 @@ class WorkerGroup:
         self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
         self._is_closed = False
 
-    def start(self, first: GroupReport | None = None) -> GroupReport:
-        """Start all ranks together and give them their caches; `first` is the report of the
-        engine's first epoch, whose number of blocks every later one gets.
+    def start(
+        self, first: GroupReport | None = None, num_kv_blocks: int | None = None
+    ) -> GroupReport:
+        """Start all ranks together and give them their caches. `first` is the report of this
+        driver's first epoch, and `num_kv_blocks` the number of blocks with which a driver that has
+        died began: later epochs get as many.
 
         Raises the error of the rank at fault, naming it, or `WorkerError` saying what each rank was
         doing when the time was up.
@@ -145,9 +148,10 @@ class WorkerGroup:
             self._identify(places, limit_s)
             gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
             address = self.ranks[0].actor.open_rendezvous.remote()
-            blocks_at_start = first.num_blocks if first is not None else None
+            if first is not None:
+                num_kv_blocks = first.num_blocks
             starting = [
-                rank.actor.start.remote(address, place, self.epoch, on_node, blocks_at_start)
+                rank.actor.start.remote(address, place, self.epoch, on_node, num_kv_blocks)
                 for rank, place, on_node in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)

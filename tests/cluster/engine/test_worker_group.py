@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import wait_until
+from tests.cluster.recovery.forgetful import ForgetfulRank
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import (
     NEAR_TIE,
@@ -36,6 +38,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
     prompts,
 )
+from workers import faults
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -229,37 +232,19 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     assert calls == 2
 
 
-class ForgetfulRankActor(RankActor):
-    """Each epoch finds memory for half as many blocks as the one before."""
-
-    def start(
-        self,
-        address: tuple[str, int],
-        place: Place,
-        epoch: int,
-        gpus: list[str],
-        num_kv_blocks: int | None = None,
-    ) -> WorkerReport:
-        worker = self._imported()
-        halved = self._config.engine.kv_cache_bytes // 2**epoch
-        engine = dataclasses.replace(self._config.engine, kv_cache_bytes=halved)
-        worker.config = dataclasses.replace(self._config, engine=engine)
-        return super().start(address, place, epoch, gpus, num_kv_blocks)
-
-
-def test_a_later_epoch_is_given_the_blocks_of_the_first_and_looks_for_no_others(
-    users_ray: None, small_model: SmallModel
+def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_for_fewer(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = config_of(
-        small_model.path, tensor_parallel_size=2, num_kv_blocks=None, kv_cache_bytes=200_000
-    )
+    monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
     placement = reserved(2, "cpu")
-    maker = RankMaker(config, placement, "test", ForgetfulRankActor)
+    maker = RankMaker(config, placement, "test", ForgetfulRank)
     groups = [WorkerGroup(maker, epoch) for epoch in range(2)]
     try:
         first = groups[0].start()
+        assert first.num_blocks == 100
         groups[0].close()
-        assert groups[1].start(first).num_blocks == first.num_blocks
+        assert groups[1].start(first).num_blocks == 100
     finally:
         for group in groups:
             group.close()
