@@ -1,4 +1,4 @@
-"""The Markdown pages: tables that are tables."""
+"""The Markdown pages: tables that are tables, and tests that exist."""
 
 from __future__ import annotations
 
@@ -57,6 +57,20 @@ def faults_of_tables(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_row_of_a_table_is_one_line_with_a_cell_per_column(page: Path) -> None:
     assert faults_of_tables(page.read_text()) == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    defined = {path.stem for path in files}
+    for path in files:
+        defined |= set(re.findall(r"def (test_\w+)", path.read_text()))
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        for name in re.findall(r"\btest_\w+", page.read_text())
+    }
+    assert [(page, name) for page, name in sorted(named) if name not in defined] == []
+    assert len(named) > 20, "the pages name tests"
 
 
 @pytest.mark.parametrize(
