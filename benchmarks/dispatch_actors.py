@@ -53,10 +53,15 @@ class OneCoreRankActor(RankActor):
     """Computes on one core and leaves the others to driver and Ray."""
 
     def start(
-        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
+        self,
+        address: tuple[str, int],
+        place: Place,
+        epoch: int,
+        gpus: list[str],
+        num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         place = dataclasses.replace(place, ranks_on_node=len(os.sched_getaffinity(0)))
-        return super().start(address, place, epoch, gpus)
+        return super().start(address, place, epoch, gpus, num_kv_blocks)
 
 
 class OneCoreDriver(TimedDriver):

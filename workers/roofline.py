@@ -3,15 +3,17 @@ with.
 
     floor_s = max(total_flops / flops_per_s, total_bytes / memory_bytes_per_s)
 
-    total_flops = 2 * layer_parameters * T + 2 * head_parameters * S + 4 * heads * head_dim * layers
-    * (sum of contexts) total_bytes = weight_bytes * D + 2 * kv_heads * head_dim * itemsize * layers
-    * (sum of contexts of decoded tokens)
+    total_flops = 2 * layer_parameters * T + 2 * head_parameters * S
+                  + 4 * heads * head_dim * layers * (sum of contexts)
+    total_bytes = weight_bytes * D
+                  + 2 * kv_heads * head_dim * itemsize * layers
+                  * (sum of contexts of decoded tokens)
 
 T counts the tokens that must run: per request, the prompt (a prefix that it shares with another
-prompt counts once) and all output tokens but the last. S counts the tokens sampled, D
-the steps that cannot be avoided: the longest output. A token at position p has context p + 1.
-`weight_bytes` counts each parameter once and leaves out the embedding: looking up a row is neither
-a product nor a significant read. A tied embedding is counted as the head.
+prompt counts once) and all output tokens but the last. S counts the tokens sampled, D the steps
+that cannot be avoided: the longest output. A token at position p has context p + 1. `weight_bytes`
+counts each parameter once and leaves out the embedding: looking up a row is neither a product nor a
+significant read. A tied embedding is counted as the head.
 
 Weights that fit into the processor's caches are not read from memory in each step: for such models
 this is not a lower bound.

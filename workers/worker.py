@@ -23,7 +23,7 @@ import torch
 
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
-from scheduler.errors import EaglerayError, StepTimeoutError, WorkerError
+from scheduler.errors import ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers import faults
 from workers.batch.kv_cache import gpu_budget, torch_dtype
@@ -59,6 +59,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._checkpoint = ""
         self._seconds: dict[str, float] = {}
+        self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failed: str | None = None  # why the rest of this epoch does not run
         self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
@@ -95,12 +96,16 @@ class Worker:
         num_threads: int | None = None,
         epoch: int = 0,
         gpu_index: int = 0,
+        num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the
         same time, on the thread that will launch; the steps of `epoch` follow. `gpu_index`: which
-        of the GPUs that this process sees is the rank's. Raises `ConfigError` or `WorkerError`.
+        of the GPUs that this process sees is the rank's. `num_kv_blocks`: in a later epoch, how
+        many blocks the engine began with; then nothing is measured. Raises `ConfigError` or
+        `WorkerError`.
         """
         self.epoch = epoch
+        self._is_replacement = num_kv_blocks is not None
         engine = self.config.engine
         device = open_device(self.config.device, gpu_index)
         kernels = self._kernels or find_kernels(self.config)
@@ -120,11 +125,11 @@ class Worker:
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
         if self.config.device == "cuda":
-            with self._phase("warm_up"):
+            with self._phase("warm_up"), self._memory_of_the_start():
                 warm_up(self.config, model, group, kernels)
         with self._phase("kv_cache"):
             measure = partial(self._gpu_budget, model, group, kernels, device)
-            ledger = plan_kv_cache(self.config, self.rank, measure)
+            ledger = plan_kv_cache(self.config, self.rank, measure, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
         group.set_timeout(engine.step_timeout_s)
@@ -144,11 +149,14 @@ class Worker:
             self._kernels.set_num_threads(num_threads)
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch."""
+        """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch.
+        Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
+        engine began.
+        """
         device, group, kernels, model = self._device, self._group, self._kernels, self._model
         if device is None or group is None or kernels is None or model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
-        with self._phase("allocate_cache"):
+        with self._phase("allocate_cache"), self._memory_of_the_start():
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
         self.progress.phase = "steps"
@@ -306,6 +314,21 @@ class Worker:
             return ModelRunner(self.config, model, group, kernels, device, num_blocks=1)
 
         return gpu_budget(self.config, device, run_step, make_runner)
+
+    @contextmanager
+    def _memory_of_the_start(self) -> Iterator[None]:
+        """Turns a lack of memory into a `WorkerError` in a replacement: the options are good, since
+        the engine began with them, and the next attempt may find the memory free.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            if not self._is_replacement:
+                raise
+            raise WorkerError(
+                f"rank {self.rank}: {error}. The engine had this memory when it began, so something"
+                " else uses the device now: end that, or start an engine that needs less"
+            ) from error
 
     def _new_group(self, device: torch.device) -> TensorParallelGroup:
         size = self.config.engine.tensor_parallel_size

@@ -3,8 +3,8 @@ being honored.
 
 Every field is in one of three lists: those of a model here are honored; those of `WITHOUT_EFFECT`
 are accepted as far as they ask for nothing; all others are refused by name. A model of another API
-may have lists of its own. The values of sampling
-parameters are checked by `SamplingParams`, which knows their limits.
+may have lists of its own. The values of sampling parameters are checked by `SamplingParams`, which
+knows their limits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """`launch.py bench`: a workload through the engine, timed as a client sees it, in one JSON line.
 
-    engine, model, dtype, tp, device requests, input_tokens, output_tokens, cached_tokens total_s,
-    output_tokens_per_s     from when the first request is due to when the last one ends
-    ttft_s, inter_token_s   p50 and p99, see `cluster.commands.timing`
-    preemptions, num_steps  of the driver, without the warm-up
-    start_s                 seconds of each phase of the start, and of "all" together
-    roofline                lower bound on the time of the workload on this machine, see
-                            `workers.roofline`
+    engine, model, dtype, quantization, tp, device
+    requests, input_tokens, output_tokens, cached_tokens
+    total_s, output_tokens_per_s  from when the first request is due to when the last one ends
+    ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
+    preemptions, num_steps        of the driver, without the warm-up
+    start_s                       seconds of each phase of the start, and of "all" together
+    roofline                      lower bound on the time of the workload on this machine, see
+                                  `workers.roofline`
 
 The machine is the one this command runs on: if ranks run elsewhere, the roofline does not apply to
 them.

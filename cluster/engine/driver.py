@@ -51,9 +51,16 @@ class Driver:
     make_supervisor: type[Supervisor] = Supervisor
 
     def __init__(
-        self, config: ResolvedConfig, placement: Placement, engine_id: str, ranks: Seq[Any] = ()
+        self,
+        config: ResolvedConfig,
+        placement: Placement,
+        engine_id: str,
+        ranks: Seq[Any] = (),
+        num_kv_blocks: int | None = None,
     ) -> None:
-        """`ranks`: the actors of the first epoch's ranks."""
+        """`ranks`: the actors of the first epoch's ranks. `num_kv_blocks`: how many blocks the
+        engine began with, if this driver replaces one that has died.
+        """
         gc.disable()  # until the engine has started
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
@@ -66,6 +73,7 @@ class Driver:
             sorted(config.model.eos_token_ids),
         )
         self._ranks = [RankHandle(actor) for actor in ranks]
+        self._num_kv_blocks = num_kv_blocks
         self._limits: SchedulerLimits | None = None
         self._engine_loop: EngineLoop | None = None
         self._supervisor: Supervisor | None = None
@@ -87,7 +95,8 @@ class Driver:
             on_lost=lambda epoch, _: self._loop().post(Lost(epoch=epoch)),
             on_dead=self._die,
         )
-        group, report = await asyncio.to_thread(self._supervisor.start, self._ranks)
+        start = self._supervisor.start
+        group, report = await asyncio.to_thread(start, self._ranks, self._num_kv_blocks)
         self._limits = limits_of(self._config, report.num_blocks)
         ahead = self._config.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)

@@ -85,11 +85,16 @@ class RankActor:
         return self._imported().open_rendezvous(ray.util.get_node_ip_address())
 
     def start(
-        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
+        self,
+        address: tuple[str, int],
+        place: Place,
+        epoch: int,
+        gpus: list[str],
+        num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those of the
         ranks on this node, in their order. Each rank sees all of these, so that the ranks can reach
-        each other's memory, and no GPU of another engine.
+        each other's memory, and no GPU of another engine. `num_kv_blocks`: see `Worker.start`.
         """
         worker = self._imported()
         # Not before: a spare's main thread would wake up that often for the interpreter's lock
@@ -107,7 +112,7 @@ class RankActor:
 
         def start() -> WorkerReport:
             bind(cores)
-            return worker.start(address, num_threads, epoch, place.local_rank)
+            return worker.start(address, num_threads, epoch, place.local_rank, num_kv_blocks)
 
         report = self._computing.submit(start).result()
         threading.Thread(

@@ -126,11 +126,6 @@ class DriverOwner:
         report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
         if self._report is None:
             self._report = report
-            # The next driver's ranks get as many blocks, whatever else uses the device by then.
-            options = dataclasses.replace(
-                self._config.engine, num_kv_blocks=report.limits.num_blocks
-            )
-            self._config = dataclasses.replace(self._config, engine=options)
         elif report.checkpoint != self._report.checkpoint:
             raise ConfigError(
                 "the files of the checkpoint have changed since the engine started, so requests"
@@ -164,7 +159,10 @@ class DriverOwner:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
                 self.placement.restore(limit_s, lambda: not self._is_stopped)
-                self.driver = start_driver(self._config, self.placement, self._engine_id)
+                num_blocks = self._report.limits.num_blocks
+                self.driver = start_driver(
+                    self._config, self.placement, self._engine_id, num_blocks
+                )
                 self.start()
             except ClientError as failure:
                 raise EngineDeadError(str(failure)) from failure
@@ -185,10 +183,16 @@ class DriverOwner:
         end_marked(self._engine_id, self.placement.node_ids())
 
 
-def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -> Any:
+def start_driver(
+    config: ResolvedConfig,
+    placement: Placement,
+    engine_id: str,
+    num_kv_blocks: int | None = None,
+) -> Any:
     """A handle on a new driver actor, on the node of rank 0. The driver takes no bundle, so it
     outlives the placement group when that has to be replaced. The processes of its first ranks,
-    which take longest to start, start at the same time.
+    which take longest to start, start at the same time. `num_kv_blocks`: how many blocks the engine
+    began with, if this driver replaces another.
     """
     places = placement.places()
     maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
@@ -203,7 +207,7 @@ def start_driver(config: ResolvedConfig, placement: Placement, engine_id: str) -
             runtime_env=actor_environment(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(places[0].node_id, soft=False),
         )
-        .remote(config, placement, engine_id, ranks)
+        .remote(config, placement, engine_id, ranks, num_kv_blocks)
     )
 
 

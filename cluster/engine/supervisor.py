@@ -69,13 +69,15 @@ class Supervisor:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
-    def start(self, ranks: Seq[RankHandle] = ()) -> tuple[WorkerGroup, GroupReport]:
-        """The first group, of `ranks` if they have been created. Raises what kept it from starting,
-        and then leaves nothing running.
+    def start(
+        self, ranks: Seq[RankHandle] = (), num_kv_blocks: int | None = None
+    ) -> tuple[WorkerGroup, GroupReport]:
+        """The first group, of `ranks` if they have been created. `num_kv_blocks`: see
+        `WorkerGroup.start`. Raises what kept it from starting, and then leaves nothing running.
         """
         self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
         try:
-            self._first = self._group.start()
+            self._first = self._group.start(num_kv_blocks=num_kv_blocks)
         except BaseException:
             self._group.close()
             raise

@@ -123,9 +123,12 @@ class WorkerGroup:
         self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
         self._is_closed = False
 
-    def start(self, first: GroupReport | None = None) -> GroupReport:
-        """Start all ranks together and give them their caches; `first` is the report of the
-        engine's first epoch.
+    def start(
+        self, first: GroupReport | None = None, num_kv_blocks: int | None = None
+    ) -> GroupReport:
+        """Start all ranks together and give them their caches. `first` is the report of this
+        driver's first epoch, and `num_kv_blocks` the number of blocks with which a driver that has
+        died began: later epochs get as many.
 
         Raises the error of the rank at fault, naming it, or `WorkerError` saying what each rank was
         doing when the time was up.
@@ -145,20 +148,15 @@ class WorkerGroup:
             self._identify(places, limit_s)
             gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
             address = self.ranks[0].actor.open_rendezvous.remote()
+            if first is not None:
+                num_kv_blocks = first.num_blocks
             starting = [
-                rank.actor.start.remote(address, place, self.epoch, on_node)
+                rank.actor.start.remote(address, place, self.epoch, on_node, num_kv_blocks)
                 for rank, place, on_node in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._all(starting, "start", limit_s)
-            if len({report.checkpoint for report in reports}) > 1:
-                raise ConfigError(
-                    f"the nodes {sorted({place.host for place in places})} have different files at"
-                    f" {self._config.model_dir}: give all of them the same checkpoint"
-                )
+            self._check_checkpoint(first, reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
-            if first is not None:
-                _check_same(first, reports)
-                num_blocks = first.num_blocks
             allocating = [rank.actor.allocate_cache.remote(num_blocks) for rank in self.ranks]
             left_s = max(0.0, limit_s - (time.perf_counter() - began))
             self._all(allocating, "allocate the KV cache", left_s)
@@ -241,6 +239,21 @@ class WorkerGroup:
             if rank not in self._spares:
                 self._maker.note_gpus(place, gpus)
 
+    def _check_checkpoint(
+        self, first: GroupReport | None, reports: Seq[WorkerReport], places: Seq[Place]
+    ) -> None:
+        """Raise unless all ranks have the same files, those with which the engine began."""
+        if len({report.checkpoint for report in reports}) > 1:
+            raise ConfigError(
+                f"the nodes {sorted({place.host for place in places})} have different files at"
+                f" {self._config.model_dir}: give all of them the same checkpoint"
+            )
+        if first is not None and reports[0].checkpoint != first.checkpoint:
+            raise ClientError(
+                "the files of the checkpoint have changed since the engine started, so requests"
+                " cannot go on; start a new engine"
+            )
+
     def _phases(self) -> str:
         """What each rank is doing at the moment."""
         refs = [rank.actor.progress.remote() for rank in self.ranks]
@@ -282,21 +295,6 @@ def end_ranks(ranks: Seq[RankHandle]) -> None:
     for rank in ranks:
         ray.kill(rank.actor)  # so that Ray knows, even of actors whose process has not started yet
     end_all([rank.process for rank in ranks if rank.process is not None])
-
-
-def _check_same(first: GroupReport, reports: list[WorkerReport]) -> None:
-    """Raise unless a later epoch has the same files and as many blocks as the first."""
-    if any(report.checkpoint != first.checkpoint for report in reports):
-        raise ClientError(
-            "the files of the checkpoint have changed since the engine started, so requests cannot"
-            " go on; start a new engine"
-        )
-    num_blocks = min(report.num_kv_blocks for report in reports)
-    if num_blocks < first.num_blocks:
-        raise WorkerError(
-            f"there is memory for {num_blocks} KV blocks, but the engine began with"
-            f" {first.num_blocks}: something else uses the device"
-        )
 
 
 def _explained(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> EaglerayError:

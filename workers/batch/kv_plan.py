@@ -52,16 +52,22 @@ def plan_kv_cache(
     config: ResolvedConfig,
     rank: int,
     measure_budget: Callable[[], list[tuple[str, int]]] | None = None,
+    num_blocks_at_start: int | None = None,
 ) -> KVCacheLedger:
-    """The number of blocks this rank can hold: `num_kv_blocks`, or as many as fit the budget.
+    """The number of blocks this rank can hold: as many as the engine began with, or the option
+    `num_kv_blocks`, or as many as fit the budget.
 
-    Never more than a full batch of the longest sequences uses. `measure_budget` gives the parts of
-    a GPU's budget and is called only where neither `num_kv_blocks` nor a CPU's `kv_cache_bytes`
-    decides. Raises `ConfigError` with the numbers when not even one block fits.
+    Of those that fit, never more than a full batch of the longest sequences uses. `measure_budget`
+    gives the parts of a GPU's budget and is called only where neither a number of blocks nor a
+    CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is given in later epochs only. Raises
+    `ConfigError` with the numbers when not even one block fits.
     """
     engine, size = config.engine, block_bytes(config)
     wanted = config.max_num_seqs * config.blocks_per_sequence
-    if engine.num_kv_blocks is not None:
+    if num_blocks_at_start is not None:
+        parts = [("as at the start of the engine", num_blocks_at_start * size)]
+        wanted = num_blocks_at_start
+    elif engine.num_kv_blocks is not None:
         parts = [("num_kv_blocks", engine.num_kv_blocks * size)]
         wanted = engine.num_kv_blocks
     elif config.device == "cpu":

@@ -71,7 +71,7 @@ class FakeSupervisor:
         self.group: Any = FakeGroup()
         self.recovery = Recovery(time.monotonic)
 
-    def start(self, ranks: Any) -> tuple[Any, GroupReport]:
+    def start(self, ranks: Any, num_kv_blocks: int | None) -> tuple[Any, GroupReport]:
         return self.group, GroupReport(num_blocks=64, seconds={}, lines=())
 
     def watch(self) -> None:

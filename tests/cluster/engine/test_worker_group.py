@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import wait_until
+from tests.cluster.recovery.forgetful import ForgetfulRank
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import (
     NEAR_TIE,
@@ -36,6 +38,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
     prompts,
 )
+from workers import faults
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -229,6 +232,25 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     assert calls == 2
 
 
+def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_for_fewer(
+    users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
+    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
+    placement = reserved(2, "cpu")
+    maker = RankMaker(config, placement, "test", ForgetfulRank)
+    groups = [WorkerGroup(maker, epoch) for epoch in range(2)]
+    try:
+        first = groups[0].start()
+        assert first.num_blocks == 100
+        groups[0].close()
+        assert groups[1].start(first).num_blocks == 100
+    finally:
+        for group in groups:
+            group.close()
+        placement.remove()
+
+
 class NoLedger:
     def line(self) -> str:
         return ""
@@ -238,10 +260,15 @@ class SeeingRankActor(RankActor):
     """Starts without computing, and reports which of the GPUs that it sees would be its own."""
 
     def start(
-        self, address: tuple[str, int], place: Place, epoch: int, gpus: list[str]
+        self,
+        address: tuple[str, int],
+        place: Place,
+        epoch: int,
+        gpus: list[str],
+        num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         self._imported().start = self._look  # type: ignore[assignment, method-assign]
-        return super().start(address, place, epoch, gpus)
+        return super().start(address, place, epoch, gpus, num_kv_blocks)
 
     def allocate_cache(self, num_blocks: int) -> None:
         pass
@@ -258,7 +285,12 @@ class SeeingRankActor(RankActor):
         return sys.getswitchinterval()
 
     def _look(
-        self, address: Any, num_threads: int | None, epoch: int, gpu_index: int
+        self,
+        address: Any,
+        num_threads: int | None,
+        epoch: int,
+        gpu_index: int,
+        num_kv_blocks: int | None,
     ) -> WorkerReport:
         self._index, self._seen = gpu_index, self.seen()
         no_ledger: Any = NoLedger()

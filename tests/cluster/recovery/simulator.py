@@ -107,7 +107,9 @@ class Group:
         self._lane: Lane | None = None
         self.world.groups.append(self)
 
-    def start(self, first: GroupReport | None = None) -> GroupReport:
+    def start(
+        self, first: GroupReport | None = None, num_kv_blocks: int | None = None
+    ) -> GroupReport:
         world = self.world
         older = [group for group in world.groups if group is not self and not group.is_closed]
         assert not older, f"epoch {self.epoch} starts beside epoch {older[0].epoch}"

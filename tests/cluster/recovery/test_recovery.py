@@ -19,8 +19,9 @@ from cluster.engine.processes import ProcessId
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of, wait_until
+from tests.cluster.recovery.forgetful import ForgetfulDriver
 from tests.cluster.recovery.load import History, Load, cases, compare
-from tests.cluster.recovery.poison import POISON, PoisonedDriver
+from tests.cluster.recovery.poison import POISON
 from workers import faults
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(users_ray: None, folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, str(folder))
-        patch.setattr("cluster.engine.start.Driver", PoisonedDriver)
+        patch.setattr("cluster.engine.start.Driver", ForgetfulDriver)
         with LLM(**OPTIONS) as llm:
             yield llm
 
@@ -122,6 +123,7 @@ def test_a_rank_that_dies_while_idle_is_replaced_before_the_next_request(
 
 
 def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -> None:
+    """The next engine has as many blocks, though its ranks find memory for fewer."""
     load = Load(engine, CASES)
     load.wait_for_news(10.0)
     old = processes_of(engine)
@@ -129,6 +131,7 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
     load.wait_for_news(30.0)
     assert all(command_of(process.pid) is None for process in old.values())
     assert compare(CASES, load.wait(LIMIT_S), expected) == []
+    assert engine.stats().num_blocks == OPTIONS["num_kv_blocks"]
 
 
 def test_a_request_that_kills_ranks_fails_alone(engine: LLM, expected: list[History]) -> None:

@@ -1,0 +1,90 @@
+"""The Markdown pages: tables that are tables, and tests that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DELIMITERS = re.compile(r"\|(:?-+:?\|)+")
+
+
+def blocks(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Runs of lines without an empty line among them, as (number, line). Leaves out code."""
+    block: list[tuple[int, str]] = []
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_fence = line.lstrip().startswith("```")
+        is_code ^= is_fence
+        if line.strip() and not is_fence and not is_code:
+            block.append((number, line.strip()))
+        elif block:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def num_cells(row: str) -> int:
+    """Only a backslash keeps a `|` from ending a cell: GitHub splits in code spans too."""
+    return len(re.findall(r"(?<!\\)\|", row)) - 1
+
+
+def faults_of_tables(text: str) -> list[str]:
+    """What keeps lines that begin with `|` from being rows of a table, each with its line."""
+    faults = []
+    for block in blocks(text):
+        starts = [i for i, (_, line) in enumerate(block) if line.startswith("|")]
+        if not starts:
+            continue
+        table = block[starts[0] :]
+        number, header = table[0]
+        if len(table) < 2 or not DELIMITERS.fullmatch(table[1][1].replace(" ", "")):
+            faults.append(f"line {number}: this row has no header above it")
+            continue
+        for number, row in table:
+            if not (row.startswith("|") and row.endswith("|") and not row.endswith("\\|")):
+                faults.append(f"line {number}: a row is one line from | to |: {row}")
+            elif num_cells(row) != num_cells(header):
+                faults.append(f"line {number}: {num_cells(row)} cells under {num_cells(header)}")
+    return faults
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_a_table_is_one_line_with_a_cell_per_column(page: Path) -> None:
+    assert faults_of_tables(page.read_text()) == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    defined = {path.stem for path in files}
+    for path in files:
+        defined |= set(re.findall(r"def (test_\w+)", path.read_text()))
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        for name in re.findall(r"\btest_\w+", page.read_text())
+    }
+    assert [(page, name) for page, name in sorted(named) if name not in defined] == []
+    assert len(named) > 20, "the pages name tests"
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ("| 1 | 2 |\n| 3 | 4 |", ""),
+        (r"| `a \| b` | 2 |", ""),
+        ("| 1 | 2\nthe rest |", "line 3: a row is one line"),
+        ("| 1 | 2 | | 3 | 4 |", "line 3: 5 cells under 2"),
+        ("| 1 |", "line 3: 1 cells under 2"),
+        ("| `a | b` | 2 |", "line 3: 3 cells under 2"),
+        ("| 1 | 2 |\n\n| 3 | 4 |", "line 5: this row has no header"),
+    ],
+)
+def test_a_row_that_is_broken_joined_or_cut_off_is_found(rows: str, fault: str) -> None:
+    faults = faults_of_tables(f"| a | b |\n|---|---|\n{rows}\n")
+    assert faults[0].startswith(fault) if fault else faults == []
