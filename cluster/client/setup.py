@@ -6,6 +6,7 @@ any process runs.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
             f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}"
         )
     model_dir = find_model(config.model, config.revision)
+    if config.tokenizer is not None:
+        # Looked for once: the driver may run in another folder, and takes no hub id.
+        found = find_model(config.tokenizer, what="tokenizer")
+        config = dataclasses.replace(config, tokenizer=str(found))
     model = ModelConfig.from_dir(model_dir)
     model.check_tensor_parallel_size(config.tensor_parallel_size)
     check_checkpoint(model_dir, model)
@@ -86,8 +91,7 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
 def _load_tokenizer(config: EngineConfig, model_dir: Path) -> Tokenizer | None:
     if config.tokenizer is None:
         return load_tokenizer(model_dir)
-    path = find_model(config.tokenizer, what="tokenizer")
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(Path(config.tokenizer))
     if tokenizer is None:
-        raise ConfigError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer files")
+        raise ConfigError(f"{config.tokenizer} has no tokenizer files; give a folder that has")
     return tokenizer

@@ -68,7 +68,7 @@ class Driver:
         self._maker = RankMaker(config, placement, engine_id, self.rank_actor)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
         self._grammars = GrammarMatching(
-            Path(config.engine.tokenizer or config.model_dir).expanduser() / "tokenizer.json",
+            Path(config.engine.tokenizer or config.model_dir) / "tokenizer.json",
             config.model.vocab_size,
             sorted(config.model.eos_token_ids),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -102,3 +103,46 @@ def test_threads_that_compute_move_and_others_stay() -> None:
     assert usable_cores() == every
     done.set()
     computing.join()
+
+
+# What others may put where ranks announce themselves
+
+
+def test_what_is_not_an_announcement_is_passed_over(announce: Announce, tmp_path: Path) -> None:
+    """A pipe without a writer would block whoever opens it."""
+    first = announce("a")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/zero")
+    locked = []
+    for number, text in enumerate(["", "{", "[]", '{"group": 1}', '{"cores": 3}', "\0" * 100]):
+        path = tmp_path / f"garbage{number}"
+        path.write_text(text)
+        locked.append(path.open())
+        fcntl.flock(locked[-1], fcntl.LOCK_EX)
+    assert announce("b").now() == ((4, 5, 6, 7), 4) and first.now() == ((0, 1, 2, 3), 4)
+    for file in locked:
+        file.close()
+
+
+@pytest.mark.parametrize("made_by", ["file", "link", "open to all", "pipe", "no permission"])
+def test_a_folder_that_is_not_ours_alone_costs_the_division_and_not_the_start(
+    made_by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "ranks"
+    if made_by == "file":
+        folder.write_text("")
+    elif made_by == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif made_by == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif made_by == "pipe":
+        os.mkfifo(folder)
+    else:
+        folder = Path("/proc/eagleray-ranks")
+    share = CoreShare(Claim(group="a", local_rank=0, ranks_on_node=2, cores=CORES), folder)
+    assert share.now() == ((0, 1, 2, 3), 4), "the ranks of its own engine are known without it"
+    assert "not seen" in caplog.text
+    share.close()
