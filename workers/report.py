@@ -13,11 +13,16 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name."""
+    """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name.
+
+    checkpoint: changes when the files of the checkpoint do, the same on all ranks. loaded: changes
+    when the weights of this rank do.
+    """
 
     rank: int
     backend: str
     seconds: dict[str, float]
     num_kv_blocks: int
     ledger: KVCacheLedger
-    checkpoint: str = ""  # changes when the files of the checkpoint do
+    checkpoint: str = ""
+    loaded: str = ""

@@ -32,7 +32,8 @@ from workers.compilation import compile_first_step, compile_other_steps_beside, 
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
-from workers.models.loader import LoadingBar, fingerprint, held_dtype, load_weights
+from workers.models.fingerprint import LoadedHash, fingerprint
+from workers.models.loader import LoadingBar, held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -57,7 +58,7 @@ class Worker:
         self._kernels: Kernels | None = None
         self._model: Qwen3 | None = None
         self._runner: ModelRunner | None = None
-        self._checkpoint = ""
+        self._checkpoint = self._loaded = ""
         self._seconds: dict[str, float] = {}
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
@@ -141,6 +142,7 @@ class Worker:
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
             checkpoint=self._checkpoint,
+            loaded=self._loaded,
         )
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -350,12 +352,14 @@ class Worker:
         )
         bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
-        def loaded(done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             self.progress.loaded_bytes = done
             if bar is not None:
                 bar(done, total)
 
-        load_weights(model.slices(), model_dir, config.model, loaded)
+        with LoadedHash() as loaded:
+            load_weights(model.slices(), model_dir, config.model, progress, loaded)
+        self._loaded = loaded.hexdigest()
         model.pack()
         return model
 

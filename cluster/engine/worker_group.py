@@ -169,7 +169,7 @@ class WorkerGroup:
             num_blocks=num_blocks,
             seconds=slowest,
             lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
-            checkpoint=reports[0].checkpoint,
+            checkpoint=_checkpoint_of(reports),
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -248,7 +248,7 @@ class WorkerGroup:
                 f"the nodes {sorted({place.host for place in places})} have different files at"
                 f" {self._config.model_dir}: give all of them the same checkpoint"
             )
-        if first is not None and reports[0].checkpoint != first.checkpoint:
+        if first is not None and _checkpoint_of(reports) != first.checkpoint:
             raise ClientError(
                 "the files of the checkpoint have changed since the engine started, so requests"
                 " cannot go on; start a new engine"
@@ -295,6 +295,11 @@ def end_ranks(ranks: Seq[RankHandle]) -> None:
     for rank in ranks:
         ray.kill(rank.actor)  # so that Ray knows, even of actors whose process has not started yet
     end_all([rank.process for rank in ranks if rank.process is not None])
+
+
+def _checkpoint_of(reports: Seq[WorkerReport]) -> str:
+    """Changes when the files of the checkpoint do, or the weights that any rank has loaded."""
+    return ",".join([reports[0].checkpoint, *(report.loaded for report in reports)])
 
 
 def _explained(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> EaglerayError:

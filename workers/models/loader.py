@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part
+from workers.models.fingerprint import LoadedHash
 from workers.models.gptq import GptqMatrix
 from workers.models.weights import WeightSlice
 
-# Samples of each file, evenly spaced; the first one holds the header, which names all tensors.
-_SAMPLES, _SAMPLE_BYTES = 64, 65536
 _ROWS = 256  # quantized or unpacked at a time
 
 Progress = Callable[[int, int], None]
@@ -39,10 +37,12 @@ def load_weights(
     model_dir: Path,
     model: ModelConfig,
     progress: Progress | None = None,
+    loaded: LoadedHash | None = None,
 ) -> int:
     """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
 
-    `progress(done, total)` is called with bytes after each slice, at least once.
+    `progress(done, total)` is called with bytes after each slice, at least once. `loaded` gets all
+    values.
     """
     stored = check_checkpoint(model_dir, model)
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
@@ -54,7 +54,7 @@ def load_weights(
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for piece in pieces:
-                    _fill(piece, _values(piece, file, model, stored))
+                    _fill(piece, _values(piece, file, model, stored), loaded)
                     done += piece.nbytes
                     if progress is not None:
                         progress(done, total)
@@ -78,22 +78,6 @@ def held_dtype(
         if len(tensor.shape) == 2 and not name.endswith("_scale")
     }
     return weight_dtype if matrices <= {"BF16", "I8"} else dtype
-
-
-def fingerprint(model_dir: Path) -> str:
-    """A hash of the names, sizes, headers and some of the content of the weight files: the same on
-    every machine that has the same checkpoint, and as quick to compute for a large checkpoint as
-    for a small one.
-    """
-    digest = xxhash.xxh3_128()
-    for path in sorted(model_dir.glob("*.safetensors*")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for part in range(_SAMPLES):
-                file.seek(size * part // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 class LoadingBar:
@@ -144,18 +128,20 @@ def _values(
     return values
 
 
-def _fill(piece: WeightSlice, values: Any) -> None:
+def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
     if piece.target.numel() == 0:  # a rank that has only padding of the vocabulary
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
     if piece.scale is None and not isinstance(values, GptqMatrix):
-        piece.target.copy_(values[tuple(window)])
+        _copy(piece.target, values[tuple(window)], loaded)
     else:
-        _fill_by_rows(piece, values, window)
+        _fill_by_rows(piece, values, window, loaded)
 
 
-def _fill_by_rows(piece: WeightSlice, values: Any, window: list[slice]) -> None:
+def _fill_by_rows(
+    piece: WeightSlice, values: Any, window: list[slice], loaded: LoadedHash | None
+) -> None:
     """Some rows at a time. To be quantized, rows are read whole, because the largest number of a
     row may be in another rank's part.
     """
@@ -165,10 +151,17 @@ def _fill_by_rows(piece: WeightSlice, values: Any, window: list[slice]) -> None:
         last = min(first + _ROWS, len(piece.target))
         part = slice(first_row + first, first_row + last)
         if piece.scale is None:
-            piece.target[first:last].copy_(values[part, columns])
+            _copy(piece.target[first:last], values[part, columns], loaded)
             continue
         whole = values[part, :]
         largest = whole.abs().amax(dim=1)
         codes, scales = quantize_rows(whole[:, columns], largest)
-        piece.target[first:last].copy_(codes)
-        piece.scale[first:last].copy_(scales)
+        _copy(piece.target[first:last], codes, loaded)
+        _copy(piece.scale[first:last], scales, loaded)
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor, loaded: LoadedHash | None) -> None:
+    """Fill the target, and hash what it got: on a GPU the values that were copied to it."""
+    target.copy_(values)
+    if loaded is not None:
+        loaded.add(target if target.device.type == "cpu" else values)

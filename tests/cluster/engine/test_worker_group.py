@@ -329,6 +329,27 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     assert of_spare == each
 
 
+def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
+    def report(rank: int, checkpoint: str, loaded: str) -> WorkerReport:
+        no_ledger: Any = NoLedger()
+        return WorkerReport(
+            rank=rank,
+            backend="",
+            seconds={},
+            num_kv_blocks=1,
+            ledger=no_ledger,
+            checkpoint=checkpoint,
+            loaded=loaded,
+        )
+
+    ways = [("files", "a", "b"), ("files", "a", "c"), ("files", "b", "a"), ("other", "a", "b")]
+    checkpoints = {
+        worker_group._checkpoint_of([report(0, files, first), report(1, files, second)])
+        for files, first, second in ways
+    }
+    assert len(checkpoints) == len(ways)
+
+
 def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_as_a_rank(
     users_ray: None, small_model: SmallModel
 ) -> None:

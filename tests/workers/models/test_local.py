@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -14,7 +13,6 @@ from configs.engine import ResolvedConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import ConfigError
 from tests.workers.conftest import config_of
-from workers.models.loader import fingerprint
 from workers.models.local import MODEL_PATTERNS, local_checkpoint
 
 HASH = "0123456789abcdef"
@@ -53,15 +51,3 @@ def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(None))
     with pytest.raises(ConfigError, match=rf"cannot download .* in revision {HASH}: no route"):
         local_checkpoint(config)
-
-
-def test_copies_have_one_fingerprint_and_other_weights_another(tmp_path: Path) -> None:
-    copy = shutil.copytree(DEFAULT_MODEL_DIR, tmp_path / "copy")
-    assert fingerprint(copy) == fingerprint(DEFAULT_MODEL_DIR)
-    weights = copy / "model.safetensors"
-    os.utime(weights)
-    assert fingerprint(copy) == fingerprint(DEFAULT_MODEL_DIR)
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    assert fingerprint(copy) != fingerprint(DEFAULT_MODEL_DIR)

@@ -1,0 +1,74 @@
+"""Whether a checkpoint is still the one that an engine began with.
+
+Two hashes. `fingerprint` is quick and the same on every machine with the same files: it compares
+nodes at the start. `LoadedHash` covers every byte of weights that a rank loads, while it loads
+them: it compares epochs, so that a replacement rank never computes with other weights.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import xxhash
+
+# Samples of each file of weights, evenly spaced; the first one holds the header, which names all
+# tensors.
+_SAMPLES, _SAMPLE_BYTES = 64, 65536
+# Files that decide what weights and token ids mean. Others, such as defaults for sampling, may be
+# edited while an engine runs.
+_WHOLE_FILES = ("config.json", "tokenizer.json")
+
+
+def fingerprint(model_dir: Path) -> str:
+    """A hash of names and sizes of the weight files, of some of their content, and of the files
+    that tell what it means: the same on every machine that has the same checkpoint, and as quick to
+    compute for a large checkpoint as for a small one.
+    """
+    digest = xxhash.xxh3_128()
+    for path in sorted(model_dir.glob("*.safetensors*")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    for name in _WHOLE_FILES:
+        path = model_dir / name
+        if path.is_file():
+            data = path.read_bytes()
+            digest.update(f"{name}:{len(data)}".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+class LoadedHash:
+    """A hash of the weights of one rank, in the order in which they are loaded, computed by a
+    thread of its own (about 9 GB/s on one core of Zen 4). Use as a context: `hexdigest` is known at
+    its end.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._thread = ThreadPoolExecutor(1, "hash")
+
+    def __enter__(self) -> LoadedHash:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(cancel_futures=kind is not None)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add values in host memory, which must stay as they are until the context ends."""
+        data = values.contiguous().flatten().view(torch.uint8).numpy()
+        self._thread.submit(self._digest.update, memoryview(data))
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
