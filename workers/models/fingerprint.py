@@ -67,8 +67,8 @@ class LoadedHash:
 
     def add(self, values: torch.Tensor) -> None:
         """Add values in host memory, which must stay as they are until the context ends."""
-        data = values.contiguous().flatten().view(torch.uint8).numpy()
-        self._thread.submit(self._digest.update, memoryview(data))
+        data = values.contiguous().flatten().view(torch.uint8).numpy().data
+        self._thread.submit(self._digest.update, data)
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

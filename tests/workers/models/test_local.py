@@ -1,4 +1,4 @@
-"""Where a rank finds its checkpoint, and how it knows that the checkpoint is the same one."""
+"""Where a rank finds its checkpoint."""
 
 from __future__ import annotations
 
