@@ -133,6 +133,8 @@ class Worker:
             ledger = plan_kv_cache(self.config, self.rank, measure, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
+        if self.config.device == "cpu":
+            self._rendezvous = None  # nobody meets there any more; NCCL may ask its store later
         group.set_timeout(engine.step_timeout_s)
         self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from workers.worker import Worker
 
 LOOK_AT_CORES_S = 2.0
+LOOPBACK = "127.0.0.1"
 SWITCH_INTERVAL_S = 0.0002  # for Ray's threads, which must let the computing one go on
 
 
@@ -80,9 +81,12 @@ class RankActor:
         self._imported()
         return self._process
 
-    def open_rendezvous(self) -> tuple[str, int]:
-        """Rank 0: listen on a port the system picks."""
-        return self._imported().open_rendezvous(ray.util.get_node_ip_address())
+    def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
+        """Rank 0: listen on a port the system picks, where only this machine can reach it if all
+        ranks are `on_one_node`.
+        """
+        host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
+        return self._imported().open_rendezvous(host)
 
     def start(
         self,

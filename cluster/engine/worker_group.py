@@ -147,7 +147,8 @@ class WorkerGroup:
         try:
             self._identify(places, limit_s)
             gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
-            address = self.ranks[0].actor.open_rendezvous.remote()
+            on_one_node = len({place.node_id for place in places}) == 1
+            address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
             if first is not None:
                 num_kv_blocks = first.num_blocks
             starting = [

@@ -44,6 +44,19 @@ def cores_of_computing_threads(pid: int) -> list[set[int]]:
     return found
 
 
+def listening(pid: int) -> list[tuple[str, int]]:
+    """(address as the kernel writes it, port) of each TCP socket on which a process listens."""
+    sockets: dict[str, tuple[str, int]] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            address, port = local.split(":")
+            if state == "0A":
+                sockets[f"socket:[{rest[5]}]"] = (address, int(port, 16))
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return [sockets[link] for link in links if link in sockets]
+
+
 def descendants(pid: int) -> set[int]:
     """The living children of a process, their children and so on."""
     found: set[int] = set()

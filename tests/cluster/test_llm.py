@@ -24,7 +24,7 @@ from cluster.engine.worker_group import RankHandle, RankMaker
 from cluster.resources.placement import Place
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
 from tests.cluster.conftest import OPTIONS, SmallModel
-from tests.cluster.processes import OURS, processes, wait_until
+from tests.cluster.processes import OURS, listening, processes, wait_until
 from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, prompts
 
 pytestmark = pytest.mark.engine
@@ -361,6 +361,14 @@ def test_ranks_do_not_come_back_with_another_checkpoint(
         with pytest.raises(EngineDeadError):
             engine.generate([1, 2, 3], GREEDY)
         assert time.monotonic() - began < 20
+
+
+def test_processes_of_an_engine_on_one_host_listen_nowhere_but_where_ray_does(llm: LLM) -> None:
+    """Ray listens on one port in each of its processes. Where the ranks met is closed by now."""
+    ours = processes_of(llm)
+    assert {"driver", "rank 0", "rank 1"} <= set(ours)
+    num_ports = {name: len(listening(process.pid)) for name, process in ours.items()}
+    assert set(num_ports.values()) == {1}, num_ports
 
 
 def test_a_failed_start_names_the_rank_and_leaves_no_actor(

@@ -267,6 +267,7 @@ class SeeingRankActor(RankActor):
         gpus: list[str],
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
+        self._met_at = address
         self._imported().start = self._look  # type: ignore[assignment, method-assign]
         return super().start(address, place, epoch, gpus, num_kv_blocks)
 
@@ -276,6 +277,10 @@ class SeeingRankActor(RankActor):
     def gpu(self) -> tuple[str, list[str]]:
         """(the one that it would use, those that it sees)"""
         return self._seen[self._index], self._seen
+
+    def met_at(self) -> tuple[str, int]:
+        """Where the ranks were to meet."""
+        return self._met_at
 
     def seen(self) -> list[str]:
         """The GPUs that it sees before it has started."""
@@ -320,12 +325,14 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
         of_spare = ray.get(spare.actor.seen.remote(), timeout=30)
         given = ray.get([rank.actor.identify.remote() for rank in group.ranks], timeout=30)
         seen = ray.get([rank.actor.gpu.remote() for rank in group.ranks], timeout=30)
+        [host, _] = ray.get(group.ranks[1].actor.met_at.remote(), timeout=30)
     finally:
         group.close()
         placement.remove()
     each = [gpu for _, [gpu] in given]
     assert sorted(each) == ["0", "1"]
     assert seen == [(gpu, each) for gpu in each]
+    assert host == "127.0.0.1", "on one node, no other machine can reach the place where they meet"
     assert of_spare == each
 
 
