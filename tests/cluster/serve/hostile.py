@@ -1,0 +1,216 @@
+"""Hostile requests beside good streams: `python -m tests.cluster.serve.hostile [--seconds 300]`.
+
+Starts `launch.py serve --tp 2` and keeps good streams going, first alone, then while hostile
+requests of every kind come in turn. Prints one JSON line: the time between tokens of the good
+streams in both phases, what they lost, how the hostile requests were answered, how far the memory
+of the processes that serve rose above idle, and recoveries. Exit code 1 if a good stream lost
+anything, if the 99th percentile between tokens rose to more than 1.5 times, memory by more than
+300 MiB, or anything recovered. Talks to loopback only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.http_load import SPARES_S, Timings, free_port, quantile, run_streams, running
+from cluster.commands.top import read
+
+MOST_SLOWER = 1.5
+MOST_MIB = 300
+ANSWER_LIMIT_S = 60.0
+CHAT = [{"role": "user", "content": "What is 47 + 38?"}]
+
+Body = dict[str, Any]
+
+
+def _chat(**fields: Any) -> tuple[str, Body]:
+    return "/v1/chat/completions", {"messages": CHAT, "max_tokens": 100} | fields
+
+
+def _schema(schema: Any, **fields: Any) -> tuple[str, Body]:
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    return _chat(response_format=form, **fields)
+
+
+# One function per kind, since some bodies take megabytes: (path, body).
+HOSTILE: dict[str, Callable[[], tuple[str, Body]]] = {
+    "prompt of empty objects": lambda: ("/v1/completions", {"prompt": [{}] * 2_000_000}),
+    "messages of empty objects": lambda: (
+        "/v1/chat/completions",
+        {"messages": [{}] * 2_000_000},
+    ),
+    "parts of empty objects": lambda: (
+        "/v1/messages",
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{}] * 2_000_000}]},
+    ),
+    "input of empty lists": lambda: ("/v1/responses", {"input": [[]] * 2_000_000}),
+    "deep lists": lambda: ("/v1/completions", {"prompt": _deep(900)}),
+    "many stop strings": lambda: _chat(stop=[f"stop {n}" for n in range(400_000)]),
+    "long stop strings": lambda: _chat(stop=["a" * 1_500_000 + str(n) for n in range(4)]),
+    "many biases, many outputs": lambda: _chat(
+        logit_bias={str(n): 1.0 for n in range(152_000)}, n=128
+    ),
+    "a slow expression": lambda: _chat(
+        structured_outputs={"regex": "((a|b|c){1,400}(d|e){0,400}){1,400}"}, n=8
+    ),
+    "an expression that explodes": lambda: _chat(
+        structured_outputs={"regex": "(.*a){20}.{500}"}, n=2
+    ),
+    "optional properties": lambda: _schema(
+        {
+            "type": "object",
+            "properties": {f"key{n}": {"type": "string"} for n in range(1500)},
+            "additionalProperties": False,
+        }
+    ),
+    "references in a circle": lambda: _schema(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    ),
+    "an open call": lambda: _chat(
+        structured_outputs={"regex": "<tool_call>[a-z ]{700}"},
+        max_tokens=800,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    ),
+}
+
+
+def _deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+class Attack(threading.Thread):
+    """Sends hostile requests in turn, one at a time, until stopped."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._port = port
+        self._stopped = threading.Event()
+        self.answers: dict[str, Counter[str]] = {name: Counter() for name in HOSTILE}
+
+    def run(self) -> None:
+        for name in itertools.cycle(HOSTILE):
+            if self._stopped.is_set():
+                return
+            path, body = HOSTILE[name]()
+            self.answers[name][self._send(path, body)] += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(2 * ANSWER_LIMIT_S)
+
+    def _send(self, path: str, body: Body) -> str:
+        """The status of the answer, or what happened to the connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_LIMIT_S)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+            return str(connection.getresponse().status)
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__
+        finally:
+            connection.close()
+
+
+def good_streams(port: int, num_streams: int, seconds: float) -> Timings:
+    """Streams of 150 tokens, one round after another."""
+    timings, until = Timings(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        bodies = [
+            {"prompt": [1 + stream % 200, 7, 9], "max_tokens": 150, "ignore_eos": True}
+            | {"seed": stream, "logprobs": 0}
+            for stream in range(num_streams)
+        ]
+        done = asyncio.run(run_streams(f"http://127.0.0.1:{port}", bodies))
+        timings.between_s += done.between_s
+        timings.num_failed += done.num_failed
+        timings.num_tokens += done.num_tokens
+    return timings
+
+
+class Memory(threading.Thread):
+    """The largest resident memory, in MiB, of each process of a session that serves; by name."""
+
+    _SERVING = ("ray::Driver", "ray::ServeReplica", "ray::ProxyActor")
+
+    def __init__(self, session: int) -> None:
+        super().__init__(daemon=True)
+        self._session = session
+        self.idle_mib = self.now()
+        self.peak_mib = dict(self.idle_mib)
+
+    def run(self) -> None:
+        while True:
+            for name, mib in self.now().items():
+                self.peak_mib[name] = max(mib, self.peak_mib.get(name, 0.0))
+            time.sleep(0.2)
+
+    def now(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for path in Path("/proc").iterdir():
+            try:
+                if not path.name.isdigit() or os.getsid(int(path.name)) != self._session:
+                    continue
+                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
+                pages = int((path / "statm").read_text().split()[1])
+            except OSError:  # it has ended
+                continue
+            if name.startswith(self._SERVING):
+                found[f"{name} {path.name}"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return found
+
+    def rise_mib(self) -> float:
+        """The largest rise of any process, or its whole memory if it was not there when idle."""
+        return max(mib - self.idle_mib.get(name, 0.0) for name, mib in self.peak_mib.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Hostile requests beside good streams.")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--streams", type=int, default=16)
+    args = parser.parse_args()
+    port = free_port()
+    command = [sys.executable, "launch.py", "serve", "--tp", "2", "--port", str(port)]
+    with running(command, port) as session:
+        good_streams(port, args.streams, 1.0)
+        time.sleep(SPARES_S)
+        memory = Memory(session)
+        alone = good_streams(port, args.streams, max(5.0, args.seconds / 5))
+        memory.start()
+        attack = Attack(port)
+        attack.start()
+        beside = good_streams(port, args.streams, args.seconds)
+        attack.stop()
+        recoveries = read(f"http://127.0.0.1:{port}").numbers["eagleray_recoveries_total"]
+        p99_ms = [1e3 * quantile(each.between_s, 0.99) for each in (alone, beside)]
+        row = {
+            "p99_ms_alone": round(p99_ms[0], 1),
+            "p99_ms_beside": round(p99_ms[1], 1),
+            "worst_ms_beside": round(1e3 * max(beside.between_s)),
+            "tokens_beside": beside.num_tokens,
+            "failed": alone.num_failed + beside.num_failed,
+            "rise_mib": round(memory.rise_mib()),
+            "recoveries": recoveries,
+            "answers": {name: dict(count) for name, count in attack.answers.items()},
+        }
+        print(json.dumps(row))
+    is_slower = p99_ms[1] > MOST_SLOWER * p99_ms[0]
+    sys.exit(bool(row["failed"] or is_slower or memory.rise_mib() > MOST_MIB or recoveries))
+
+
+if __name__ == "__main__":
+    main()
