@@ -120,7 +120,12 @@ def test_the_default_model_must_answer(
     assert not gpu_check_model._answers(check, "cpu", kv_cache_dtype)["passed"]
 
 
-SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kv_blocks": 16}
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 64,
+    "num_kv_blocks": 16,
+}
 
 
 def twins(piece: WeightSlice) -> None:

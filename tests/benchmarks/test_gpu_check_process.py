@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_check_sanitizer
+from benchmarks import gpu_check, gpu_check_numerics, gpu_check_sanitizer
 from benchmarks.gpu_check_cache import ARCHIVE, KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check
 from benchmarks.gpu_check_process import Section, run_section
@@ -148,8 +147,10 @@ def test_section_that_never_starts_says_so(tmp_path: Path) -> None:
 
 def test_later_sections_are_told_the_measured_ceilings() -> None:
     rows = [{"name": "device"}, {"name": "ceilings", "tb_per_s": 4.3, "tflop_per_s": 790.0}]
-    known = {"name": "speed", "family": None, "part": Path("part.json"), "until_s": 7.5}
-    command = partial(gpu_check.command_of, **known)
+
+    def command(record: dict[str, Any]) -> list[str]:
+        return gpu_check.command_of(record, "speed", None, Path("part.json"), 7.5)
+
     told = command({"small": True, "sections": {"machine": {"rows": rows}}})
     assert told[-4:] == ["--tb-per-s", "4.3", "--tflop-per-s", "790.0"] and "--small" in told
     assert "--tb-per-s" not in command({"small": False, "sections": {}})
@@ -178,7 +179,7 @@ def test_process_of_a_family_checks_its_kernels_alone() -> None:
     assert command[command.index("--family") + 1] == "store"
     check = small()
     check.family = "store"
-    gpu_check.numerics(check)
+    gpu_check_numerics.numerics(check)
     assert [row["name"].split()[0] for row in check.rows] == ["qk_norm_rope_store"]
 
 
