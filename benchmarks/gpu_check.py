@@ -6,6 +6,7 @@
     answers      the default model, real weights, with both kinds of cache
     speed        every kernel, the whole sampler and the products against their lower bounds
     decode       steps of the 0.6B and 8B shapes, eager and through graphs, and what they consist of
+    mixed        steps in which a prompt comes in beside rows that decode
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
     ranks        two ranks, where there are two GPUs: sums, tokens, steps of the 0.6B shape
@@ -44,6 +45,7 @@ from benchmarks.common import machine as describe_machine
 from benchmarks.gpu_check_cache import KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check, Row, median_us, rounded
 from benchmarks.gpu_check_engine import decode_steps, throughput
+from benchmarks.gpu_check_mixed import mixed_steps
 from benchmarks.gpu_check_model import answers
 from benchmarks.gpu_check_numerics import families, numerics
 from benchmarks.gpu_check_process import (
@@ -163,13 +165,14 @@ def _process_group(check: Check) -> Row:
 # Time that one does not use is left to the later ones.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "machine": (machine, 40.0),
-    "numerics": (numerics, 115.0),
+    "numerics": (numerics, 100.0),
     "answers": (answers, 30.0),
-    "speed": (speed, 110.0),
-    "decode": (decode_steps, 95.0),
+    "speed": (speed, 95.0),
+    "decode": (decode_steps, 90.0),
+    "mixed": (mixed_steps, 45.0),
     "throughput": (throughput, 60.0),
     "tokens": (tokens, 50.0),
-    "ranks": (two_ranks, 30.0),
+    "ranks": (two_ranks, 20.0),
     "sanitizer": (sanitizer, 535.0),
 }
 # Those that run unless others are named, 530 seconds altogether.

@@ -67,6 +67,7 @@ NO_GRAPHS = {"note": "graphs are not available"}
 
 Fill = Callable[[WeightSlice], object]
 Parts = tuple[Engine, "RecordingExecutor", ResolvedConfig]
+Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
 
 
 # Engines
@@ -266,7 +267,7 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
     return {"start_s": rounded(add_rows(check, open_one, rows)[0], 3)}
 
 
-def _start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, steps: int) -> None:
+def start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, steps: int) -> None:
     """Rows that decode, and reach `context` tokens halfway through the steps."""
     prompts = prompts_of(
         {"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch
@@ -279,7 +280,7 @@ def _start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, s
         engine.step()
 
 
-def _end_batch(engine: Engine, batch: int) -> None:
+def end_batch(engine: Engine, batch: int) -> None:
     for number in range(batch):
         engine.finish(str(number), "measured")
     run_all(engine)
@@ -291,18 +292,23 @@ def _parts_of_step(check: Check, batch: int, context: int, parts: Parts) -> Row:
         return NO_GRAPHS
     engine, _, config = parts
     steps = 10
-    _start_batch(engine, config.model, batch, context, 2 * steps)
+    start_batch(engine, config.model, batch, context, 2 * steps)
+    spans = spans_on_device(check, [engine.step] * steps)
+    end_batch(engine, batch)
+    return parts_of(spans, steps)
+
+
+def spans_on_device(check: Check, calls: Sequence[Callable[[], object]]) -> list[Span]:
+    """What the GPU ran during the calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        for _ in range(steps):
-            engine.step()
+        for call in calls:
+            call()
         torch.cuda.synchronize(check.device)
-    _end_batch(engine, batch)
-    spans = [
+    return [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiled.events()
         if "CUDA" in str(event.device_type)
     ]
-    return parts_of(spans, steps)
 
 
 # What the names of kernels contain, the first that fits.
@@ -317,18 +323,24 @@ _KINDS = {
 }
 
 
-def parts_of(spans: list[tuple[str, float, float]], steps: int) -> Row:
-    """Milliseconds per step, from (name, begin, end) of everything that ran, in microseconds."""
+def parts_of(spans: list[Span], steps: int) -> Row:
+    """Milliseconds per step."""
     sums = dict.fromkeys((*_KINDS, "others"), 0.0)
-    busy, reached = 0.0, -math.inf
-    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+    for name, begin, end in spans:
         kinds = (kind for kind, parts in _KINDS.items() if any(part in name for part in parts))
         sums[next(kinds, "others")] += end - begin
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    total = reached - min((begin for _, begin, _ in spans), default=reached)
-    sums["gaps"] = total - busy
+    busy_us, total_us = busy_and_total(spans)
+    sums["gaps"] = total_us - busy_us
     return {f"{kind}_ms": rounded(us / steps / 1000, 3) for kind, us in sums.items()}
+
+
+def busy_and_total(spans: list[Span]) -> tuple[float, float]:
+    """Microseconds in which anything ran, and from the first begin to the last end."""
+    busy_us, reached = 0.0, -math.inf
+    for _, begin, end in sorted(spans, key=lambda span: span[1]):
+        busy_us += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return busy_us, reached - min((begin for _, begin, _ in spans), default=reached)
 
 
 def decode_step(
@@ -337,14 +349,14 @@ def decode_step(
     """The median time of a step of this rank, one of `size`."""
     engine, executor, config = parts
     model = config.model
-    _start_batch(engine, model, batch, context, steps)
+    start_batch(engine, model, batch, context, steps)
     executor.launch_s.clear()
     moments = [time.perf_counter()]
     for _ in range(steps):
         engine.step()
         moments.append(time.perf_counter())
     launch_ms = 1000 * statistics.median(executor.launch_s)
-    _end_batch(engine, batch)
+    end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
     weights = layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers

@@ -47,6 +47,8 @@ _BATCHES = {
     "cached prefix": ([700, 64, 1500], [200, 1, 65]),
     "mixed": ([1000, 2049, 513, 64, 9, 77], [1, 1, 200, 64, 1, 33]),
     "long prefill": ([2048, 1500], [2048, 900]),
+    # As in a graph of a mixed step: rows without queries, and one at the end without tokens.
+    "padded": ([300, 77, 0, 0, 513, 0, 0], [1, 1, 0, 0, 129, 0, 5]),
     "wide decode": (_WIDE, [1] * len(_WIDE)),
 }
 # Query heads, KV heads, head dim, block size (None for the backend's default).

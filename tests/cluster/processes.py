@@ -53,7 +53,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
             address, port = local.split(":")
             if state == "0A":
                 sockets[f"socket:[{rest[5]}]"] = (address, int(port, 16))
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
     return [sockets[link] for link in links if link in sockets]
 
 
