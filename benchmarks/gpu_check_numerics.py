@@ -19,14 +19,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 
 from benchmarks.gpu_check_common import Check, Row, attention_of, refusal, rounded, with_parts
+from kernels.gpu.attention import paged_attention as triton_attention
+from kernels.gpu.fp8 import Fp8Read
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.backend import REFERENCE_SAMPLING as SAMPLING_REFERENCE
+from kernels.reference.fp8 import to_fp8, widened
 from kernels.reference.norm import rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_reference
 from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
@@ -59,6 +63,7 @@ _ATTENTION_CASES = (
     (16, 2, 128, 256),
     (16, 8, 128, 256),
 )
+_FP8_BATCHES = {kind: _BATCHES[kind] for kind in ("decode", "mixed", "long prefill")}
 _SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 9, 5])}
 
 
@@ -201,6 +206,25 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
             check.add(name, partial(case, None))
             if kind == "decode" and not check.small:
                 check.add(f"{name}, bound 8192", partial(case, 8192))
+    if backend == "triton":
+        _attention_fp8(check, kernels)
+
+
+def _attention_fp8(check: Check, kernels: Kernels) -> None:
+    """Over a cache of 8-bit numbers, which a GPU may read in two ways besides the usual one."""
+    ways: tuple[Fp8Read | None, ...] = (None, "pairs", "instructions") if check.on_gpu else (None,)
+    heads, kv_heads, dim = (2, 1, 64) if check.small else (16, 8, 128)
+    for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _FP8_BATCHES).items():
+        for way in ways:
+            name = f"triton fp8 {kind} {heads}/{kv_heads} x {dim}{f', {way}' if way else ''}"
+            attend = kernels.paged_attention if way is None else reading_by(way)
+            case = partial(_attention_case, check, kernels, heads, kv_heads, dim, 16)
+            check.add(name, partial(case, seq_lens, query_lens, None, cache="fp8", attend=attend))
+
+
+def reading_by(way: Fp8Read) -> Callable[..., torch.Tensor]:
+    """Triton's attention, with 8-bit numbers read in this way."""
+    return partial(triton_attention, tune=partial(dataclasses.replace, read_fp8=way))
 
 
 def _attention_case(
@@ -213,6 +237,8 @@ def _attention_case(
     seq_lens: list[int],
     query_lens: list[int],
     bound: int | None,
+    cache: Literal["auto", "fp8"] = "auto",
+    attend: Callable[..., torch.Tensor] | None = None,
 ) -> Row:
     num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 1
     block_ids = torch.randperm(num_blocks)
@@ -221,18 +247,19 @@ def _attention_case(
     # FlashAttention multiplies what lies past the end of a row by 0, so it must be finite.
     poison = torch.nan if kernels.capabilities.name == "triton" else 1e4
     k_cache, v_cache = (check.normal(num_blocks, block_size, kv_heads, dim) for _ in range(2))
-    for cache in (k_cache, v_cache):
-        cache[block_ids[0]] = poison
+    for numbers in (k_cache, v_cache):
+        numbers[block_ids[0]] = poison
         for row, seq_len in enumerate(seq_lens):
             if seq_len % block_size:
-                cache[attn.block_table_BW[row, seq_len // block_size], seq_len % block_size :] = (
-                    poison
-                )
+                last_block = attn.block_table_BW[row, seq_len // block_size]
+                numbers[last_block, seq_len % block_size :] = poison
+    if cache == "fp8":
+        k_cache, v_cache = to_fp8(k_cache), to_fp8(v_cache)
     q_THD = check.normal(sum(query_lens), heads, dim)
     with poisoned():
-        out_THD = kernels.paged_attention(q_THD, k_cache, v_cache, attn, dim**-0.5)
+        out_THD = (attend or kernels.paged_attention)(q_THD, k_cache, v_cache, attn, dim**-0.5)
     exact = paged_attention_reference(
-        q_THD.float(), k_cache.float(), v_cache.float(), attn, dim**-0.5
+        q_THD.float(), widened(k_cache), widened(v_cache), attn, dim**-0.5
     )
     # Each softmax weight is rounded before it is multiplied with a value, and so is the output.
     return judge(out_THD, exact, 2)

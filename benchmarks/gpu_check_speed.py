@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +33,9 @@ from benchmarks.gpu_check_common import (
     timed,
     with_parts,
 )
+from benchmarks.gpu_check_numerics import reading_by
 from benchmarks.gpu_check_sampling import products, whole_sampler
+from kernels.gpu.fp8 import Fp8Read
 from kernels.interface import GapRows, Kernels
 
 EPS = 1e-6
@@ -45,10 +48,16 @@ _GRAPH_BOUND = 40960
 
 def speed(check: Check) -> None:
     """Run the section."""
-    pool = _Pool.allocate(check)
+    pool = Pool.allocate(check)
     for heads in _SMALL_HEADS if check.small else _HEADS:
         _decode(check, pool, heads)
         _prefill(check, pool, heads)
+    del pool
+    if check.on_gpu:
+        torch.cuda.empty_cache()
+    pool = Pool.of_codes(check)
+    for heads in _SMALL_HEADS if check.small else _HEADS:
+        _decode_fp8(check, pool, heads)
     del pool
     if check.on_gpu:
         torch.cuda.empty_cache()
@@ -60,14 +69,14 @@ def speed(check: Check) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
+class Pool:
     """Random numbers that every cache is a view of."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @classmethod
-    def allocate(cls, check: Check) -> _Pool:
+    def allocate(cls, check: Check) -> Pool:
         """40 GB, which the largest decode nearly fills, or half of the free memory."""
         size = 2**14
         if check.on_gpu and not check.small:
@@ -79,6 +88,17 @@ class _Pool:
         ]
         return cls(keys=parts[0], values=parts[1])
 
+    @classmethod
+    def of_codes(cls, check: Check) -> Pool:
+        """8-bit numbers, positive and finite: 2 GB, or an eighth of the free memory."""
+        size = 2**14
+        if check.on_gpu and not check.small:
+            size = min(2 * 10**9, torch.cuda.mem_get_info(check.device)[0] // 8) // 2
+        keys, values = (
+            torch.randint(0x7F, (size,), dtype=torch.uint8, device=check.device) for _ in range(2)
+        )
+        return cls(keys=keys, values=values)
+
     def caches(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         num = math.prod(shape)
         return self.keys[:num].view(shape), self.values[:num].view(shape)
@@ -87,7 +107,7 @@ class _Pool:
 # Attention
 
 
-def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
+def _decode(check: Check, pool: Pool, heads: tuple[int, int, int]) -> None:
     _, kv_heads, dim = heads
     contexts, batches = ((40,), (1, 3)) if check.small else ((512, 4096, 32768), (1, 8, 64, 256))
     for context in contexts:
@@ -110,7 +130,31 @@ def _decode(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
             _attention(check, pool, name, heads, [512] * others + [32768], [1] * (others + 1))
 
 
-def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
+def _decode_fp8(check: Check, pool: Pool, heads: tuple[int, int, int]) -> None:
+    """Over a cache of 8-bit numbers, in blocks of 16."""
+    num_heads, kv_heads, dim = heads
+    for batch, context in ((2, 40),) if check.small else ((1, 32768), (64, 512), (64, 4096)):
+        name = f"decode fp8 {batch} x {context}, {num_heads}/{kv_heads} x {dim}"
+        check.add(name, partial(_each_way, check, pool, heads, [context] * batch))
+
+
+def _each_way(check: Check, pool: Pool, heads: tuple[int, int, int], seq_lens: list[int]) -> Row:
+    """A time for each way that the device has of reading 8-bit numbers; `share` is of the best."""
+    ways: tuple[Fp8Read, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
+    kernels, ones = check.backends["triton"], [1] * len(seq_lens)
+    num_bytes = attention_bytes(heads, seq_lens, ones, check.dtype.itemsize, cache_itemsize=1)
+    times = {}
+    for way in ways:
+        times[way] = attention_us(
+            check, pool, kernels, 16, heads, seq_lens, ones, None, num_bytes, reading_by(way)
+        )
+    floor = check.floor_us(num_bytes)
+    row: Row = {f"{way}_us": rounded(us) for way, us in times.items()}
+    row["floor_us"] = rounded(floor)
+    return row | share(check, num_bytes, floor, min(times.values()))
+
+
+def _prefill(check: Check, pool: Pool, heads: tuple[int, int, int]) -> None:
     if check.small:
         _attention(check, pool, "mixed", heads, [20, 9, 30], [1, 9, 5])
         return
@@ -129,7 +173,7 @@ def _prefill(check: Check, pool: _Pool, heads: tuple[int, int, int]) -> None:
 
 def _attention(
     check: Check,
-    pool: _Pool,
+    pool: Pool,
     name: str,
     heads: tuple[int, int, int],
     seq_lens: list[int],
@@ -141,8 +185,9 @@ def _attention(
     """
     num_heads, kv_heads, dim = heads
     seen = sum(q * (s - q) + q * (q + 1) // 2 for s, q in zip(seq_lens, query_lens, strict=True))
-    elements = 2 * kv_heads * sum(seq_lens) + 2 * num_heads * sum(query_lens)
-    num_bytes, flops = check.dtype.itemsize * dim * elements, 4 * num_heads * dim * seen
+    itemsize = check.dtype.itemsize
+    num_bytes = attention_bytes(heads, seq_lens, query_lens, itemsize, itemsize)
+    flops = 4 * num_heads * dim * seen
     runs = [
         (f"block_{size}", check.backends["triton"], size)
         for size in ((16,) if check.small else (16, 64, 256))
@@ -160,7 +205,7 @@ def _attention(
         failed: Row = {}
         for label, kernels, block_size in runs:
             try:
-                times[label] = _attention_us(
+                times[label] = attention_us(
                     check, pool, kernels, block_size, heads, seq_lens, query_lens, bound, num_bytes
                 )
             except Exception as error:  # the other times are still measured
@@ -178,9 +223,22 @@ def _attention(
     check.add(f"{name}, {num_heads}/{kv_heads} x {dim}", measure)
 
 
-def _attention_us(
+def attention_bytes(
+    heads: tuple[int, int, int],
+    seq_lens: list[int],
+    query_lens: list[int],
+    itemsize: int,
+    cache_itemsize: int,
+) -> int:
+    """Bytes that attention must move: keys and values in, queries in, outputs out."""
+    num_heads, kv_heads, dim = heads
+    cached, queries = 2 * kv_heads * sum(seq_lens), 2 * num_heads * sum(query_lens)
+    return dim * (cache_itemsize * cached + itemsize * queries)
+
+
+def attention_us(
     check: Check,
-    pool: _Pool,
+    pool: Pool,
     kernels: Kernels,
     block_size: int,
     heads: tuple[int, int, int],
@@ -188,7 +246,11 @@ def _attention_us(
     query_lens: list[int],
     bound: int | None,
     num_bytes: int,
+    attend: Callable[..., torch.Tensor] | None = None,
 ) -> float:
+    """Microseconds of attention over blocks of the pool in random order; `attend`: another function
+    than that of `kernels`.
+    """
     num_heads, kv_heads, dim = heads
     each = sum(-(-seq_len // block_size) for seq_len in seq_lens)
     sets = min(
@@ -200,7 +262,9 @@ def _attention_us(
         attn = attention_of(seq_lens, query_lens, block_ids, block_size, check.device, bound)
         attn = with_parts(attn, query_lens, kernels, kv_heads)
         q_THD = check.normal(sum(query_lens), num_heads, dim)
-        calls.append(partial(kernels.paged_attention, q_THD, keys, values, attn, dim**-0.5))
+        calls.append(
+            partial(attend or kernels.paged_attention, q_THD, keys, values, attn, dim**-0.5)
+        )
     return median_us(check, calls)
 
 

@@ -16,30 +16,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.decode_parts import MAX_PARTS, decode_places
-from kernels.gpu.fp8 import has_instructions, loaded
+from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
+from kernels.gpu.fp8 import fp8_read, loaded
 from kernels.metadata import AttentionMetadata, DecodeParts
 
 # Rows examined together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How a kernel is tiled: M query rows and C cached tokens per tile, warps per program, pipeline
-    stages of its loads.
-    """
-
-    tile_m: int
-    tile_c: int
-    num_warps: int
-    num_stages: int
 
 
 def paged_attention(
@@ -48,12 +37,15 @@ def paged_attention(
     v_cache_NPKD: torch.Tensor,
     attn: AttentionMetadata,
     scale: float,
+    *,
+    tune: Callable[[Launch], Launch] | None = None,
 ) -> torch.Tensor:
     """As `paged_attention_reference`, for queries in float32, bfloat16 and float16, `scale` above
     0. One launch for the rows of `attn.decode`, one for the others.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
     with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
+    `tune` gets each launch as it is chosen and gives the one to use: for benchmarks.
     """
     assert q_THD.stride(2) == 1 and k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
     assert attn.block_table_BW.stride(1) == 1
@@ -61,10 +53,14 @@ def paged_attention(
     scale_log2 = scale * math.log2(math.e)
     first_row = 0
     if attn.decode is not None:
-        attend_decode(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2)
+        attend_decode(
+            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2, tune
+        )
         first_row = attn.decode.num_rows
     if first_row < len(attn.seq_lens_B):
-        _attend_prefill(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2)
+        _attend_prefill(
+            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2, tune
+        )
     return out_THD
 
 
@@ -76,17 +72,19 @@ def _attend_prefill(
     attn: AttentionMetadata,
     first_row: int,
     scale_log2: float,
+    tune: Callable[[Launch], Launch] | None,
 ) -> None:
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
-    # Without instructions for it, converting 8-bit numbers leaves no registers for a large tile.
-    has_room = k_cache_NPKD.dtype is not torch.uint8 or has_instructions(q_THD.device)
-    launch = prefill_launch(
-        q_THD.dtype, head_dim, large=fills_sms and has_room and attn.max_query_len * group > 64
-    )
+    # Before Hopper, widening 8-bit numbers leaves no registers for a large tile.
+    has_room = k_cache_NPKD.dtype is not torch.uint8 or _capability(q_THD.device) >= (9, 0)
+    large = fills_sms and has_room and attn.max_query_len * group > 64
+    on_hopper = _capability(q_THD.device)[0] == 9
+    launch = prefill_launch(q_THD.dtype, head_dim, large, on_hopper)
+    launch = tune(launch) if tune else launch
     num_rows = len(attn.seq_lens_B) - first_row
     grid = (num_tokens * group // launch.tile_m + num_rows, kv_heads)
     prefill_kernel[grid](
@@ -109,7 +107,7 @@ def _attend_prefill(
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
-        NATIVE_FP8=has_instructions(q_THD.device),
+        READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -123,6 +121,7 @@ def attend_decode(
     attn: AttentionMetadata,
     decode: DecodeParts,
     scale_log2: float,
+    tune: Callable[[Launch], Launch] | None = None,
 ) -> None:
     """The rows of `attn.decode`, written to the first tokens of `out_THD`. The rest as
     `paged_attention`; `scale_log2` is the scale for powers of two.
@@ -130,7 +129,8 @@ def attend_decode(
     num_heads, head_dim = q_THD.shape[1:]
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
     group = num_heads // kv_heads
-    launch = decode_launch(q_THD.dtype, head_dim, group)
+    launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group)
+    launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
     if decode.num_places > decode.num_rows:
         shape = (decode.num_places, num_heads)
@@ -139,7 +139,8 @@ def attend_decode(
         max_XH, sum_XH = (
             torch.empty(shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
-    decode_kernel[(decode.num_places, kv_heads)](
+    grid = (kv_heads, decode.num_places) if launch.heads_adjacent else (decode.num_places, kv_heads)
+    decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
         v_cache_NPKD,
@@ -163,55 +164,26 @@ def attend_decode(
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
-        NATIVE_FP8=has_instructions(q_THD.device),
+        READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
         TILE_X=MAX_PARTS,
+        HEADS_ADJACENT=launch.heads_adjacent,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
 
 
-# How kernels are tiled
-
-
-def padded_dim(head_dim: int) -> int:
-    """The head dim of a tile: a power of two that a matrix product accepts."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool) -> Launch:
-    """Large tiles read keys and values least often; small tiles are used where large ones would
-    leave processors idle.
-
-    One of the five stages loads the block table, so two tiles of keys and values are being loaded
-    while one is used. With the queries that is up to 133 KB, which fits an A100 too. float32 has no
-    matrix instructions and needs twice the bytes.
-    """
-    if dtype == torch.float32:
-        return Launch(tile_m=32, tile_c=16, num_warps=16, num_stages=5)
-    if padded_dim(head_dim) > 128:
-        return Launch(tile_m=64, tile_c=32, num_warps=8, num_stages=5)
-    tile_c = 8192 // max(64, padded_dim(head_dim))
-    if large:
-        return Launch(tile_m=128, tile_c=tile_c, num_warps=8, num_stages=5)
-    return Launch(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=5)
-
-
-def decode_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """The G query heads of one query, padded to the 16 rows of the smallest matrix product.
-
-    Keys of a tile take 16 KB whatever the head dim, and stages are as in prefill: 72 KB altogether,
-    so each multiprocessor of an H200 runs three programs with about 200 KB in flight, several times
-    what the latency of its memory requires.
-    """
-    tile_m = max(16, 1 << (group - 1).bit_length())
-    tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * dtype.itemsize)))
-    num_warps = 8 if dtype == torch.float32 else 4  # float32 has no matrix instructions
-    return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=num_warps, num_stages=5)
+# What launches depend on
 
 
 def places_of(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
     """`decode_places` for the rows of a step on this device."""
     return decode_places(num_rows, kv_heads, max_seq_len, _num_sms(device))
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) on the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @functools.cache
@@ -253,7 +225,7 @@ def prefill_kernel(
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    READ_FP8: tl.constexpr,
 ) -> None:
     """One program handles M query rows of one row of the batch and one KV head. Grid: (T * G // M +
     B, K).
@@ -311,7 +283,7 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        NATIVE_FP8,
+        READ_FP8,
         False,
     )
     acc_MD, max_M, sum_M = _attend(
@@ -332,7 +304,7 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        NATIVE_FP8,
+        READ_FP8,
         True,
     )
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
@@ -371,11 +343,13 @@ def decode_kernel(
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    READ_FP8: tl.constexpr,
     TILE_X: tl.constexpr,
+    HEADS_ADJACENT: tl.constexpr,
 ) -> None:
     """One program handles one part of one row's tokens and one KV head, for the G query heads that
-    share it. Row b is token b. Grid: (X, K); places that no row has taken return at once.
+    share it. Row b is token b. Grid: (K, X) if HEADS_ADJACENT, else (X, K); places that no row has
+    taken return at once.
 
     For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each
     once, which is G operations per byte of a 16-bit cache: bound by memory. A row of one part
@@ -383,7 +357,10 @@ def decode_kernel(
     maximum and sum, H * (D + 2) * 4 bytes, and the program that is done last joins them, in the
     order of the parts, so the result does not depend on which one that is.
     """
-    place, kv_head = tl.program_id(0), tl.program_id(1)
+    if HEADS_ADJACENT:
+        kv_head, place = tl.program_id(0), tl.program_id(1)
+    else:
+        place, kv_head = tl.program_id(0), tl.program_id(1)
     if place >= tl.load(start_B1 + num_rows):
         return
     row = _row_at(place, start_B1, num_rows)
@@ -425,7 +402,7 @@ def decode_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        NATIVE_FP8,
+        READ_FP8,
         True,
     )
     out_HD = out_THD + row.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
@@ -553,7 +530,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    READ_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, which
@@ -575,7 +552,7 @@ def _attend(
         kept_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
-        k_CD, v_CD = loaded(k_CD, q_MD.dtype, NATIVE_FP8), loaded(v_CD, q_MD.dtype, NATIVE_FP8)
+        k_CD, v_CD = loaded(k_CD, q_MD.dtype, READ_FP8), loaded(v_CD, q_MD.dtype, READ_FP8)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))

@@ -11,12 +11,19 @@ Registers and stack are read from the cubin. Registers spill to the stack: if th
 none did. Both ptxas and cuobjdump tell its size, while cuobjdump's LOCAL is 0 even then. Shared
 memory is what Triton asks for at the launch; the 1024 bytes in cubins of sm_90 and later are the
 system's, beside what a block may ask for.
+
+Hopper's matrix instructions (wgmma) run behind each other and behind loads. Where ptxas cannot
+allow that it waits after each, and says so in its log as C7515. Triton writes that log while it
+compiles, so what has these instructions is compiled again without the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -24,7 +31,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -36,14 +43,13 @@ from triton.compiler import ASTSource
 from tests.kernels import compile_cases
 from tests.kernels.compile_cases import CompileCase
 
-CHIPS = (80, 90, 100)
 _PROCESSES = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """What one case needs on one chip: registers per thread, bytes of stack per thread, bytes of
-    shared memory per block.
+    shared memory per block; and whether its matrix instructions wait for each other.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    serialized: bool
 
 
 def all_cases() -> dict[str, CompileCase]:
@@ -74,11 +81,14 @@ def compile_case(name: str, chip: int) -> Compiled:
         for index, type_ in enumerate(case.signature.values())
         if type_.startswith("*") or type_.endswith(":16")
     }
-    compiled = triton.compile(
+    compile_ = functools.partial(
+        triton.compile,
         ASTSource(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs),
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages},
     )
+    compiled = compile_()
+    has_wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
     return Compiled(
         name=name,
@@ -86,7 +96,20 @@ def compile_case(name: str, chip: int) -> Compiled:
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
         shared_bytes=compiled.metadata.shared,
+        serialized=has_wgmma and "C7515" in _ptxas_log(compile_),
     )
+
+
+def _ptxas_log(compile_: Callable[[], object]) -> str:
+    """What ptxas says while it compiles, "ptxas info : Used 178 registers ..." among it."""
+    log = io.StringIO()
+    knobs = triton.knobs
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compile_()
+    assert "registers" in log.getvalue(), "ptxas has told nothing"
+    return log.getvalue()
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -103,8 +126,8 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(names: list[str]) -> Iterator[Compiled]:
-    oldest = {name: case.oldest_chip for name, case in all_cases().items()}
-    jobs = [(name, chip) for name in names for chip in CHIPS if chip >= oldest[name]]
+    cases = all_cases()
+    jobs = [(name, chip) for name in names for chip in cases[name].chips]
     with ProcessPoolExecutor(_PROCESSES, get_context("fork")) as pool:
         yield from pool.map(compile_case, *zip(*jobs, strict=True))
 
@@ -124,12 +147,13 @@ def main() -> None:
     if not names:
         sys.exit(f"no case has one of {args.text} in its name")
     if args.table:
-        print(f"{'case':48} {'chip':>6} {'registers':>9} {'stack':>6} {'shared':>7}")
+        print(f"{'case':48} {'chip':>6} {'registers':>9} {'stack':>6} {'shared':>7}  wgmma")
     for compiled in compile_all(names):
         if args.table:
             print(
                 f"{compiled.name:48} {f'sm_{compiled.chip}':>6} {compiled.registers:9}"
                 f" {compiled.stack_bytes:6} {compiled.shared_bytes:7}"
+                f"{'  serialized' if compiled.serialized else ''}"
             )
         else:
             print(json.dumps(asdict(compiled)), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from kernels.decode_parts import part_starts
 from kernels.gpu import attention
+from kernels.gpu.attention_launch import Launch
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
@@ -250,6 +252,45 @@ def test_a_mixed_batch_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(attention, name, Noting())
     assert_matches_reference(make_case([50, 9, 40, 7], [1, 1, 30, 1], kv_heads=2, head_dim=64))
     assert launches == [(2, 2), (33 * 2 // 32 + 2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_order_of_decode_programs_changes_no_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, int]] = []
+    kernel: Any = attention.decode_kernel
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(attention, "decode_kernel", Noting())
+    case = make_case(DECODE_LENS, [1] * 6, kv_heads=3, group=2, head_dim=64, dtype=dtype)
+    case = divided(on_device(case), 11)
+    outs = [
+        attention.paged_attention(*case, 0.125, tune=partial(replace, heads_adjacent=adjacent))
+        for adjacent in (True, False)
+    ]
+    assert grids == [(3, 11), (11, 3)]
+    assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("tile_m", [16, 64])
+@pytest.mark.parametrize("tile_c", [16, 128])
+def test_launch_that_a_benchmark_chooses_is_used(tile_m: int, tile_c: int) -> None:
+    case = on_device(make_case(*MIXED, head_dim=64, dtype=torch.float16))
+    chosen: list[Launch] = []
+
+    def tune(launch: Launch) -> Launch:
+        chosen.append(replace(launch, tile_m=tile_m, tile_c=tile_c, num_warps=4))
+        return chosen[-1]
+
+    out = attention.paged_attention(*case, 0.125, tune=tune)
+    want = paged_attention_reference(*case, 0.125)
+    torch.testing.assert_close(out, want, atol=TOLERANCE[torch.float16], rtol=0)
+    assert len(chosen) == 1, "without decode parts, one launch"
 
 
 def test_more_decode_rows_than_are_searched_at_once_before_prompts() -> None:

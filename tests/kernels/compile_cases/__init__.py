@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+CHIPS = (80, 90, 100)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCase:
     """One specialization of a kernel as its wrapper launches it.
 
     `signature` gives the Triton type of every parameter in order, "constexpr" for those of
-    `constexprs`.
+    `constexprs`. `chips`: those it is launched on.
     """
 
     name: str
@@ -20,4 +22,4 @@ class CompileCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    oldest_chip: int = 80  # that has the instructions
+    chips: tuple[int, ...] = CHIPS

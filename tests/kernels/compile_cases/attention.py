@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from kernels.decode_parts import MAX_PARTS
-from kernels.gpu.attention import (
-    Launch,
-    decode_kernel,
-    decode_launch,
-    padded_dim,
-    prefill_kernel,
-    prefill_launch,
-)
-from tests.kernels.compile_cases import CompileCase
+from kernels.gpu.attention import decode_kernel, prefill_kernel
+from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
+from kernels.gpu.fp8 import Fp8Read
+from tests.kernels.compile_cases import CHIPS, CompileCase
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Chips whose caches of 8-bit numbers may be read in each way.
+_FP8_CHIPS: dict[Fp8Read, tuple[int, ...]] = {"instructions": (90, 100), "pairs": CHIPS}
 _KV_HEADS = 8
 _POINTERS = {
     "query_start_B1": "*i32",
@@ -27,6 +24,7 @@ _POINTERS = {
     "seq_lens_B": "*i32",
     "block_table_BW": "*i32",
 }
+_DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS, "HEADS_ADJACENT": True}
 _SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "arrived_BK": "*i32"}
 
 
@@ -37,6 +35,7 @@ def _case(
     launch: Launch,
     constexprs: dict[str, Any],
     cache: str | None = None,
+    chips: tuple[int, ...] = CHIPS,
 ) -> CompileCase:
     types = {
         **_POINTERS,
@@ -54,7 +53,7 @@ def _case(
         constexprs=constexprs,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        oldest_chip=89 if constexprs["NATIVE_FP8"] else 80,
+        chips=chips,
     )
 
 
@@ -67,60 +66,71 @@ def _shape(head_dim: int, group: int, block_size: int, launch: Launch) -> dict[s
         "TILE_M": launch.tile_m,
         "TILE_C": launch.tile_c,
         "TILE_D": padded_dim(head_dim),
-        "NATIVE_FP8": False,
+        "READ_FP8": "pairs",
     }
 
 
-def _prefill(dtype: str, head_dim: int, group: int, block_size: int, large: bool) -> CompileCase:
-    launch = prefill_launch(_DTYPES[dtype], head_dim, large)
-    name = f"prefill {dtype} D={head_dim} G={group} P={block_size}{' large' if large else ''}"
-    return _case(name, prefill_kernel, dtype, launch, _shape(head_dim, group, block_size, launch))
+def _prefill(
+    dtype: str,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    *,
+    large: bool,
+    read: Fp8Read | None = None,
+) -> list[CompileCase]:
+    """The launch on Hopper and that on other chips; with `read` over a cache of 8-bit numbers."""
+    name = f"prefill {f'fp8 for {dtype}' if read else dtype} D={head_dim} G={group} P={block_size}"
+    name += f"{f' {read}' if read else ''}{' large' if large else ''}"
+    # Before Hopper, tiles over 8-bit numbers are small.
+    others = (100,) if read and (large or read == "instructions") else (80, 100)
+    cases = []
+    for sort, chips in ((" on Hopper", (90,)), ("", others)):
+        launch = prefill_launch(_DTYPES[dtype], head_dim, large, on_hopper=90 in chips)
+        constexprs = _shape(head_dim, group, block_size, launch) | {"READ_FP8": read or "pairs"}
+        cache = "u8" if read else None
+        cases.append(_case(name + sort, prefill_kernel, dtype, launch, constexprs, cache, chips))
+    return cases
 
 
 def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCase:
-    launch = decode_launch(_DTYPES[dtype], head_dim, group)
+    launch = decode_launch(_DTYPES[dtype], _DTYPES[dtype], head_dim, group)
     name = f"decode {dtype} D={head_dim} G={group} P={block_size}"
-    constexprs = _shape(head_dim, group, block_size, launch) | {"TILE_X": MAX_PARTS}
+    constexprs = _shape(head_dim, group, block_size, launch) | _DECODE
     return _case(name, decode_kernel, dtype, launch, constexprs)
 
 
-def _fp8(kind: str, dtype: str, head_dim: int, group: int, native: bool) -> CompileCase:
-    """Cases over a cache of 8-bit numbers, read by instructions or by arithmetic."""
-    if kind == "decode":
-        launch, kernel = decode_launch(_DTYPES[dtype], head_dim, group), decode_kernel
-        more = {"TILE_X": MAX_PARTS}
-    else:
-        large = kind == "large prefill"
-        launch, kernel = prefill_launch(_DTYPES[dtype], head_dim, large), prefill_kernel
-        more = {}
-    name = f"{kind} fp8 for {dtype} D={head_dim} G={group}{' native' if native else ''}"
-    constexprs = _shape(head_dim, group, 16, launch) | more | {"NATIVE_FP8": native}
-    return _case(name, kernel, dtype, launch, constexprs, "u8")
+def _decode_fp8(dtype: str, head_dim: int, group: int, read: Fp8Read) -> CompileCase:
+    launch = decode_launch(_DTYPES[dtype], torch.uint8, head_dim, group)
+    name = f"decode fp8 for {dtype} D={head_dim} G={group} {read}"
+    constexprs = _shape(head_dim, group, 16, launch) | _DECODE | {"READ_FP8": read}
+    return _case(name, decode_kernel, dtype, launch, constexprs, "u8", _FP8_CHIPS[read])
 
 
 CASES: list[CompileCase] = [
-    _prefill("bf16", 128, 2, 16, large=True),
-    _prefill("fp16", 64, 1, 16, large=True),
-    _prefill("bf16", 64, 8, 256, large=True),
-    _prefill("bf16", 128, 8, 16, large=False),
-    _prefill("fp16", 128, 2, 256, large=False),
-    _prefill("fp16", 80, 3, 16, large=True),
-    _prefill("bf16", 128, 5, 16, large=True),
-    _prefill("bf16", 64, 2, 16, large=False),
-    _prefill("bf16", 256, 4, 16, large=False),
-    _prefill("fp32", 128, 2, 16, large=True),
+    *_prefill("bf16", 128, 2, 16, large=True),
+    *_prefill("fp16", 64, 1, 16, large=True),
+    *_prefill("bf16", 64, 8, 256, large=True),
+    *_prefill("bf16", 128, 8, 16, large=False),
+    *_prefill("fp16", 128, 2, 256, large=False),
+    *_prefill("fp16", 80, 3, 16, large=True),
+    *_prefill("bf16", 128, 5, 16, large=True),
+    *_prefill("bf16", 64, 2, 16, large=False),
+    *_prefill("bf16", 256, 4, 16, large=False),
+    *_prefill("fp32", 128, 2, 16, large=True),
     _decode("bf16", 128, 2, 16),
     _decode("bf16", 128, 8, 256),
     _decode("fp16", 64, 1, 256),
     _decode("fp16", 64, 8, 16),
     _decode("bf16", 256, 4, 16),
     _decode("fp32", 128, 2, 16),
-    *(
-        _fp8(kind, "bf16", 128, group, native)
-        for kind in ("decode", "prefill", "large prefill")
-        for group in (2, 8)
-        for native in (False, True)
-        if native or kind != "large prefill"
-    ),
-    _fp8("decode", "fp16", 64, 1, native=True),
+    *(_decode_fp8("bf16", 128, group, "pairs") for group in (2, 8)),
+    *(_decode_fp8("fp16", 128, 2, read) for read in _FP8_CHIPS),
+    _decode_fp8("fp16", 64, 1, "instructions"),
+    *_prefill("bf16", 128, 2, 16, large=False, read="pairs"),
+    *_prefill("bf16", 128, 8, 16, large=False, read="pairs"),
+    *_prefill("bf16", 128, 2, 16, large=True, read="pairs"),
+    *_prefill("bf16", 64, 8, 16, large=True, read="pairs"),
+    *_prefill("fp16", 128, 2, 16, large=True, read="instructions"),
+    *_prefill("fp16", 128, 2, 16, large=False, read="pairs"),
 ]
