@@ -1,5 +1,5 @@
 """What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check
-[--out FILE]`.
+[--out FILE] [--sections NAME ...] [--triton-cache DIR] [--small]`.
 
     machine      the GPU, versions, what its memory and its matrix units sustain
     numerics     every kernel against its reference
@@ -9,14 +9,18 @@
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
     ranks        two ranks, where there are two GPUs: sums, tokens, steps of the 0.6B shape
-    sanitizer    CUDA's checkers over small shapes, where they are installed
+    sanitizer    CUDA's checkers over small shapes, where they are installed: only if asked for
 
 Needs torch and triton; nothing is downloaded or built. Every row runs in the process of its
-section, those of `ranks` in two, all without Ray, whose part `benchmarks.dispatch` measures on any
-machine. Under nine minutes: each section has its own process and time limit, and its results so far
+section, those of `ranks` in two, those of `numerics` in one for each family of kernels, all without
+Ray, whose part `benchmarks.dispatch` measures on any machine. Under nine minutes, and as long again
+for `--sections sanitizer`: each section has its own process and time limit, and its results so far
 are kept if it crashes, hangs or runs out of time. Results are written after every section, and one
-table is printed at the end. Exit code 1 if anything has not passed. `--small`: tiny shapes on any
-device, including a CPU with TRITON_INTERPRET=1; their times mean nothing.
+table is printed at the end. Exit code 1 if anything has not passed.
+
+`--triton-cache DIR`: begin with the compiled kernels in `DIR/triton_cache.tar.xz`, if it is there,
+and write those and all new ones to that name beside FILE; see `gpu_check_cache`. `--small`: tiny
+shapes on any device, including a CPU with TRITON_INTERPRET=1; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +28,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from benchmarks.common import RESULTS, commit
 from benchmarks.common import machine as describe_machine
+from benchmarks.gpu_check_cache import KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check, Row, median_us, rounded
-from benchmarks.gpu_check_engine import decode_steps, throughput, tokens
-from benchmarks.gpu_check_model import answers, sanitizer
-from benchmarks.gpu_check_numerics import numerics
-from benchmarks.gpu_check_process import Section, run_process, run_section, write_json
+from benchmarks.gpu_check_engine import decode_steps, throughput
+from benchmarks.gpu_check_model import answers
+from benchmarks.gpu_check_numerics import families, numerics
+from benchmarks.gpu_check_process import (
+    Section,
+    run_process,
+    run_processes,
+    run_section,
+    write_json,
+)
 from benchmarks.gpu_check_ranks import two_ranks
+from benchmarks.gpu_check_sanitizer import sanitizer
 from benchmarks.gpu_check_speed import speed
+from benchmarks.gpu_check_tokens import tokens
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.device import CudaDevice
@@ -144,47 +158,70 @@ def _process_group(check: Check) -> Row:
         group.close()
 
 
-# By name, in order of importance: the section, and its limit in seconds including its process, 530
-# altogether. Time that one does not use is left to the later ones.
+# By name, in order of importance: the section, and its limit in seconds including its processes.
+# Time that one does not use is left to the later ones.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "machine": (machine, 40.0),
     "numerics": (numerics, 115.0),
     "answers": (answers, 30.0),
     "speed": (speed, 110.0),
-    "decode": (decode_steps, 80.0),
-    "throughput": (throughput, 50.0),
-    "tokens": (tokens, 40.0),
+    "decode": (decode_steps, 95.0),
+    "throughput": (throughput, 60.0),
+    "tokens": (tokens, 50.0),
     "ranks": (two_ranks, 30.0),
-    "sanitizer": (sanitizer, 35.0),
+    "sanitizer": (sanitizer, 535.0),
 }
+# Those that run unless others are named, 530 seconds altogether.
+DEFAULT_SECTIONS = [name for name in SECTIONS if name != "sanitizer"]
 # How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0
-# Runs a section, given its name, the file for its part, and the time at which it must stop.
-Command = Callable[[str, Path, float], list[str]]
+# Runs a section, given its name, the family of kernels (None for all), the file for its part, and
+# the time at which it must stop.
+Command = Callable[[str, str | None, Path, float], list[str]]
 
 
 def run_sections(
-    record: dict[str, Any], limits_s: dict[str, float], out: Path, command: Command
+    record: dict[str, Any],
+    limits_s: dict[str, float],
+    out: Path,
+    command: Command,
+    family_names: Sequence[str] = (),
+    cache: KernelCache | None = None,
 ) -> None:
-    """Run the sections one after another, each in its own process. `record` is written to `out`
-    after every section.
+    """Run the sections one after another, each in its own process, `numerics` in one for each of
+    the families. `record` is written to `out`, and what was compiled is packed, after every
+    section.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.stem}_part.json")
     due_s = time.monotonic()
     for name, limit_s in limits_s.items():
         due_s += limit_s
-        section = run_process(command(name, part, due_s - _MARGIN_S), part, due_s)
+        until_s = due_s - _MARGIN_S
+        if name == "numerics" and family_names:
+            parts = [part.with_stem(f"{part.stem}_{place}") for place in range(len(family_names))]
+            commands = {
+                family: (command(name, family, of_family, until_s), of_family)
+                for family, of_family in zip(family_names, parts, strict=True)
+            }
+            section = run_processes(commands, due_s)
+        else:
+            section = run_process(command(name, None, part, until_s), part, due_s)
         record["sections"][name] = section
+        if cache is not None:
+            cache.pack()
+            record["compiled_kernels"] = cache.num_kernels
         write_json(out, record)
         print(table({name: section}), flush=True)
     part.unlink(missing_ok=True)
 
 
-def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) -> list[str]:
-    """The command that runs one section; its floors follow from the measured ceilings in
-    `record`.
+def command_of(
+    record: dict[str, Any], name: str, family: str | None, part: Path, until_s: float
+) -> list[str]:
+    """The command that runs one section, or one family of kernels; its floors follow from the
+    measured ceilings in `record`.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--sections", name]
     command += [
@@ -193,6 +230,7 @@ def command_of(record: dict[str, Any], name: str, part: Path, until_s: float) ->
         "--until",
         str(until_s),
         *(["--small"] if record["small"] else []),
+        *(["--family", family] if family is not None else []),
     ]
     rows = record["sections"].get("machine", {"rows": []})["rows"]
     for ceilings in (row for row in rows if "tb_per_s" in row):
@@ -241,6 +279,21 @@ def find_backends(device: torch.device) -> dict[str, Kernels]:
     return backends
 
 
+def interpreter_problem(triton_version: str, numpy_version: str) -> str | None:
+    """Why this Triton cannot interpret kernels with this numpy, None if it can. Compiled kernels
+    run with any numpy.
+    """
+    too_old, too_new = (
+        tuple(map(int, version.split(".")[:2])) for version in (triton_version, numpy_version)
+    )
+    if too_old < (3, 7) and too_new >= (2, 4):
+        return (
+            f"the interpreter of Triton {triton_version} takes arrays of one number for numbers,"
+            f" which numpy {numpy_version} refuses; install numpy<2.4 or triton>=3.7, or use a GPU"
+        )
+    return None
+
+
 def main() -> None:
     """Run, write, print; or run the one section of a process."""
     parser = argparse.ArgumentParser(
@@ -249,10 +302,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_check.json")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on any device")
     parser.add_argument(
-        "--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME"
+        "--sections", nargs="+", choices=list(SECTIONS), default=DEFAULT_SECTIONS, metavar="NAME"
     )
+    parser.add_argument("--triton-cache", type=Path, metavar="DIR")
     for name, kind in (
         ("--part", Path),
+        ("--family", str),
         ("--until", float),
         ("--tb-per-s", float),
         ("--tflop-per-s", float),
@@ -265,8 +320,10 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.small:
         parser.error("there is no GPU here; --small runs on a CPU, with TRITON_INTERPRET=1")
+    if not on_gpu and (problem := interpreter_problem(triton.__version__, np.__version__)):
+        parser.error(problem)
     try:
-        select_backend("cuda" if on_gpu else "cpu", "triton")
+        backends = find_backends(torch.device("cuda" if on_gpu else "cpu"))
     except ValueError as error:
         parser.error(str(error))
     record: dict[str, Any] = {
@@ -282,8 +339,12 @@ def main() -> None:
         "sections": {},
     }
     limits_s = {name: SECTIONS[name][1] for name in args.sections}
-    run_sections(record, limits_s, args.out, partial(command_of, record))
-    print("\nall of it without Ray: `ranks` in two processes, the other sections in one\n")
+    carried = kernel_cache(args.triton_cache, args.out.parent) if args.triton_cache else None
+    with carried or nullcontext() as cache:
+        command = partial(command_of, record)
+        run_sections(record, limits_s, args.out, command, list(families(backends)), cache)
+    print("\nall of it without Ray: `numerics` and `ranks` in several processes, the others in one")
+    print()
     print(table(record["sections"], brief=True))
     if not on_gpu:
         print("\nno GPU: the times above are those of an interpreter and say nothing")
@@ -295,7 +356,9 @@ def main() -> None:
 def run_part(args: argparse.Namespace) -> None:
     """What `command_of` asks for."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    check = Check(device=device, small=args.small, backends=find_backends(device))
+    check = Check(
+        device=device, small=args.small, backends=find_backends(device), family=args.family
+    )
     if args.tb_per_s is not None:
         check.ceilings = Machine(
             memory_bytes_per_s=1e12 * args.tb_per_s, flops_per_s=1e12 * args.tflop_per_s

@@ -43,7 +43,7 @@ class Check:
     machine can sustain; an H200's data sheet until it is measured.
 
     `small`: tiny shapes, for any device. `rows` are the results of the running section; `on_row` is
-    called after each.
+    called after each. `family`: the kernels that `numerics` checks, None for all of them.
     """
 
     device: torch.device
@@ -54,6 +54,7 @@ class Check:
     )
     rows: list[Row] = field(default_factory=list)
     on_row: Callable[[], object] = lambda: None
+    family: str | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -64,18 +65,23 @@ class Check:
         """bfloat16, or float16 in the interpreter, whose products of bfloat16 are wrong."""
         return torch.bfloat16 if self.on_gpu else torch.float16
 
-    def add(self, name: str, measure: Callable[[], Row]) -> None:
-        """Append the row that `measure` gives. If it raises, the row has not passed."""
+    def add(self, name: str, measure: Callable[[], Row]) -> bool:
+        """Append the row that `measure` gives. If it raises, the row has not passed, and the answer
+        is False.
+        """
+        raised = False
         try:
             row = measure()
         except Exception as error:
             traceback.print_exc()
+            raised = True
             row = {
                 "error": f"{type(error).__name__}: {error}".splitlines()[0][:200],
                 "passed": False,
             }
         self.rows.append({"name": name, **row})
         self.on_row()
+        return not raised
 
     def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
         """Lower bound in microseconds on this machine."""
@@ -92,6 +98,16 @@ class Check:
 def rounded(value: float, digits: int = 4) -> float | str:
     """Rounded to this many significant digits; a word for values that JSON cannot represent."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+
+
+def refusal(kernels: Kernels, head_dim: int, block_size: int | None = None) -> str | None:
+    """Why a backend cannot compute this shape, None if it can. `block_size` None: its default."""
+    capabilities = kernels.capabilities
+    try:
+        capabilities.check_shape(head_dim, block_size or capabilities.default_block_size)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def attention_of(

@@ -1,5 +1,4 @@
-"""The engine in this process on one device: decode steps, a whole workload, and the same tokens
-from every backend.
+"""The engine in this process on one device: decode steps and a whole workload.
 
 Weights are random and made on the device. No Ray: an in-process executor below scheduler and
 engine.
@@ -14,8 +13,9 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, free_memory, rounded
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from kernels.reference.sampling import MAX_LISTED
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
@@ -63,12 +62,8 @@ TINY = QWEN3_0_6B | {
     "num_key_value_heads": 1,
     "head_dim": 64,
 }
-# Between two correct backends, 0.33 to 0.38 of the tokens came before the first difference
-# (bfloat16, on a CPU). With attention that returns zeros it was 0.002, and 0.02 with attention that
-# scales by 0.8 of what it should.
-_EQUAL_IN_16_BITS = 0.15
 _PUBLISHED = {"nano-vLLM, RTX 4070 Laptop": 1434.13, "vLLM, RTX 4070 Laptop": 1361.84}
-_NO_GRAPHS = {"note": "graphs are not available"}
+NO_GRAPHS = {"note": "graphs are not available"}
 
 Fill = Callable[[WeightSlice], object]
 Parts = tuple[Engine, "RecordingExecutor", ResolvedConfig]
@@ -118,24 +113,22 @@ def open_engine(
     make_executor: Callable[[ResolvedConfig], InProcessExecutor] = InProcessExecutor,
     **options: Any,
 ) -> Iterator[Parts]:
-    """An engine that runs a step ahead, over a model of this shape. `options` are those of
-    `EngineConfig`.
+    """An engine over a model of this shape, which runs as many steps ahead as the product does on
+    this device. `options` are those of `EngineConfig`.
     """
     free_memory(check)  # memory of an engine whose error was still referenced when it closed
     torch.manual_seed(0)
-    engine = EngineConfig(
+    asked = EngineConfig(
         model="random weights", device=check.device.type, attention_backend=backend, **options
     )
-    config = resolve_config(
-        engine, ModelConfig.from_dict(raw), Path(engine.model), check.device.type
-    )
+    config = resolve_config(asked, ModelConfig.from_dict(raw), Path(asked.model), check.device.type)
 
     def fill_all(slices: Iterable[WeightSlice], *_: object) -> None:
         for piece in slices:
             fill(piece)
 
     with (
-        mock.patch("workers.worker.local_checkpoint", lambda _: Path(engine.model)),
+        mock.patch("workers.worker.local_checkpoint", lambda _: Path(asked.model)),
         mock.patch("workers.worker.load_weights", fill_all),
         mock.patch("workers.worker.held_dtype", lambda model_dir, model, dtype, _: dtype),
     ):
@@ -147,13 +140,34 @@ def open_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,
-        enable_prefix_caching=engine.enable_prefix_caching,
+        enable_prefix_caching=asked.enable_prefix_caching,
     )
     try:
-        yield Engine(Scheduler(limits), executor, num_steps_ahead=1), executor, config
+        engine = Engine(Scheduler(limits), executor, num_steps_ahead=config.num_steps_ahead)
+        yield engine, executor, config
     finally:
         executor.inner.close()
         free_memory(check)
+
+
+def add_rows(
+    check: Check,
+    open_one: Callable[[], AbstractContextManager[Parts]],
+    rows: Sequence[tuple[str, Callable[[Parts], Row]]],
+) -> list[float]:
+    """Add the rows, all measured with one engine; after a row that raises, which leaves requests in
+    its engine, the next ones with another. Returns the seconds that each engine took to start.
+    """
+    left, start_s = deque(rows), []
+    while left:
+        began = time.perf_counter()
+        with open_one() as parts:
+            start_s.append(time.perf_counter() - began)
+            while left:
+                name, measure = left.popleft()
+                if not check.add(name, partial(measure, parts)):
+                    break
+    return start_s
 
 
 def near_zero(piece: WeightSlice) -> None:
@@ -172,17 +186,19 @@ def wide(piece: WeightSlice) -> None:
 
 
 def add(engine: Engine, number: int, tokens: list[int], max_tokens: int, **parameters: Any) -> None:
-    """Queue a request, whose seed is its number. It ends by length alone unless `parameters` have
+    """Queue the request of `request_of`."""
+    engine.add(request_of(number, tokens, max_tokens, **parameters))
+
+
+def request_of(number: int, tokens: list[int], max_tokens: int, **parameters: Any) -> Request:
+    """A request whose id and seed are its number. It ends by length alone unless `parameters` have
     stop ids.
     """
-    sampling = Sampling(seed=number, max_tokens=max_tokens, **parameters)
-    engine.add(
-        Request(
-            request_id=str(number),
-            token_ids=ints(tokens),
-            num_prompt_tokens=len(tokens),
-            sampling=sampling,
-        )
+    return Request(
+        request_id=str(number),
+        token_ids=ints(tokens),
+        num_prompt_tokens=len(tokens),
+        sampling=Sampling(seed=number, max_tokens=max_tokens, **parameters),
     )
 
 
@@ -216,15 +232,15 @@ def decode_steps(check: Check) -> None:
             if eager or check.on_gpu:
                 check.add(label, partial(_decode_steps, check, raw, eager, name))
             else:
-                check.add(label, lambda: _NO_GRAPHS)
+                check.add(label, lambda: NO_GRAPHS)
 
 
 def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> Row:
     """Adds a row per batch; returns the row of the start."""
     batches, context, steps = ((2,), 8, 2) if check.small else ((1, 8, 64, 256), 512, 40)
     num_prompts, prompt_len = ((1, 2), 12) if check.small else ((1, 4), 2048)
-    began = time.perf_counter()
-    with open_engine(
+    open_one = partial(
+        open_engine,
         check,
         raw,
         "triton",
@@ -236,20 +252,18 @@ def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> 
         # The default, so that decode graphs are captured for rows of this length.
         max_model_len=64 if check.small else None,
         num_kv_blocks=batches[-1] * (context + 128) // 16,
-    ) as (engine, executor, config):
-        start_s = time.perf_counter() - began
-        for batch in batches:
-            step = partial(
-                decode_step, check, engine, executor, config.model, batch, context, steps
-            )
-            check.add(f"{name} {'eager' if eager else 'graph'}, batch {batch}", step)
-            if not eager:
-                parts = partial(_parts_of_step, check, engine, config.model, batch, context)
-                check.add(f"{name} parts of a step, batch {batch}", parts)
-        for num in num_prompts if eager else ():
-            step = partial(_prefill_step, check, engine, executor, config.model, num, prompt_len)
-            check.add(f"{name} prefill {num * prompt_len}", step)
-    return {"start_s": rounded(start_s, 3)}
+    )
+    rows: list[tuple[str, Callable[[Parts], Row]]] = []
+    for batch in batches:
+        label = f"{name} {'eager' if eager else 'graph'}, batch {batch}"
+        rows.append((label, partial(decode_step, check, batch, context, steps)))
+        if not eager:
+            label = f"{name} parts of a step, batch {batch}"
+            rows.append((label, partial(_parts_of_step, check, batch, context)))
+    for num in num_prompts if eager else ():
+        label = f"{name} prefill {num * prompt_len}"
+        rows.append((label, partial(_prefill_step, check, num, prompt_len)))
+    return {"start_s": rounded(add_rows(check, open_one, rows)[0], 3)}
 
 
 def _start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, steps: int) -> None:
@@ -271,14 +285,13 @@ def _end_batch(engine: Engine, batch: int) -> None:
     run_all(engine)
 
 
-def _parts_of_step(
-    check: Check, engine: Engine, model: ModelConfig, batch: int, context: int
-) -> Row:
+def _parts_of_step(check: Check, batch: int, context: int, parts: Parts) -> Row:
     """Device time per step by kind of kernel, and time in which none ran."""
     if not check.on_gpu:
-        return _NO_GRAPHS
+        return NO_GRAPHS
+    engine, _, config = parts
     steps = 10
-    _start_batch(engine, model, batch, context, 2 * steps)
+    _start_batch(engine, config.model, batch, context, 2 * steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         for _ in range(steps):
             engine.step()
@@ -319,16 +332,11 @@ def parts_of(spans: list[tuple[str, float, float]], steps: int) -> Row:
 
 
 def decode_step(
-    check: Check,
-    engine: Engine,
-    executor: RecordingExecutor,
-    model: ModelConfig,
-    batch: int,
-    context: int,
-    steps: int,
-    size: int = 1,
+    check: Check, batch: int, context: int, steps: int, parts: Parts, size: int = 1
 ) -> Row:
     """The median time of a step of this rank, one of `size`."""
+    engine, executor, config = parts
+    model = config.model
     _start_batch(engine, model, batch, context, steps)
     executor.launch_s.clear()
     moments = [time.perf_counter()]
@@ -350,15 +358,10 @@ def decode_step(
     }
 
 
-def _prefill_step(
-    check: Check,
-    engine: Engine,
-    executor: RecordingExecutor,
-    model: ModelConfig,
-    num_prompts: int,
-    prompt_len: int,
-) -> Row:
+def _prefill_step(check: Check, num_prompts: int, prompt_len: int, parts: Parts) -> Row:
     """The median time of equal steps, without the first, which compiles kernels."""
+    engine, executor, config = parts
+    model = config.model
     repeats = 2 if check.small else 6
     prompts = prompts_of(
         {"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts
@@ -442,138 +445,3 @@ def _throughput(check: Check, backend: str) -> Row:
             "preempted": stats.num_preemptions,
             "passed": [len(outputs[str(number)]) for number in range(num_seqs)] == lengths,
         }
-
-
-# Tokens
-
-
-def tokens(check: Check) -> None:
-    """Outputs of every backend, through graphs and without, against the reference backend's; and
-    launches while torch watches for waits. The requests use every parameter of sampling.
-
-    In float32 outputs must be equal. In 16 bits, different orders of summation round differently,
-    which decides near ties: what counts is the fraction of tokens before the first difference.
-    """
-    for dtype in ("float32", "bfloat16") if check.on_gpu else ("float32",):
-        outputs: dict[str, list[list[int]]] = {}
-        for backend in ("reference", *check.backends):
-            if backend not in ("reference", "triton") and dtype == "float32":
-                continue  # flash-attn has no float32
-            for eager in (True, False):
-                name = f"{dtype} {backend} {'eager' if eager else 'graph'}"
-                if eager or (
-                    check.on_gpu and backend != "reference"
-                ):  # its attention waits for the GPU
-                    check.add(name, partial(_compare, check, outputs, name, dtype, backend, eager))
-                else:
-                    check.add(name, lambda: _NO_GRAPHS)
-    for backend in check.backends:
-        for eager in (True, False):
-            name = f"launch never waits, {backend} {'eager' if eager else 'graph'}"
-            if check.on_gpu:
-                check.add(name, partial(_never_waits, check, backend, eager))
-            else:
-                check.add(name, lambda: {"note": "a CPU has nothing to wait for"})
-
-
-def _tokens_engine(check: Check, dtype: str, backend: str, eager: bool) -> Any:
-    # A block size that every backend takes; prompts in chunks; batches below, at and above sizes of
-    # graphs.
-    max_num_seqs, max_num_batched_tokens, max_model_len = (
-        (4, 64, 64) if check.small else (20, 512, 1024)
-    )
-    return open_engine(
-        check,
-        TINY if check.small else COMPARED,
-        backend,
-        wide,
-        dtype=dtype,
-        enforce_eager=eager,
-        block_size=256,
-        num_kv_blocks=60,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
-
-
-def add_ragged(check: Check, engine: Engine) -> int:
-    """Submit prompts and outputs of different lengths, sampled in every way in turn; returns how
-    many.
-    """
-    raw, count, longest, steps = (TINY, 10, 9, 6) if check.small else (COMPARED, 20, 700, 48)
-    rng, ways = random.Random(3), _ways_of_sampling(raw["vocab_size"])
-    for number, prompt in enumerate(
-        prompts_of(raw, [rng.randint(1, longest) for _ in range(count)], seed=4)
-    ):
-        add(engine, number, prompt, rng.randint(4, steps), **ways[number % len(ways)])
-    return count
-
-
-def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
-    """Temperatures at which filters cut off tokens that would be drawn often."""
-    greedy, drawn = {"temperature": 0.0}, {"temperature": 2.0}
-    return [
-        greedy,
-        {"temperature": 0.8},
-        drawn | {"top_k": 20, "top_p": 0.9},
-        drawn | {"top_p": 0.7},
-        drawn | {"min_p": 0.05},
-        drawn | {"top_k": MAX_LISTED + 1},  # more than a list of nearest tokens holds
-        greedy | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-        greedy | {"logit_bias": ((3, 5.0), (vocab_size - 1, -100.0))},
-        greedy | {"min_tokens": 4, "stop_token_ids": frozenset(range(0, vocab_size, 2))},
-        greedy | {"logprobs": 5},
-    ]
-
-
-def _compare(
-    check: Check,
-    outputs: dict[str, list[list[int]]],
-    key: str,
-    dtype: str,
-    backend: str,
-    eager: bool,
-) -> Row:
-    with _tokens_engine(check, dtype, backend, eager) as (engine, _, _):
-        count = add_ragged(check, engine)
-        ended = run_all(engine)
-    outputs[key] = [list(ended[str(number)]) for number in range(count)]
-    want = next(iter(outputs.values()))
-    pairs = list(zip(outputs[key], want, strict=True))
-    begun_alike = [_begun_alike(*pair) for pair in pairs]
-    places = [
-        place
-        for place, (output, wanted) in zip(begun_alike, pairs, strict=True)
-        if output != wanted
-    ]
-    equal = sum(begun_alike) / sum(map(len, want))
-    row: Row = {
-        "requests": count,
-        "differ": len(places),
-        "first": sorted(places)[:5],
-        "equal": rounded(equal),
-    }
-    # Outputs that do not vary would be the same with any model.
-    varied = len({token for output in want for token in output}) > count
-    return row | {
-        "passed": varied and (not places if dtype == "float32" else equal >= _EQUAL_IN_16_BITS)
-    }
-
-
-def _begun_alike(output: list[int], wanted: list[int]) -> int:
-    """How many tokens come before the first that differs."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(output, wanted, strict=False))
-    return sum(1 for _ in alike)
-
-
-def _never_waits(check: Check, backend: str, eager: bool) -> Row:
-    """Everything is compiled first. A step that waits raises an error."""
-    with _tokens_engine(check, "bfloat16", backend, eager) as (engine, executor, _):
-        add_ragged(check, engine)
-        run_all(engine)
-        executor.launch_s.clear()
-        executor.forbid_waits = True
-        add_ragged(check, engine)
-        run_all(engine)
-        return {"launches": len(executor.launch_s), "passed": True}

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, attention_of, rounded, with_parts
+from benchmarks.gpu_check_common import Check, Row, attention_of, refusal, rounded, with_parts
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
@@ -61,13 +61,26 @@ _SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 
 
 
 def numerics(check: Check) -> None:
-    """Run the section."""
-    triton = check.backends["triton"]
-    elementwise(check, triton)
-    store(check, triton)
-    for name, kernels in check.backends.items():
-        attention(check, name, kernels)
-    sampling(check, triton.sampling)
+    """Run the section, or the family of kernels that is asked for."""
+    for name, run in families(check.backends).items():
+        if check.family in (None, name):
+            run(check)
+
+
+def families(backends: Iterable[str]) -> dict[str, Callable[[Check], None]]:
+    """Each family of kernels by its name. Each runs in a process of its own, since an access to
+    memory that is not there ends all that its process does on the GPU.
+    """
+    return {
+        "elementwise": lambda check: elementwise(check, check.backends["triton"]),
+        "store": lambda check: store(check, check.backends["triton"]),
+        **{f"attention {name}": partial(_attention_of_backend, name) for name in backends},
+        "sampling": lambda check: sampling(check, check.backends["triton"].sampling),
+    }
+
+
+def _attention_of_backend(name: str, check: Check) -> None:
+    attention(check, name, check.backends[name])
 
 
 def elementwise(check: Check, kernels: Kernels) -> None:
@@ -166,6 +179,10 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
     """
     for heads, kv_heads, dim, block_size in [(2, 1, 64, None)] if check.small else _ATTENTION_CASES:
         block_size = block_size or kernels.capabilities.default_block_size
+        if reason := refusal(kernels, dim, block_size):
+            name = f"{backend} {heads}/{kv_heads} x {dim}, block {block_size}"
+            check.add(name, partial(dict, note=reason))
+            continue
         for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _BATCHES).items():
             case = partial(
                 _attention_case,

@@ -2,7 +2,8 @@
 others.
 
 The process writes its part, a JSON file, after every row (`run_section`). The process that started
-it reads that file when it has ended or was killed (`run_process`). Does not import torch.
+it reads that file when it has ended or was killed (`run_process`). A section may also be divided
+into several processes (`run_processes`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +100,28 @@ def run_process(command: list[str], part: Path, due_s: float) -> Section:
     if code != 0:
         section["ended_early"] = ": ".join((_ending(code), *said.strip().splitlines()[-1:]))
     return section
+
+
+def run_processes(commands: dict[str, tuple[list[str], Path]], due_s: float) -> Section:
+    """`run_process` for several commands at the same time, each with its own part, as one section.
+    The keys say which process has ended early. The parts are removed.
+    """
+    with ThreadPoolExecutor(len(commands)) as pool:
+        running = [pool.submit(run_process, *pair, due_s) for pair in commands.values()]
+        sections = [process.result() for process in running]
+    for _, part in commands.values():
+        part.unlink(missing_ok=True)
+    reasons = [
+        f"{key}: {section['ended_early']}"
+        for key, section in zip(commands, sections, strict=True)
+        if section["ended_early"] is not None
+    ]
+    return {
+        "seconds": max(section["seconds"] for section in sections),
+        "ended_early": "; ".join(reasons) or None,
+        "failed": [name for section in sections for name in section["failed"]],
+        "rows": [row for section in sections for row in section["rows"]],
+    }
 
 
 def _ending(code: int | None) -> str:

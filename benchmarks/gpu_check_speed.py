@@ -26,6 +26,7 @@ from benchmarks.gpu_check_common import (
     attention_of,
     median_us,
     num_sets,
+    refusal,
     rounded,
     share,
     timed,
@@ -146,10 +147,12 @@ def _attention(
         (f"block_{size}", check.backends["triton"], size)
         for size in ((16,) if check.small else (16, 64, 256))
     ]
+    others = {name: other for name, other in check.backends.items() if name != "triton"}
+    refused = {name: reason for name in others if (reason := refusal(others[name], dim))}
     runs += [
         (name, other, other.capabilities.default_block_size)
-        for name, other in check.backends.items()
-        if name != "triton"
+        for name, other in others.items()
+        if name not in refused
     ]
 
     def measure() -> Row:
@@ -163,7 +166,7 @@ def _attention(
             except Exception as error:  # the other times are still measured
                 traceback.print_exc()
                 failed |= {label: type(error).__name__, "passed": False}
-        row = {f"{label}_us": rounded(us) for label, us in times.items()} | failed
+        row = {f"{label}_us": rounded(us) for label, us in times.items()} | refused | failed
         floor = check.floor_us(num_bytes, flops)
         row["floor_us"] = rounded(floor)
         if "block_16" in times:
