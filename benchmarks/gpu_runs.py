@@ -28,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check_cache import kernel_cache
 from benchmarks.gpu_runs_table import table
 from benchmarks.steps import Result, Step, run_steps
 from configs.paths import CHECKOUT
@@ -89,7 +90,7 @@ def _inputs(run: Run, shape: str = "0.6B", name: str = "inputs") -> Step:
 def _gpu_check(run: Run, limit_s: float, name: str = "gpu_check", *sections: str) -> Step:
     command = run.python("benchmarks.gpu_check", "--out", run.out / f"{name}.json")
     command += ["--sections", *sections] if sections else []
-    command += ["--triton-cache", str(run.brought or run.out)]
+    command += ["--triton-cache", str(run.out)]
     return _interpreted(run, Step(name=name, command=command, limit_s=limit_s, least_s=45))
 
 
@@ -97,24 +98,10 @@ def _interpreted(run: Run, step: Step) -> Step:
     """For a step whose kernels only Triton has: without a GPU in its interpreter, if that works."""
     if run.on_gpu:
         return step
-    return Step(
-        name=step.name,
-        command=step.command,
-        limit_s=step.limit_s,
-        least_s=step.least_s,
-        environment={"TRITON_INTERPRET": "1"},
-        skipped=interpreter_problem(metadata.version("triton"), metadata.version("numpy")),
-    )
+    from benchmarks.gpu_check import interpreter_problem  # loads torch, which takes seconds
 
-
-def interpreter_problem(triton_version: str, numpy_version: str) -> str | None:
-    """Why these versions cannot interpret kernels, None if they can."""
-    triton, numpy = (
-        tuple(map(int, version.split(".")[:2])) for version in (triton_version, numpy_version)
-    )
-    if triton < (3, 7) and numpy >= (2, 4):
-        return f"the interpreter of Triton {triton_version} fails with numpy {numpy_version}"
-    return None
+    problem = interpreter_problem(metadata.version("triton"), metadata.version("numpy"))
+    return replace(step, environment={"TRITON_INTERPRET": "1"}, skipped=step.skipped or problem)
 
 
 def _nano_vllm(run: Run) -> Step:
@@ -138,13 +125,23 @@ def _transformers(run: Run) -> Step:
 
 def _generate(run: Run) -> Step:
     command = run.launch("generate", "What is 47 + 38?", "What is 82 - 35?", "--log-level", "error")
-    return Step(name="ray_generate", command=command, limit_s=90, least_s=25)
+    expected = ("85", "47\n")
+    return Step(name="ray_generate", command=command, limit_s=90, least_s=25, expected=expected)
 
 
-def _bench(run: Run) -> Step:
+def _bench(run: Run, attention: str) -> Step:
     command = run.launch("bench", "--model", run.model, "--max-model-len", 4096)
     command += ["--input", str(run.work / "workload.jsonl")]
-    return Step(name="ray_bench", command=command, limit_s=100, least_s=35, needs=("inputs",))
+    command += ["--attention-backend", attention] if run.on_gpu else []
+    reason = None if run.on_gpu or attention == "triton" else "needs a GPU"
+    return Step(
+        name=f"ray_bench_{attention}",
+        command=command,
+        limit_s=100,
+        least_s=35,
+        needs=("inputs",),
+        skipped=reason,
+    )
 
 
 def _lose_rank(run: Run) -> Step:
@@ -162,9 +159,8 @@ def _soak(run: Run) -> Step:
 def _sweep(run: Run) -> Step:
     module = "benchmarks.gpu_sweep"
     command = run.python(module, "--out", run.out / "gpu_sweep.json")
-    step = Step(name="sweep", command=command, limit_s=240, least_s=60)
-    if importlib.util.find_spec(module) is None:
-        return Step(name="sweep", command=(), limit_s=0, least_s=0, skipped="there is no gpu_sweep")
+    reason = "there is no gpu_sweep" if importlib.util.find_spec(module) is None else None
+    step = Step(name="sweep", command=command, limit_s=240, least_s=60, skipped=reason)
     return _interpreted(run, step)
 
 
@@ -234,7 +230,8 @@ def _large(run: Run, shape: str) -> Step:
 def right(run: Run) -> list[Step]:
     sections = ("machine", "answers", "numerics", "tokens", "throughput", "decode")
     steps = [_inputs(run), _gpu_check(run, 300, "gpu_check", *sections), _nano_vllm(run)]
-    return [*steps, _generate(run), _bench(run), _lose_rank(run), _transformers(run), _soak(run)]
+    steps += [_generate(run), _bench(run, "triton"), _lose_rank(run), _transformers(run)]
+    return [*steps, _bench(run, "flash_attn"), _soak(run)]
 
 
 def fast(run: Run) -> list[Step]:
@@ -316,7 +313,10 @@ def main() -> None:
     run.work.mkdir(parents=True, exist_ok=True)
     os.environ |= _environment(run)
     summary: dict[str, Any] = {"run": args.run, "small": args.small, "argv": sys.argv[1:]}
-    run_steps(steps, summary, run.out, args.budget_s or budget_s, partial(memory_after, before_mib))
+    with kernel_cache(run.brought or run.out, run.out) as cache:
+        after = partial(memory_after, before_mib)
+        run_steps(steps, summary, run.out, args.budget_s or budget_s, after)
+        cache.pack()
     print("\n" + table(summary, run.out))
     undone = [r["name"] for r in summary["steps"] if r["status"].split(":")[0] == "dropped"]
     if undone:

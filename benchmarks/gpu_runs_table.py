@@ -11,6 +11,8 @@ from typing import Any
 _PEER = "nano-vLLM"
 # Of the last JSON line of a step, what the table shows.
 _SHOWN = 4
+_BENCH = "ray_bench_"
+_COMPARED = ("nano_vllm", "transformers")
 
 
 def table(summary: dict[str, Any], out: Path) -> str:
@@ -21,7 +23,7 @@ def table(summary: dict[str, Any], out: Path) -> str:
         left_mib = result.get("gpu_mib_left")
         what = " ".join(
             [
-                *([f"{len(left)} processes"] if left else []),
+                *([f"processes: {len(left)}"] if left else []),
                 *([f"{left_mib:.0f} MiB"] if left_mib is not None else []),
             ]
         )
@@ -43,17 +45,18 @@ def engines_of(summary: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
                     "tokens_per_s": row["tokens_per_s"]
                 }
     for result in summary["steps"]:
-        for line in result["lines"] if result["name"] in _COMPARED else ():
+        for line in result["lines"] if _is_compared(result["name"]) else ():
             if "output_tokens_per_s" in line:
-                ours = "start_s" in line and isinstance(line["start_s"], dict)
+                ours = line["engine"] == "eagleray"
                 yield {
                     "engine": "Eagleray, through Ray" if ours else line["engine"],
-                    "attention": line.get("attention", "triton unless told otherwise"),
+                    "attention": result["name"].removeprefix(_BENCH) if ours else line["attention"],
                     "tokens_per_s": line["output_tokens_per_s"],
                 }
 
 
-_COMPARED = ("ray_bench", "nano_vllm", "transformers")
+def _is_compared(name: str) -> bool:
+    return name in _COMPARED or name.startswith(_BENCH)
 
 
 def compared(engines: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -68,10 +71,11 @@ def compared(engines: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _headline(result: dict[str, Any]) -> str:
-    """The first numbers of the last JSON line of a step."""
+    """Some numbers of the last JSON line of a step, speeds first."""
     last = result["lines"][-1] if result["lines"] else {}
     numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
-    return ", ".join(f"{name} {numbers[name]}" for name in list(numbers)[:_SHOWN])
+    names = sorted(numbers, key=lambda name: not name.endswith("_per_s"))
+    return ", ".join(f"{name} {numbers[name]}" for name in names[:_SHOWN])
 
 
 def _aligned(lines: Iterable[Sequence[str]]) -> str:

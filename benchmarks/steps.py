@@ -35,7 +35,8 @@ _KEPT_BYTES = 2**20
 class Step:
     """One command. `limit_s`: when it is killed. `least_s`: with less than this left of the budget
     it is not started. `needs`: steps without whose success it is not started, where they are part
-    of the run. `skipped`: why it cannot run here at all, if so.
+    of the run. `expected`: what its output must contain. `skipped`: why it cannot run here at all,
+    if so.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Step:
     least_s: float
     needs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    expected: tuple[str, ...] = ()
     skipped: str | None = None
 
 
@@ -106,6 +108,9 @@ def run_step(step: Step, log: Path, limit_s: float) -> Result:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_S)
     said = _shortened(log, starts_at)
+    missing = [text for text in step.expected if text not in said]
+    if status == "ok" and missing:
+        status = f"its output lacks {missing[0]}"
     result = {"status": status, "seconds": round(time.monotonic() - began_s, 1)}
     if status.startswith("killed"):
         left = []
