@@ -31,7 +31,7 @@ from benchmarks.peer_workload import SHAPES
 
 # Tokens of a row, rows, timed steps, tokens that a row may grow by.
 Sizes = tuple[int, int, int, int]
-SIZES: Sizes = (32768, 8, 20, 64)
+SIZES: Sizes = (32768, 4, 20, 64)
 SMALL_SIZES: Sizes = (12, 2, 2, 8)
 
 

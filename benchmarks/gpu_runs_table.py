@@ -11,6 +11,8 @@ from typing import Any
 _PEER = "nano-vLLM"
 # Of the last JSON line of a step, what the table shows.
 _SHOWN = 4
+# Characters of a status; all of it is in summary.json.
+_STATUS = 50
 _BENCH = "ray_bench_"
 _COMPARED = ("nano_vllm", "transformers")
 
@@ -28,7 +30,7 @@ def table(summary: dict[str, Any], out: Path) -> str:
             ]
         )
         seconds = f"{result['seconds']:.1f}"
-        lines.append([result["name"], result["status"], seconds, what, _headline(result)])
+        lines.append([result["name"], result["status"][:_STATUS], seconds, what, _headline(result)])
     text = _aligned(lines)
     engines = list(engines_of(summary, out))
     return text if not engines else f"{text}\n\n{_aligned(compared(engines))}"
@@ -72,10 +74,15 @@ def compared(engines: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def _headline(result: dict[str, Any]) -> str:
     """Some numbers of the last JSON line of a step, speeds first."""
-    last = result["lines"][-1] if result["lines"] else {}
+    last = dict(result["lines"][-1]) if result["lines"] else {}
+    last |= {name: value["all"] for name, value in last.items() if _has_sum(value)}
     numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
-    names = sorted(numbers, key=lambda name: not name.endswith("_per_s"))
+    names = sorted(numbers, key=lambda name: not name.endswith(("_per_s", "start_s")))
     return ", ".join(f"{name} {numbers[name]}" for name in names[:_SHOWN])
+
+
+def _has_sum(value: object) -> bool:
+    return isinstance(value, dict) and "all" in value
 
 
 def _aligned(lines: Iterable[Sequence[str]]) -> str:

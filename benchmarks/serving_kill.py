@@ -75,12 +75,13 @@ def main() -> None:
         undisturbed = asyncio.run(run_streams(url, each))
         at_s, each = undisturbed.total_s / 2, bodies(args.streams, args.tokens, seed=2)
         killed = asyncio.run(run_with_kill(url, each, session, at_s))
+    failed = undisturbed.num_failed + killed.num_failed
+    lines = {"undisturbed": line(undisturbed), "killed": line(killed)}
+    wait_s = lines["killed"]["longest_wait_s"]
     print(
-        json.dumps(
-            {"streams": args.streams, "undisturbed": line(undisturbed), "killed": line(killed)}
-        )
+        json.dumps({"streams": args.streams, "failed": failed, "longest_wait_s": wait_s, **lines})
     )
-    if undisturbed.num_failed or killed.num_failed:
+    if failed:
         raise SystemExit(1)
 
 
