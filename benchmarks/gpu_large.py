@@ -40,6 +40,7 @@ def measure(
 ) -> dict[str, Any]:
     """One shape with one kind of cache."""
     context, most_rows, _, more = sizes
+    blocks: dict[str, Any] = {} if check.on_gpu else {"num_kv_blocks": 64}
     began = time.perf_counter()
     with open_engine(
         check,
@@ -51,7 +52,7 @@ def measure(
         max_num_seqs=most_rows,
         max_num_batched_tokens=8192 if check.on_gpu else 256,
         max_model_len=context + more,
-        **({} if check.on_gpu else {"num_kv_blocks": 64}),
+        **blocks,
     ) as parts:
         _, executor, config = parts
         num_tokens = executor.inner.num_kv_blocks * config.block_size

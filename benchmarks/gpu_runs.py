@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,8 +40,10 @@ from benchmarks.gpu_runs_table import table
 from benchmarks.steps import Result, Step, run_steps
 from configs.paths import CHECKOUT
 
-# More memory than this in use at the end than at the beginning has been left by somebody.
+# More memory than this in use after a step than before the run was left by the step.
 _LEFT_MIB = 64.0
+# How long a driver may take to free the memory of processes that have ended.
+_FREED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,12 +274,16 @@ def gpu_memory_mib() -> float | None:
 
 
 def memory_after(before_mib: float | None, _: Step) -> Result:
-    """What a step has left in the GPU's memory."""
-    used_mib = gpu_memory_mib()
-    if used_mib is None or before_mib is None:
-        return {}
-    left_mib = max(0.0, used_mib - before_mib)
-    return {"gpu_mib_left": left_mib} if left_mib > _LEFT_MIB else {"gpu_mib_left": 0.0}
+    """What a step has left in the GPU's memory, some seconds after its processes have ended."""
+    until_s = time.monotonic() + _FREED_S
+    while (used_mib := gpu_memory_mib()) is not None and before_mib is not None:
+        left_mib = used_mib - before_mib
+        if left_mib <= _LEFT_MIB:
+            return {"gpu_mib_left": 0.0}
+        if time.monotonic() > until_s:
+            return {"gpu_mib_left": left_mib}
+        time.sleep(0.5)
+    return {}
 
 
 def main() -> None:
@@ -318,8 +325,7 @@ def main() -> None:
         run_steps(steps, summary, run.out, args.budget_s or budget_s, after)
         cache.pack()
     print("\n" + table(summary, run.out))
-    undone = [r["name"] for r in summary["steps"] if r["status"].split(":")[0] == "dropped"]
-    if undone:
+    if undone := _undone(steps, summary["steps"]):
         words = ["python", "-m", "benchmarks.gpu_runs", *sys.argv[1:], "--steps", *undone]
         print(f"\nnot done: {shlex.join(words)}")
     sys.exit(any(_has_failed(result) for result in summary["steps"]))
@@ -335,6 +341,13 @@ def _environment(run: Run) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _undone(steps: list[Step], results: list[Result]) -> list[str]:
+    """The steps that there was no time for, after those that they need."""
+    undone = {result["name"] for result in results if result["status"].startswith("dropped")}
+    needed = {name for step in steps if step.name in undone for name in step.needs}
+    return [step.name for step in steps if step.name in undone | needed]
 
 
 def _has_failed(result: Result) -> bool:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -104,6 +105,7 @@ class FlashAttn2:
     def install(self) -> None:
         """Make `import flash_attn` give these functions."""
         module = ModuleType("flash_attn")
+        module.__spec__ = ModuleSpec("flash_attn", None)  # who asks whether it is there needs one
         module.flash_attn_varlen_func = self.flash_attn_varlen_func  # type: ignore[attr-defined]
         module.flash_attn_with_kvcache = self.flash_attn_with_kvcache  # type: ignore[attr-defined]
         sys.modules["flash_attn"] = module
@@ -227,10 +229,12 @@ def _packed_reference(
 ) -> torch.Tensor:
     assert torch.equal(query_start, key_start), "every key is of this step"
     lens = query_start.diff().tolist()
-    rows = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in row), is_causal=True, scale=scale, enable_gqa=True
-        ).transpose(0, 1)
-        for row in zip(*(x.split(lens) for x in (q, k, v)), strict=True)
-    ]
-    return torch.cat(rows)
+    rows = []
+    for row in zip(*(x.transpose(0, 1).split(lens, dim=1) for x in (q, k, v)), strict=True):
+        q_HSD, k_KSD, v_KSD = row
+        rows.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q_HSD, k_KSD, v_KSD, is_causal=True, scale=scale, enable_gqa=True
+            )
+        )
+    return torch.cat(rows, dim=1).transpose(0, 1)

@@ -36,8 +36,7 @@ def install_flash_attn_3() -> str | None:
         library = importlib.import_module("fa3_fwd_interface")
     except ModuleNotFoundError:
         return None
-    from transformers.utils import import_utils
-
+    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
     module = ModuleType("flash_attn_interface")
     module.__spec__ = ModuleSpec("flash_attn_interface", None)
     module.__version__ = "3"  # type: ignore[attr-defined]
@@ -63,7 +62,9 @@ def measure(model: Any, small: bool) -> tuple[int, float, float]:
         num_requests=len(prompts),
     )
     # Otherwise the cache takes nearly all memory, which on a CPU takes a minute.
-    sizes = {"num_blocks": 32, "block_size": 16, "max_batch_tokens": 64} if small else {}
+    sizes: dict[str, Any] = (
+        {"num_blocks": 32, "block_size": 16, "max_batch_tokens": 64} if small else {}
+    )
     began_s = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=generation,
@@ -106,11 +107,12 @@ def main() -> None:
     if not on_gpu and not args.small:
         parser.error("there is no GPU here; --small runs on a CPU")
     attention = args.attention or (install_flash_attn_3() if on_gpu else None) or "sdpa"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         args.model,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         attn_implementation=f"paged|{attention}",
-    ).to("cuda" if on_gpu else "cpu")
+    )
+    model = model.to("cuda" if on_gpu else "cpu")
     num_tokens, total_s, start_s = measure(model.eval(), args.small)
     used = model.config._attn_implementation
     name = f"transformers {transformers.__version__}, continuous batching"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_runs
 from benchmarks.gpu_runs_table import table
 from configs.paths import CHECKOUT
 
@@ -119,3 +120,26 @@ def test_long_output_loses_its_middle(tmp_path: Path) -> None:
     assert 2_000_000 < len(said) < 2_200_000
     places = [said.index(word) for word in ("begin", "bytes left out", " end\n", "after")]
     assert places == sorted(places)
+
+
+def test_a_run_says_with_which_command_the_rest_is_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_runs", "right", "--small", "--budget-s", "1"]
+    command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    command += ["--steps", "inputs", "ray_generate", "transformers"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("--steps inputs ray_generate transformers")
+    assert all(r["status"].startswith("dropped") for r in results(tmp_path / "out").values())
+
+
+def test_every_run_is_made_of_steps_that_exist(tmp_path: Path) -> None:
+    for name, (make, budget_s) in gpu_runs.RUNS.items():
+        run_ = gpu_runs.Run(
+            out=tmp_path, work=tmp_path, small=False, on_gpu=True, nano_vllm=tmp_path, brought=None
+        )
+        steps = make(run_)
+        names = [step.name for step in steps]
+        assert len(set(names)) == len(names) and budget_s <= 600, name
+        for step in steps:
+            assert set(step.needs) <= set(names[: names.index(step.name)])
+            assert 0 < step.least_s < step.limit_s <= budget_s
