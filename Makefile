@@ -63,9 +63,11 @@ bench-throughput: $(VENV)/.ready
 	    $(if $(PEER),--peer-command "$(PEER)")
 
 # On a machine with a GPU, with the packages that $(PYTHON) has: nothing is installed.
-# OUT=DIR puts the JSON elsewhere.
+# OUT=DIR puts the JSON elsewhere. KERNELS=DIR begins with the compiled kernels of an earlier run, if
+# any are there, and leaves all of them beside the JSON. SECTIONS=sanitizer runs CUDA's checkers.
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out "$(OUT)/gpu_check.json")
+	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out "$(OUT)/gpu_check.json") \
+	    $(if $(KERNELS),--triton-cache "$(KERNELS)") $(if $(SECTIONS),--sections $(SECTIONS))
 
 # After installing, the CPU's kernels are compiled in two processes, so that no first start waits.
 $(VENV)/.ready: pyproject.toml constraints.txt

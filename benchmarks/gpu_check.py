@@ -19,8 +19,9 @@ are kept if it crashes, hangs or runs out of time. Results are written after eve
 table is printed at the end. Exit code 1 if anything has not passed.
 
 `--triton-cache DIR`: begin with the compiled kernels in `DIR/triton_cache.tar.xz`, if it is there,
-and write those and all new ones to that name beside FILE; see `gpu_check_cache`. `--small`: tiny
-shapes on any device, including a CPU with TRITON_INTERPRET=1; their times mean nothing.
+and if there are new ones, write all of them to that name beside FILE; see `gpu_check_cache`.
+`--small`: tiny shapes on any device, including a CPU with TRITON_INTERPRET=1; their times mean
+nothing. Triton before 3.7 cannot interpret kernels with numpy 2.4 or later.
 """
 
 from __future__ import annotations

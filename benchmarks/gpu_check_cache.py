@@ -1,8 +1,8 @@
 """Kernels that Triton has compiled, carried from one machine to the next.
 
 Compiling all kernels of the GPU check takes a minute or more. With `--triton-cache DIR` the check
-begins with those in `DIR/triton_cache.tar.xz`, if there is one, and leaves an archive with them and
-all new ones beside its results.
+begins with those in `DIR/triton_cache.tar.xz`, if there is one. If it compiles others, it leaves an
+archive with all of them beside its results.
 
 Triton finds a kernel again on another machine, in any folder, if all this is the same: the version
 and build of Triton and its ptxas, the chip, the source of the kernel and the line it begins at, its

@@ -168,9 +168,9 @@ def _compare(
 
 
 def near_ties(check: Check, differ: dict[int, tuple[list[int], list[int]]]) -> list[int]:
-    """Which of the requests, given with their output and the reference's, first differ in a token
-    that the reference samples there too, some of the time, if noise moves each logit by up to half
-    of `_NEAR`. Two logits less than `_NEAR` apart may then change places, and so may a draw and its
+    """Which of the requests, given with their output and the reference's, first differ where the
+    reference samples both tokens, each some of the time, if noise moves each logit by up to half of
+    `_NEAR`. Two logits less than `_NEAR` apart may then change places, and so may a draw and its
     boundary, of whatever way of sampling.
     """
     requests, copies = _ragged(check), range(_COPIES)
@@ -191,8 +191,8 @@ def near_ties(check: Check, differ: dict[int, tuple[list[int], list[int]]]) -> l
     return [
         number
         for number, (output, wanted) in differ.items()
-        if (place := _begun_alike(output, wanted)) < len(output)
-        and output[place] in {ended[f"{number}, {copy}"][place] for copy in copies}
+        if (place := _begun_alike(output, wanted)) < min(len(output), len(wanted))
+        and {output[place], wanted[place]} <= {ended[f"{number}, {copy}"][place] for copy in copies}
     ]
 
 

@@ -1,0 +1,256 @@
+"""The processes of the GPU check: they may crash, hang or run out of time, and kernels that they
+compile are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_check_numerics, gpu_check_sanitizer
+from benchmarks.gpu_check_cache import ARCHIVE, KernelCache, kernel_cache
+from benchmarks.gpu_check_common import Check
+from benchmarks.gpu_check_process import Section, run_section
+from tests.benchmarks.gpu_check_small import small
+
+ROOT = Path(__file__).parents[2]
+
+
+# Sections without torch, which start at once. Each adds a row, then ends in its own way.
+ENDINGS = {
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "left": "print('cannot go on', file=sys.stderr); os._exit(3)",
+    "silent": "os._exit(0)",
+    "fine": "pass",
+}
+SECTION = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from benchmarks.gpu_check_process import run_section
+
+def section(check):
+    check.rows.append({{"name": "first", "passed": True}})
+    check.on_row()
+    {ending}
+    check.rows.append({{"name": "last", "passed": True}})
+
+run_section(SimpleNamespace(rows=[], on_row=None), section, Path(sys.argv[1]), float(sys.argv[2]))
+"""
+
+
+def section_of(part: Path, run: Callable[[Check], None], limit_s: float) -> Section:
+    run_section(small(), run, part, time.monotonic() + limit_s)
+    section: Section = json.loads(part.read_text())
+    return section
+
+
+def test_section_out_of_time_keeps_its_rows_and_a_broken_one_says_why(tmp_path: Path) -> None:
+    part = tmp_path / "part.json"
+
+    def slow(check: Check) -> None:
+        check.add("first", lambda: {"passed": True})
+        assert [row["name"] for row in json.loads(part.read_text())["rows"]] == ["first"]
+        check.add("second", lambda: time.sleep(20) or {})  # type: ignore[func-returns-value]
+
+    def broken(check: Check) -> None:
+        check.add("raises", lambda: dict[str, Any]()["x"])
+        check.add("goes on", lambda: {"passed": True})
+        raise RuntimeError("no such device")
+
+    section = section_of(part, slow, 0.2)
+    assert [row["name"] for row in section["rows"]] == ["first"] and "out of time" in section[
+        "ended_early"
+    ]
+    section = section_of(part, broken, 5.0)
+    assert (section["failed"], section["ended_early"]) == (
+        ["raises"],
+        "RuntimeError: no such device",
+    )
+    assert "KeyError" in section["rows"][0]["error"] and section["rows"][1]["passed"]
+    assert "raises" in gpu_check.table({"broken": section}, brief=True)
+
+
+def test_end_of_time_that_a_destructor_swallows_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.5)
+
+    def swallows(check: Check) -> None:
+        slow = Slow()
+        del slow  # Python drops exceptions raised here
+        check.add("swallowed", lambda: {"passed": True})
+        time.sleep(20)
+
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    section = section_of(tmp_path / "part.json", swallows, 0.2)
+    assert len(dropped) == 1
+    assert section["rows"] and "out of time" in section["ended_early"] and section["seconds"] < 5
+
+
+def test_process_that_dies_or_hangs_keeps_its_rows_and_the_next_sections_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(gpu_check, "_MARGIN_S", 0.0)
+    out = tmp_path / "made" / "out.json"
+    known: list[list[str]] = []
+
+    def command(name: str, family: str | None, part: Path, until_s: float) -> list[str]:
+        known.append(list(json.loads(out.read_text())["sections"]) if out.exists() else [])
+        return [
+            sys.executable,
+            "-c",
+            SECTION.format(ending=ENDINGS[name]),
+            str(part),
+            str(until_s + 60),
+        ]
+
+    record: dict[str, Any] = {"sections": {}}
+    gpu_check.run_sections(record, dict.fromkeys(ENDINGS, 5.0), out, command)
+    sections = json.loads(out.read_text())["sections"]
+    assert known == [list(ENDINGS)[:place] for place in range(len(ENDINGS))]
+    assert {name: section["ended_early"] for name, section in sections.items()} == {
+        "killed": "SIGKILL",
+        "stopped": "hung and was killed",
+        "left": "exit code 3: cannot go on",
+        "silent": "has not ended",
+        "fine": None,
+    }
+    rows = {name: [row["name"] for row in section["rows"]] for name, section in sections.items()}
+    assert rows == {name: ["first"] for name in ENDINGS} | {"fine": ["first", "last"]}
+    assert "cannot go on" in capfd.readouterr().err and list(out.parent.iterdir()) == [out]
+
+
+def test_section_that_never_starts_says_so(tmp_path: Path) -> None:
+    (tmp_path / "out_part.json").write_text(
+        '{"rows": [{"name": "of another"}], "failed": [], "ended_early": null}'
+    )
+    command = [sys.executable, "-c", "raise SystemExit('no such module')"]
+    record: dict[str, Any] = {"sections": {}}
+    gpu_check.run_sections(record, {"speed": 30.0}, tmp_path / "out.json", lambda *_: command)
+    assert record["sections"]["speed"]["ended_early"] == "exit code 1: no such module"
+    assert record["sections"]["speed"]["rows"] == []
+
+
+def test_later_sections_are_told_the_measured_ceilings() -> None:
+    rows = [{"name": "device"}, {"name": "ceilings", "tb_per_s": 4.3, "tflop_per_s": 790.0}]
+
+    def command(record: dict[str, Any]) -> list[str]:
+        return gpu_check.command_of(record, "speed", None, Path("part.json"), 7.5)
+
+    told = command({"small": True, "sections": {"machine": {"rows": rows}}})
+    assert told[-4:] == ["--tb-per-s", "4.3", "--tflop-per-s", "790.0"] and "--small" in told
+    assert "--tb-per-s" not in command({"small": False, "sections": {}})
+
+
+def test_family_of_kernels_that_kills_its_process_leaves_the_rows_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    def command(name: str, family: str | None, part: Path, until_s: float) -> list[str]:
+        assert name == "numerics" and family is not None
+        code = SECTION.format(ending=ENDINGS[family])
+        return [sys.executable, "-c", code, str(part), str(until_s)]
+
+    out, record = tmp_path / "out.json", {"sections": dict[str, Section]()}
+    gpu_check.run_sections(record, {"numerics": 20.0}, out, command, ("killed", "fine", "left"))
+    section = json.loads(out.read_text())["sections"]["numerics"]
+    assert [row["name"] for row in section["rows"]] == ["first", "first", "last", "first"]
+    assert section["ended_early"] == "killed: SIGKILL; left: exit code 3: cannot go on"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_process_of_a_family_checks_its_kernels_alone() -> None:
+    command = gpu_check.command_of({"small": 1, "sections": {}}, "numerics", "store", Path(), 1.0)
+    assert command[command.index("--family") + 1] == "store"
+    check = small()
+    check.family = "store"
+    gpu_check_numerics.numerics(check)
+    assert [row["name"].split()[0] for row in check.rows] == ["qk_norm_rope_store"]
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (99, False)])
+def test_what_a_checker_reports_about_a_family_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, passed: bool
+) -> None:
+    """The checker here is a script that runs the kernels it is given, and then ends as it likes."""
+    monkeypatch.chdir(ROOT)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\ntest "$*" != "${*#--tool memcheck --error-exitcode 99 }" || exit 1\n'
+        'test "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 2\nshift 4\n"$@" || exit 3\n'
+        f"echo '=== ERROR SUMMARY: {code} errors'\nexit {code}\n"
+    )
+    tool.chmod(0o755)
+    row = gpu_check_sanitizer.run_tool(str(tool), "memcheck", "elementwise", 60.0)
+    assert row == {"said": f"=== ERROR SUMMARY: {code} errors", "rows": 3, "passed": passed}
+
+
+def test_checker_that_ran_no_kernels_has_not_passed(tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    row = gpu_check_sanitizer.run_tool(str(tool), "memcheck", "elementwise", 5.0)
+    assert row == {"said": "nothing", "rows": 0, "passed": False}
+
+
+# Compiles one kernel for a chip that need not be here, and says whether it was in the cache.
+COMPILES = """
+import triton
+from tests.kernels.compile_gpu import all_cases, compile_case
+cached = []
+triton.knobs.compilation.listener = lambda **compiled: cached.append(compiled["cache_hit"])
+compile_case(next(name for name in all_cases() if "silu" in name), 90)
+print(cached)
+"""
+
+
+def compiles() -> str:
+    command = [sys.executable, "-c", COMPILES]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_compiled_kernel_is_found_again_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with kernel_cache(tmp_path / "nothing", tmp_path / "first") as cache:
+        assert compiles() == "[False]\n" and cache.num_kernels == 1
+        cache.pack()
+        before = cache.archive.stat()
+        cache.pack()  # nothing is new
+        assert cache.archive.stat() == before and not list(cache.folder.glob("*/*.xz"))
+    assert not cache.folder.exists()
+    with kernel_cache(tmp_path / "first", tmp_path / "second") as again:
+        assert again.folder != cache.folder and again.num_kernels == 1
+        assert compiles() == "[True]\n"
+        assert not list(again.folder.glob("*/*.ttir"))
+        again.pack()
+    assert not (tmp_path / "second").exists()
+
+
+def test_archive_that_cannot_be_read_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ARCHIVE).write_bytes(b"not an archive")
+    cache = KernelCache(folder=tmp_path / "cache", archive=tmp_path / "out" / ARCHIVE)
+    cache.unpack(tmp_path / ARCHIVE)
+    assert "cannot be read, so kernels are compiled" in capsys.readouterr().err
+    assert cache.num_kernels == 0
