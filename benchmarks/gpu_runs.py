@@ -20,7 +20,7 @@ line printed is that command. DIR holds `summary.json`, `log.txt`, results of st
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check_cache import kernel_cache
+from benchmarks.gpu_check_process import write_json
 from benchmarks.gpu_runs_table import table
 from benchmarks.steps import Result, Step, run_steps
 from configs.paths import CHECKOUT
@@ -160,11 +161,8 @@ def _soak(run: Run) -> Step:
 
 
 def _sweep(run: Run) -> Step:
-    module = "benchmarks.gpu_sweep"
-    command = run.python(module, "--out", run.out / "gpu_sweep.json")
-    reason = "there is no gpu_sweep" if importlib.util.find_spec(module) is None else None
-    step = Step(name="sweep", command=command, limit_s=240, least_s=60, skipped=reason)
-    return _interpreted(run, step)
+    command = run.python("benchmarks.gpu_sweep", "--out", run.out / "gpu_sweep.json")
+    return _interpreted(run, Step(name="sweep", command=command, limit_s=240, least_s=60))
 
 
 def _ncu(run: Run) -> Step:
@@ -238,7 +236,7 @@ def right(run: Run) -> list[Step]:
 
 
 def fast(run: Run) -> list[Step]:
-    sanitizer = _gpu_check(run, 200, "sanitizer", "sanitizer")
+    sanitizer = _gpu_check(run, 545, "sanitizer", "sanitizer")
     return [_sweep(run), _ncu(run), _pytest(run), sanitizer]
 
 
@@ -258,6 +256,22 @@ RUNS: dict[str, tuple[Callable[[Run], list[Step]], float]] = {
     "record": (record, 580.0),
     "large": (large, 560.0),
 }
+
+
+def earlier_results(out: Path, names: set[str]) -> list[Result]:
+    """Of an earlier call with the same folder, what this one does not do again."""
+    path = out / "summary.json"
+    results: list[Result] = json.loads(path.read_text())["steps"] if path.exists() else []
+    return [r for r in results if r["name"] not in names and not r["status"].startswith("dropped")]
+
+
+def gather_parts(out: Path) -> None:
+    """Put what a GPU check that was killed has left, a file per process, into `parts.json`."""
+    paths = sorted(out.glob("*_part*.json"))
+    if paths:
+        write_json(out / "parts.json", {path.stem: json.loads(path.read_text()) for path in paths})
+    for path in paths:
+        path.unlink()
 
 
 # The GPU
@@ -320,10 +334,12 @@ def main() -> None:
     run.work.mkdir(parents=True, exist_ok=True)
     os.environ |= _environment(run)
     summary: dict[str, Any] = {"run": args.run, "small": args.small, "argv": sys.argv[1:]}
+    summary["steps"] = earlier_results(run.out, {step.name for step in steps})
     with kernel_cache(run.brought or run.out, run.out) as cache:
         after = partial(memory_after, before_mib)
         run_steps(steps, summary, run.out, args.budget_s or budget_s, after)
         cache.pack()
+    gather_parts(run.out)
     print("\n" + table(summary, run.out))
     if undone := _undone(steps, summary["steps"]):
         words = ["python", "-m", "benchmarks.gpu_runs", *sys.argv[1:], "--steps", *undone]

@@ -37,6 +37,10 @@ def install_flash_attn_3() -> str | None:
     except ModuleNotFoundError:
         return None
     import_utils: Any = importlib.import_module("transformers.utils.import_utils")
+    # transformers 5.17 looks there for the package of a module; others find no such package.
+    packages = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", None)
+    if packages is None:
+        return None
     module = ModuleType("flash_attn_interface")
     module.__spec__ = ModuleSpec("flash_attn_interface", None)
     module.__version__ = "3"  # type: ignore[attr-defined]
@@ -45,7 +49,7 @@ def install_flash_attn_3() -> str | None:
     # Without it transformers gathers keys and values before it calls the other.
     module.flash_attn_with_kvcache = None  # type: ignore[attr-defined]
     sys.modules["flash_attn_interface"] = module
-    import_utils.PACKAGE_DISTRIBUTION_MAPPING["flash_attn_interface"] = ["flash-attn-3"]
+    packages["flash_attn_interface"] = ["flash-attn-3"]
     import_utils.is_flash_attn_3_available.cache_clear()
     return "flash_attention_3"
 
@@ -107,16 +111,16 @@ def main() -> None:
     if not on_gpu and not args.small:
         parser.error("there is no GPU here; --small runs on a CPU")
     attention = args.attention or (install_flash_attn_3() if on_gpu else None) or "sdpa"
+    implementation = f"paged|{attention}"
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         args.model,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
-        attn_implementation=f"paged|{attention}",
+        attn_implementation=implementation,
     )
     model = model.to("cuda" if on_gpu else "cpu")
     num_tokens, total_s, start_s = measure(model.eval(), args.small)
-    used = model.config._attn_implementation
     name = f"transformers {transformers.__version__}, continuous batching"
-    print(row(name, used, num_tokens, total_s, start_s=round(start_s, 1)), flush=True)
+    print(row(name, implementation, num_tokens, total_s, start_s=round(start_s, 1)), flush=True)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_what_is_done_survives_the_death_of_the_run(tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "summary.json").exists() and "first" in results(tmp_path))
     runner.send_signal(signal.SIGKILL)
     runner.wait()
-    assert results(tmp_path)["first"]["status"] == "ok"
+    assert {name: r["status"] for name, r in results(tmp_path).items()} == {"first": "ok"}
 
 
 def test_steps_are_left_out_without_time_and_without_what_they_need(tmp_path: Path) -> None:
@@ -143,3 +143,21 @@ def test_every_run_is_made_of_steps_that_exist(tmp_path: Path) -> None:
         for step in steps:
             assert set(step.needs) <= set(names[: names.index(step.name)])
             assert 0 < step.least_s < step.limit_s <= budget_s
+
+
+def test_a_second_call_keeps_what_the_first_has_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_runs", "right", "--small"]
+    command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    for rest in (["inputs"], ["transformers", "--budget-s", "1"]):
+        subprocess.run([*command, "--steps", *rest], cwd=CHECKOUT, timeout=60, check=False)
+    done = results(tmp_path / "out")
+    assert list(done) == ["inputs", "transformers"] and done["inputs"]["status"] == "ok"
+
+
+def test_what_a_killed_check_leaves_is_one_file(tmp_path: Path) -> None:
+    for place in range(2):
+        (tmp_path / f"gpu_check_part_{place}.json").write_text(json.dumps({"rows": [place]}))
+    gpu_runs.gather_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts.json"]
+    parts = json.loads((tmp_path / "parts.json").read_text())
+    assert parts == {f"gpu_check_part_{place}": {"rows": [place]} for place in range(2)}
