@@ -192,7 +192,6 @@ _METRICS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "dram__bytes_read.sum",
     "gpu__time_duration.sum",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
 )
 
@@ -341,6 +340,8 @@ def main() -> None:
         cache.pack()
     gather_parts(run.out)
     print("\n" + table(summary, run.out))
+    if args.small:
+        print("\ntiny sizes: times and speeds say nothing")
     if undone := _undone(steps, summary["steps"]):
         words = ["python", "-m", "benchmarks.gpu_runs", *sys.argv[1:], "--steps", *undone]
         print(f"\nnot done: {shlex.join(words)}")
