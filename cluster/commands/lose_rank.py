@@ -1,10 +1,13 @@
-"""Watch a rank being killed while its text keeps streaming: `python -m cluster.commands.lose_rank`.
+"""Watch a rank being killed while its text keeps streaming: `python -m cluster.commands.lose_rank
+[--tp 2]`.
 
-At the end the text is compared with that of the same request undisturbed.
+At the end the text is compared with that of the same request undisturbed. Exit code 1 if it is
+another.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -29,13 +32,16 @@ def processes_of(llm: LLM) -> dict[str, ProcessId]:
 
 
 def main() -> None:
-    """Stream with two ranks, and kill one of them."""
+    """Stream with some ranks, and kill the last of them."""
+    parser = argparse.ArgumentParser(description="A rank is killed while its text streams.")
+    parser.add_argument("--tp", type=int, default=2, help="number of ranks")
+    last = parser.parse_args().tp - 1
     logging.getLogger("eagleray").setLevel(logging.ERROR)
-    with LLM(tensor_parallel_size=2, dtype="float32", log_level="error") as llm:
+    with LLM(tensor_parallel_size=last + 1, dtype="float32", log_level="error") as llm:
         expected = llm.generate(PROMPT, PARAMS)[0].token_ids
         print("[waiting for the spares, which are made when an engine has served for 5 s]")
         until = time.monotonic() + SPARES_LIMIT_S
-        while "spare 1" not in processes_of(llm) and time.monotonic() < until:
+        while f"spare {last}" not in processes_of(llm) and time.monotonic() < until:
             time.sleep(0.2)
         token_ids: list[int] = []
         worst_s, last_s = 0.0, time.monotonic()
@@ -45,13 +51,15 @@ def main() -> None:
             print(chunk.text, end="", flush=True)
             token_ids += chunk.token_ids
             if len(token_ids) == KILL_AT:
-                process = processes_of(llm)["rank 1"]
+                process = processes_of(llm)[f"rank {last}"]
                 os.kill(process.pid, signal.SIGKILL)
-                print(f"\n[process {process.pid}, rank 1, was killed]", flush=True)
+                print(f"\n[process {process.pid}, rank {last}, was killed]", flush=True)
         print(
             f"\n[{len(token_ids)} tokens; the longest wait for one took {worst_s:.2f} s;"
             f" {'the same' if token_ids == expected else 'NOT the same'} tokens as without]"
         )
+    if token_ids != expected:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ GATHER_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 75
 
 
+def installed_version() -> str:
+    """Version of the package; "not installed" where Eagleray runs from its checkout alone."""
+    try:
+        return importlib.metadata.version("eagleray")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 class ApiReplica:
     """Run by Ray Serve. The methods have the arguments and results of those of `LLM`."""
 
@@ -69,7 +77,7 @@ class ApiReplica:
             self._client,
             setup.tokenizer,
             model_name=config.model_name,
-            version=importlib.metadata.version("eagleray"),
+            version=installed_version(),
             api_key=config.api_key,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
             limits=ApiLimits(

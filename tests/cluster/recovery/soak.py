@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps-ahead", type=int, default=1)
     parser.add_argument("--lose-calls", type=float, default=0.0, help="share of Ray's actor calls")
     parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
@@ -281,7 +282,7 @@ def main() -> None:
     with LLM(
         tensor_parallel_size=args.tp,
         num_steps_ahead=args.steps_ahead,
-        device="cpu",
+        device=args.device,
         dtype="float32",
         num_kv_blocks=200,
         max_num_seqs=16,
