@@ -231,10 +231,10 @@ def _large(run: Run, shape: str) -> Step:
 
 
 def right(run: Run) -> list[Step]:
-    sections = ("machine", "answers", "numerics", "tokens", "throughput", "decode")
+    sections = ("machine", "answers", "numerics", "tokens", "throughput", "decode", "mixed")
     steps = [_inputs(run), _gpu_check(run, 300, "gpu_check", *sections), _nano_vllm(run)]
     steps += [_generate(run), _bench(run, "triton"), _lose_rank(run), _transformers(run)]
-    return [*steps, _bench(run, "flash_attn"), _soak(run)]
+    return [*steps, _bench(run, "hybrid"), _bench(run, "flash_attn"), _soak(run)]
 
 
 def fast(run: Run) -> list[Step]:
