@@ -6,7 +6,9 @@ message_delta with the reason and the counts; message_stop.
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import uuid
 from typing import Any
 
@@ -61,16 +63,15 @@ class MessageWriter:
         """The whole answer."""
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
+        pieces = [*parser.pieces(done.text), parser.finish()]
+        values = (value for piece in pieces for value in (*_texts(piece), *_calls(piece)))
         content: list[dict[str, Any]] = []
-        has_calls = False
-        for piece in (*parser.pieces(done.text), parser.finish()):
-            for kind, text in _texts(piece):
-                if not content or content[-1]["type"] != kind:
-                    content.append(dict(_EMPTY[kind]))
-                content[-1][kind] += text
-            for call in piece.calls:
-                has_calls = True
-                content.append(_tool_use(call) | {"input": _input(call)})
+        for kind, group in itertools.groupby(values, operator.itemgetter(0)):
+            if kind == "tool_use":
+                content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
+            else:
+                content.append(_EMPTY[kind] | {kind: "".join(text for _, text in group)})
+        has_calls = any(piece.calls for piece in pieces)
         return self._message(content, *_stop(done, has_calls))
 
     def error(self, error: BaseException) -> bytes:
@@ -134,6 +135,10 @@ class MessageWriter:
 def _texts(piece: Parts) -> list[tuple[str, str]]:
     texts = (("thinking", piece.reasoning), ("text", piece.content))
     return [(kind, text) for kind, text in texts if text]
+
+
+def _calls(piece: Parts) -> list[tuple[str, ToolCall]]:
+    return [("tool_use", call) for call in piece.calls]
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
