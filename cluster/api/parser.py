@@ -7,7 +7,8 @@ that, text that may be the beginning of a marker is held back, and so are line e
 out to be next to a marker, where they are part of the format and not of the text.
 
 A call is reported when it is complete, with the arguments exactly as the model wrote them. A call
-that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped.
+that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped. So
+does one that readers of JSON may refuse: with a number beyond floats, or nested very deep.
 
 However long an answer or an open call gets, each character is looked at a constant number of times:
 what has been scanned and is held back is kept in pieces, apart from the few characters whose
@@ -17,16 +18,21 @@ meaning depends on the next ones.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
 
+MAX_DEPTH = 100  # of objects and arrays in a call, with the call's own object
+
 _LINE_ENDS = "\n\r"
 _LEADING_LINE_ENDS = re.compile(r"[\n\r]*")
 _LEADING_SPACE = re.compile(r"\s*")
 _QUOTE_OR_END = re.compile(f'"|{END_CALL}')
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # up to its quote
 
 
@@ -210,31 +216,59 @@ def _num_begun(text: str, marker: str, start: int) -> int:
 
 def _read_call(body: str) -> ToolCall | None:
     """The call in a JSON object, None if there is none."""
+    if _is_too_deep(body):
+        return None
     try:
-        value = json.loads(body)
-        arguments = _source_of("arguments", body)
-    except (ValueError, RecursionError):
+        value = _DECODER.decode(body)
+    except ValueError:
         return None
     if not isinstance(value, dict) or value.keys() - {"name", "arguments"}:
         return None
     name = value.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or _SURROGATE.search(name):
         return None
-    return ToolCall(name=name, arguments=arguments or "{}")
+    return ToolCall(name=name, arguments=_source_of("arguments", body) or "{}")
+
+
+def _is_too_deep(text: str) -> bool:
+    """Whether objects and arrays are nested deeper than `MAX_DEPTH`."""
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += (found[0] in "{[") - (found[0] in "}]")
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def _finite(number: str) -> float:
+    """Raises `ValueError` for a number that is too large for a float."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is too large")
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def _source_of(key: str, text: str) -> str | None:
-    """The value of a key exactly as it is written in a JSON object. Raises `ValueError`."""
-    decoder, found = json.JSONDecoder(), None
+    """The value of a key exactly as it is written in a JSON object, which must be valid."""
+    found = None
     place = text.index("{") + 1
     while True:
         place = _skip_space(text, place)
         if text[place] == "}":
             return found
-        name, place = decoder.raw_decode(text, place)
+        name, place = _DECODER.raw_decode(text, place)
         place = _skip_space(text, place) + 1  # the colon
         start = _skip_space(text, place)
-        _, place = decoder.raw_decode(text, start)
+        _, place = _DECODER.raw_decode(text, start)
         if name == key:
             found = text[start:place]
         place = _skip_space(text, place)

@@ -7,6 +7,8 @@ outputs into one body; both go through the same parser and the same helpers, so 
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 import uuid
 from collections.abc import Sequence as Seq
@@ -22,8 +24,31 @@ from scheduler.messages import TokenLogprobs
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
+_UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 Entries = Seq[TokenLogprobs | None]
+
+
+def encode_json(value: object) -> str:
+    """JSON in a single line. Numbers that JSON does not have become null."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:
+        text = _ENCODER.encode(_without_nan(value))
+    return text if text.isascii() else _UNSAFE.sub(_escaped, text)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _escaped(unsafe: re.Match[str]) -> str:
+    return f"\\u{ord(unsafe[0]):04x}"
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -205,7 +230,7 @@ class ChatWriter(_Envelope):
         return {
             "token": data.decode(errors="replace"),
             "bytes": list(data),
-            "logprob": max(logprob, LOWEST_LOGPROB),
+            "logprob": _at_least_lowest(logprob),
         }
 
 
@@ -316,9 +341,9 @@ class CompletionWriter(_Envelope):
             tokens.append(text)
             offsets.append(offset)
             offset += len(text)
-            values.append(max(entry.logprob, LOWEST_LOGPROB) if entry else None)
+            values.append(_at_least_lowest(entry.logprob) if entry else None)
             top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
-            tops.append({self._text(other): max(value, LOWEST_LOGPROB) for other, value in top})
+            tops.append({self._text(other): _at_least_lowest(value) for other, value in top})
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -329,6 +354,11 @@ class CompletionWriter(_Envelope):
     def _text(self, token_id: int) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _at_least_lowest(logprob: float) -> float:
+    """A log probability that JSON has; the lowest one for NaN."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

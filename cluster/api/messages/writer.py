@@ -68,7 +68,9 @@ class MessageWriter:
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
             if kind == "tool_use":
-                content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
+                content += [
+                    _tool_use(call) | {"input": json.loads(_input_json(call))} for _, call in group
+                ]
             else:
                 content.append(_EMPTY[kind] | {kind: "".join(text for _, text in group)})
         has_calls = any(piece.calls for piece in pieces)
@@ -109,7 +111,7 @@ class MessageWriter:
         for call in parts.calls:
             self._has_calls = True
             events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
-            arguments = {"type": "input_json_delta", "partial_json": call.arguments}
+            arguments = {"type": "input_json_delta", "partial_json": _input_json(call)}
             events += [self._delta(arguments), *self._closed()]
         return events
 
@@ -145,10 +147,10 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
 
 
-def _input(call: ToolCall) -> Any:
+def _input_json(call: ToolCall) -> str:
     """The arguments as an object; a value that is not an object is wrapped in one."""
-    value = json.loads(call.arguments)
-    return value if isinstance(value, dict) else {"arguments": value}
+    is_object = call.arguments.startswith("{")
+    return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 
 
 def _stop(done: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
