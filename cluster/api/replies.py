@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
+from cluster.api.offsets import Offsets
 from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
@@ -278,7 +279,7 @@ class CompletionWriter(_Envelope):
     ) -> None:
         super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
         self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
 
@@ -286,11 +287,11 @@ class CompletionWriter(_Envelope):
         index = self._index(place, chunk.index)
         text = chunk.text
         if index not in self._offsets:
-            text = self._start(place) + text
-            self._offsets[index] = len(text) - len(chunk.text)
+            start = self._start(place)
+            text = start + text
+            self._offsets[index] = self._new_offsets(start)
         self._unsent.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
-        self._offsets[index] += len(chunk.text)
         choices = []
         if text or logprobs:
             choices.append(_choice(index, text, logprobs, None))
@@ -308,7 +309,8 @@ class CompletionWriter(_Envelope):
         for place, generation in enumerate(self._generations):
             start = self._start(place)
             for done in generation.completions:
-                logprobs = self._logprobs(done.token_ids, done.logprobs, len(start))
+                offsets = self._new_offsets(start)
+                logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
                 index = self._index(place, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
                 if self._with_ids:
@@ -330,17 +332,19 @@ class CompletionWriter(_Envelope):
             return generation.prompt
         return self._tokenizer.decode(generation.prompt_token_ids)
 
+    def _new_offsets(self, start: str) -> Offsets | None:
+        """Offsets of an output behind the text that is repeated."""
+        return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
+
     def _logprobs(
-        self, token_ids: list[int], logprobs: Entries | None, offset: int
+        self, token_ids: list[int], logprobs: Entries | None, offsets: Offsets | None
     ) -> dict[str, Any] | None:
-        if logprobs is None or self._tokenizer is None:
+        if logprobs is None or offsets is None:
             return None
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, values, tops, places = [], [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            text = self._text(token_id)
-            tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
+            tokens.append(self._text(token_id))
+            places.append(offsets.next(token_id))
             values.append(_at_least_lowest(entry.logprob) if entry else None)
             top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
             tops.append({self._text(other): _at_least_lowest(value) for other, value in top})
@@ -348,7 +352,7 @@ class CompletionWriter(_Envelope):
             "tokens": tokens,
             "token_logprobs": values,
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": places,
         }
 
     def _text(self, token_id: int) -> str:

@@ -64,7 +64,7 @@ class MessageWriter:
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
         pieces = [*parser.pieces(done.text), parser.finish()]
-        values = (value for piece in pieces for value in (*_texts(piece), *_calls(piece)))
+        values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
             if kind == "tool_use":
@@ -139,8 +139,9 @@ def _texts(piece: Parts) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in texts if text]
 
 
-def _calls(piece: Parts) -> list[tuple[str, ToolCall]]:
-    return [("tool_use", call) for call in piece.calls]
+def _values(piece: Parts) -> list[tuple[str, Any]]:
+    """The texts and calls of a piece, each with the kind of its block."""
+    return [*_texts(piece), *(("tool_use", call) for call in piece.calls)]
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

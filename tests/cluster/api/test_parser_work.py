@@ -94,7 +94,7 @@ def generation_of(text: str) -> Generation:
 
 def writers_of(text: str) -> dict[str, Any]:
     generation = generation_of(text)
-    made = {"state": State.UNDECIDED, "tools": True}
+    made: dict[str, Any] = {"state": State.UNDECIDED, "tools": True}
     return {
         "chat": ChatWriter("tiny", [generation], TOKENIZER, **made),
         "messages": MessageWriter("tiny", generation, **made),
