@@ -43,7 +43,7 @@ require("vm").runInThisContext(fs.readFileSync(process.argv[1], "utf8"));
   console.log(JSON.stringify(results));
 })();
 """
-EVENTS = [{"n": 1}, {"text": "ü🦅\r\n\u2028 data: x\n\n"}, {"n": [3]}]
+EVENTS: list[dict[str, Any]] = [{"n": 1}, {"text": "ü🦅\r\n\u2028 data: x\n\n"}, {"n": [3]}]
 STREAM = b"".join(map(event, EVENTS)) + DONE
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
