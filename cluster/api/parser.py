@@ -59,7 +59,7 @@ class Parts:
 class AnswerParser:
     """Parses one answer.
 
-    `_text[_place:]` has not been scanned yet. `_held` is what was scanned before it and has not
+    `_text[_place:]` has not been scanned yet. `_held_pieces` have been scanned before it and not
     been reported: space before the first text, line ends that may be next to a marker, or the
     beginning of a call.
     """
@@ -69,7 +69,7 @@ class AnswerParser:
         self._state = state
         self._tools = tools
         self._text, self._place = "", 0
-        self._held: list[str] = []
+        self._held_pieces: list[str] = []
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
@@ -121,7 +121,7 @@ class AnswerParser:
         start = _end_of(_LEADING_SPACE, self._text, self._place)
         begun = self._text[start : start + len(THINK)]
         if begun == THINK:
-            self._held.clear()
+            self._held_pieces.clear()
             self._place, self._state = start + len(THINK), State.REASONING
             return True
         if THINK.startswith(begun):
@@ -135,14 +135,15 @@ class AnswerParser:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """
-        found = self._text.find(marker, self._place)
-        end = found if found >= 0 else len(self._text) - _num_begun(self._text, marker, self._place)
-        certain = self._take_text(end)
-        if found < 0:
+        marker_start = self._text.find(marker, self._place)
+        if marker_start < 0:
+            end = len(self._text) - _num_begun(self._text, marker, self._place)
+            certain = self._take_text(end)
             self._hold(end)
             return certain, False
-        self._held.clear()
-        self._place = found + len(marker)
+        certain = self._take_text(marker_start)
+        self._held_pieces.clear()
+        self._place = marker_start + len(marker)
         self._state, self._skips_line_ends = following, True
         return certain, True
 
@@ -154,14 +155,14 @@ class AnswerParser:
     def _take_held(self, end: int) -> str:
         """What is held and the text up to `end`."""
         self._hold(end)
-        taken = "".join(self._held)
-        self._held.clear()
+        taken = "".join(self._held_pieces)
+        self._held_pieces.clear()
         return taken
 
     def _hold(self, end: int) -> None:
         """Hold the text up to `end` back."""
         if end > self._place:
-            self._held.append(self._text[self._place : end])
+            self._held_pieces.append(self._text[self._place : end])
             self._place = end
 
     def _take_call(self, parts: Parts) -> bool:
@@ -192,12 +193,12 @@ class AnswerParser:
                     return place, False  # the end, or a backslash before it
                 place += 1
                 self._is_in_string = False
-            found = _QUOTE_OR_END.search(text, place)
-            if found is None:
+            match = _QUOTE_OR_END.search(text, place)
+            if match is None:
                 return len(text) - _num_begun(text, END_CALL, place), False
-            if found[0] == END_CALL:
-                return found.start(), True
-            place = found.end()
+            if match[0] == END_CALL:
+                return match.start(), True
+            place = match.end()
             self._is_in_string = True
 
 
@@ -235,8 +236,8 @@ def _is_too_deep(text: str) -> bool:
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return False
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        depth += (found[0] in "{[") - (found[0] in "}]")
+    for token in _STRING_OR_BRACKET.finditer(text):
+        depth += (token[0] in "{[") - (token[0] in "}]")
         if depth > MAX_DEPTH:
             return True
     return False
@@ -259,18 +260,18 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 def _source_of(key: str, text: str) -> str | None:
     """The value of a key exactly as it is written in a JSON object, which must be valid."""
-    found = None
+    source = None
     place = text.index("{") + 1
     while True:
         place = _skip_space(text, place)
         if text[place] == "}":
-            return found
+            return source
         name, place = _DECODER.raw_decode(text, place)
         place = _skip_space(text, place) + 1  # the colon
         start = _skip_space(text, place)
         _, place = _DECODER.raw_decode(text, start)
         if name == key:
-            found = text[start:place]
+            source = text[start:place]
         place = _skip_space(text, place)
         place += text[place] == ","
 

@@ -112,13 +112,13 @@ class TextStream:
         if self._num_tokens <= self._min_tokens:
             self.text = self._decoded
             return False
-        found = [
+        matches = [
             (start + end - len(stop.string), stop.string)
             for stop in self._stop
             if (end := stop.push(text)) is not None
         ]
-        if found:
-            place, self.stopped_by = min(found)
+        if matches:
+            place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
         num_held = max((stop.num_matched for stop in self._stop), default=0)
