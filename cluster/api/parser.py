@@ -7,18 +7,33 @@ that, text that may be the beginning of a marker is held back, and so are line e
 out to be next to a marker, where they are part of the format and not of the text.
 
 A call is reported when it is complete, with the arguments exactly as the model wrote them. A call
-that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped.
+that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped. So
+does one that readers of JSON may refuse: with a number beyond floats, or nested very deep.
+
+However long an answer or an open call gets, each character is looked at a constant number of times:
+what has been scanned and is held back is kept in pieces, apart from the few characters whose
+meaning depends on the next ones.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
 
+MAX_DEPTH = 100  # of objects and arrays in a call, with the call's own object
+
 _LINE_ENDS = "\n\r"
+_LEADING_LINE_ENDS = re.compile(r"[\n\r]*")
+_LEADING_SPACE = re.compile(r"\s*")
+_QUOTE_OR_END = re.compile(f'"|{END_CALL}')
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # up to its quote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +57,34 @@ class Parts:
 
 
 class AnswerParser:
-    """Parses one answer."""
+    """Parses one answer.
+
+    `_text[_place:]` has not been scanned yet. `_held_pieces` have been scanned before it and not
+    been reported: space before the first text, line ends that may be next to a marker, or the
+    beginning of a call.
+    """
 
     def __init__(self, state: State, *, tools: bool) -> None:
         """Without `tools`, calls are left in the content."""
         self._state = state
         self._tools = tools
-        self._text = ""  # not yet reported
+        self._text, self._place = "", 0
+        self._held_pieces: list[str] = []
+        self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
     def push(self, text: str) -> Parts:
         """Parse the next text. Returns what it adds to the answer."""
-        added = Parts()
-        for parts in self.pieces(text):
-            added.reasoning += parts.reasoning
-            added.content += parts.content
-            added.calls += parts.calls
-        return added
+        pieces = list(self.pieces(text))
+        return Parts(
+            reasoning="".join(piece.reasoning for piece in pieces),
+            content="".join(piece.content for piece in pieces),
+            calls=[call for piece in pieces for call in piece.calls],
+        )
 
     def pieces(self, text: str) -> Iterator[Parts]:
         """As `push`, in the order of the text: each piece is reasoning, content or a call."""
-        self._text += text
+        self._text, self._place = self._text[self._place :] + text, 0
         goes_on = True
         while goes_on:
             parts = Parts()
@@ -72,15 +94,10 @@ class AnswerParser:
 
     def finish(self) -> Parts:
         """What is left at the end of the answer."""
-        parts = Parts()
-        if self._state is State.CALL:
-            self._text = CALL + self._text
+        rest = self._take_held(len(self._text))
         if self._state is State.REASONING:
-            parts.reasoning = self._text
-        else:
-            parts.content = self._text
-        self._text = ""
-        return parts
+            return Parts(reasoning=rest)
+        return Parts(content=CALL + rest if self._state is State.CALL else rest)
 
     def _advance(self, parts: Parts) -> bool:
         """Report what is certain. True if a marker was passed, so that more may be certain now."""
@@ -89,26 +106,28 @@ class AnswerParser:
         if self._state is State.CALL:
             return self._take_call(parts)
         if self._skips_line_ends:
-            self._text = self._text.lstrip(_LINE_ENDS)
-            self._skips_line_ends = not self._text
+            self._place = _end_of(_LEADING_LINE_ENDS, self._text, self._place)
+            self._skips_line_ends = self._place == len(self._text)
         if self._state is State.REASONING:
-            text, is_passed = self._until(END_THINK, State.CONTENT)
-            parts.reasoning += text
+            parts.reasoning, is_passed = self._until(END_THINK, State.CONTENT)
             return is_passed
         if not self._tools:
-            parts.content, self._text = parts.content + self._text, ""
+            parts.content = self._take_held(len(self._text))
             return False
-        text, is_passed = self._until(CALL, State.CALL)
-        parts.content += text
+        parts.content, is_passed = self._until(CALL, State.CALL)
         return is_passed
 
     def _decide(self) -> bool:
-        start = self._text.lstrip()
-        if start.startswith(THINK):
-            self._text, self._state = start[len(THINK) :], State.REASONING
+        start = _end_of(_LEADING_SPACE, self._text, self._place)
+        begun = self._text[start : start + len(THINK)]
+        if begun == THINK:
+            self._held_pieces.clear()
+            self._place, self._state = start + len(THINK), State.REASONING
             return True
-        if THINK.startswith(start):
+        if THINK.startswith(begun):
+            self._hold(start)
             return False
+        self._text, self._place = self._take_held(len(self._text)), 0
         self._state, self._skips_line_ends = State.CONTENT, False
         return True
 
@@ -116,82 +135,143 @@ class AnswerParser:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """
-        before, found, after = self._text.partition(marker)
-        if found:
-            self._text, self._state, self._skips_line_ends = after, following, True
-            return before.rstrip(_LINE_ENDS), True
-        num_begun = next(n for n in range(len(marker), -1, -1) if before.endswith(marker[:n]))
-        certain = before[: len(before) - num_begun].rstrip(_LINE_ENDS)
-        self._text = before[len(certain) :]
-        return certain, False
+        marker_start = self._text.find(marker, self._place)
+        if marker_start < 0:
+            end = len(self._text) - _num_begun(self._text, marker, self._place)
+            certain = self._take_text(end)
+            self._hold(end)
+            return certain, False
+        certain = self._take_text(marker_start)
+        self._held_pieces.clear()
+        self._place = marker_start + len(marker)
+        self._state, self._skips_line_ends = following, True
+        return certain, True
+
+    def _take_text(self, end: int) -> str:
+        """What is held and the text up to `end`, without the line ends before `end`."""
+        size = len(self._text[self._place : end].rstrip(_LINE_ENDS))
+        return self._take_held(self._place + size) if size else ""
+
+    def _take_held(self, end: int) -> str:
+        """What is held and the text up to `end`."""
+        self._hold(end)
+        taken = "".join(self._held_pieces)
+        self._held_pieces.clear()
+        return taken
+
+    def _hold(self, end: int) -> None:
+        """Hold the text up to `end` back."""
+        if end > self._place:
+            self._held_pieces.append(self._text[self._place : end])
+            self._place = end
 
     def _take_call(self, parts: Parts) -> bool:
-        end = _end_of_call(self._text)
-        if end is None:
+        end, is_complete = self._scan_call()
+        if not is_complete:
+            self._hold(end)
             return False
-        body, self._text = self._text[:end], self._text[end + len(END_CALL) :]
+        body = self._take_held(end)
+        self._place += len(END_CALL)
         self._state, self._skips_line_ends = State.CONTENT, True
         call = _read_call(body)
         if call is not None:
             parts.calls.append(call)
         else:
-            parts.content += CALL + body + END_CALL
+            parts.content = CALL + body + END_CALL
             self._skips_line_ends = False
         return True
 
+    def _scan_call(self) -> tuple[int, bool]:
+        """(the position of the end marker of a call, ignoring those inside JSON strings, or of what
+        cannot be scanned yet; whether it is the end marker).
+        """
+        text, place = self._text, self._place
+        while True:
+            if self._is_in_string:
+                place = _end_of(_REST_OF_STRING, text, place)
+                if text[place : place + 1] != '"':
+                    return place, False  # the end, or a backslash before it
+                place += 1
+                self._is_in_string = False
+            match = _QUOTE_OR_END.search(text, place)
+            if match is None:
+                return len(text) - _num_begun(text, END_CALL, place), False
+            if match[0] == END_CALL:
+                return match.start(), True
+            place = match.end()
+            self._is_in_string = True
 
-def _end_of_call(text: str) -> int | None:
-    """The position of the end marker of a call, ignoring those inside JSON strings."""
-    start = 0
-    while (end := text.find(END_CALL, start)) >= 0:
-        if not _ends_in_string(text[:end]):
-            return end
-        start = end + 1
-    return None
+
+def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
+    """Where the match of a pattern that matches anywhere ends."""
+    match = pattern.match(text, place)
+    assert match is not None
+    return match.end()
 
 
-def _ends_in_string(text: str) -> bool:
-    """Whether a JSON string is open at the end of a text."""
-    is_open = is_escaped = False
-    for char in text:
-        if is_escaped:
-            is_escaped = False
-        elif char == "\\":
-            is_escaped = is_open
-        elif char == '"':
-            is_open = not is_open
-    return is_open
+def _num_begun(text: str, marker: str, start: int) -> int:
+    """How many characters at the end of `text[start:]` are the beginning of a marker."""
+    most = min(len(marker) - 1, len(text) - start)
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _read_call(body: str) -> ToolCall | None:
     """The call in a JSON object, None if there is none."""
+    if _is_too_deep(body):
+        return None
     try:
-        value = json.loads(body)
-        arguments = _source_of("arguments", body)
-    except (ValueError, RecursionError):
+        value = _DECODER.decode(body)
+    except ValueError:
         return None
     if not isinstance(value, dict) or value.keys() - {"name", "arguments"}:
         return None
     name = value.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or _SURROGATE.search(name):
         return None
-    return ToolCall(name=name, arguments=arguments or "{}")
+    return ToolCall(name=name, arguments=_source_of("arguments", body) or "{}")
+
+
+def _is_too_deep(text: str) -> bool:
+    """Whether objects and arrays are nested deeper than `MAX_DEPTH`."""
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for token in _STRING_OR_BRACKET.finditer(text):
+        depth += (token[0] in "{[") - (token[0] in "}]")
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def _finite(number: str) -> float:
+    """Raises `ValueError` for a number that is too large for a float."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is too large")
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def _source_of(key: str, text: str) -> str | None:
-    """The value of a key exactly as it is written in a JSON object. Raises `ValueError`."""
-    decoder, found = json.JSONDecoder(), None
+    """The value of a key exactly as it is written in a JSON object, which must be valid."""
+    source = None
     place = text.index("{") + 1
     while True:
         place = _skip_space(text, place)
         if text[place] == "}":
-            return found
-        name, place = decoder.raw_decode(text, place)
+            return source
+        name, place = _DECODER.raw_decode(text, place)
         place = _skip_space(text, place) + 1  # the colon
         start = _skip_space(text, place)
-        _, place = decoder.raw_decode(text, start)
+        _, place = _DECODER.raw_decode(text, start)
         if name == key:
-            found = text[start:place]
+            source = text[start:place]
         place = _skip_space(text, place)
         place += text[place] == ","
 

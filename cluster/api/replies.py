@@ -7,12 +7,15 @@ outputs into one body; both go through the same parser and the same helpers, so 
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 import uuid
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
+from cluster.api.offsets import Offsets
 from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
@@ -22,8 +25,31 @@ from scheduler.messages import TokenLogprobs
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
+_UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 Entries = Seq[TokenLogprobs | None]
+
+
+def encode_json(value: object) -> str:
+    """JSON in a single line. Numbers that JSON does not have become null."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:
+        text = _ENCODER.encode(_without_nan(value))
+    return text if text.isascii() else _UNSAFE.sub(_escaped, text)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _escaped(unsafe: re.Match[str]) -> str:
+    return f"\\u{ord(unsafe[0]):04x}"
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -205,7 +231,7 @@ class ChatWriter(_Envelope):
         return {
             "token": data.decode(errors="replace"),
             "bytes": list(data),
-            "logprob": max(logprob, LOWEST_LOGPROB),
+            "logprob": _at_least_lowest(logprob),
         }
 
 
@@ -253,7 +279,7 @@ class CompletionWriter(_Envelope):
     ) -> None:
         super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
         self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
 
@@ -261,11 +287,11 @@ class CompletionWriter(_Envelope):
         index = self._index(place, chunk.index)
         text = chunk.text
         if index not in self._offsets:
-            text = self._start(place) + text
-            self._offsets[index] = len(text) - len(chunk.text)
+            start = self._start(place)
+            text = start + text
+            self._offsets[index] = self._new_offsets(start)
         self._unsent.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
-        self._offsets[index] += len(chunk.text)
         choices = []
         if text or logprobs:
             choices.append(_choice(index, text, logprobs, None))
@@ -283,7 +309,8 @@ class CompletionWriter(_Envelope):
         for place, generation in enumerate(self._generations):
             start = self._start(place)
             for done in generation.completions:
-                logprobs = self._logprobs(done.token_ids, done.logprobs, len(start))
+                offsets = self._new_offsets(start)
+                logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
                 index = self._index(place, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
                 if self._with_ids:
@@ -305,30 +332,37 @@ class CompletionWriter(_Envelope):
             return generation.prompt
         return self._tokenizer.decode(generation.prompt_token_ids)
 
+    def _new_offsets(self, start: str) -> Offsets | None:
+        """Offsets of an output behind the text that is repeated."""
+        return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
+
     def _logprobs(
-        self, token_ids: list[int], logprobs: Entries | None, offset: int
+        self, token_ids: list[int], logprobs: Entries | None, offsets: Offsets | None
     ) -> dict[str, Any] | None:
-        if logprobs is None or self._tokenizer is None:
+        if logprobs is None or offsets is None:
             return None
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, values, tops, places = [], [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            text = self._text(token_id)
-            tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
-            values.append(max(entry.logprob, LOWEST_LOGPROB) if entry else None)
+            tokens.append(self._text(token_id))
+            places.append(offsets.next(token_id))
+            values.append(_at_least_lowest(entry.logprob) if entry else None)
             top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
-            tops.append({self._text(other): max(value, LOWEST_LOGPROB) for other, value in top})
+            tops.append({self._text(other): _at_least_lowest(value) for other, value in top})
         return {
             "tokens": tokens,
             "token_logprobs": values,
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": places,
         }
 
     def _text(self, token_id: int) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _at_least_lowest(logprob: float) -> float:
+    """A log probability that JSON has; the lowest one for NaN."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,35 @@ class Decoder(Protocol):
         """The text of these tokens."""
 
 
+class _StopString:
+    """Finds a stop string in a text that comes in parts. As in the search of Knuth, Morris and
+    Pratt, the work for a part does not depend on the length of the string.
+    """
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.num_matched = 0  # characters at the end of the text that are its beginning
+        # By a number of matched characters: how many at their end are a shorter beginning. As long
+        # as the longest match so far.
+        self._shorter = [0, 0]
+
+    def push(self, text: str) -> int | None:
+        """How many characters of the next text complete the string, None if they do not."""
+        for i, char in enumerate(text):
+            self.num_matched = self._longer(self.num_matched, char)
+            if self.num_matched == len(self.string):
+                return i + 1
+            if self.num_matched == len(self._shorter):
+                self._shorter.append(self._longer(self._shorter[-1], char))
+        return None
+
+    def _longer(self, num_matched: int, char: str) -> int:
+        """How many characters match with one more."""
+        while num_matched and self.string[num_matched] != char:
+            num_matched = self._shorter[num_matched]
+        return num_matched + (self.string[num_matched] == char)
+
+
 class TextStream:
     """Text of one output. `text` is the text so far, without what is held back.
 
@@ -34,10 +63,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Decoder, stop: Seq[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop = [_StopString(string) for string in stop]
         self._min_tokens = min_tokens if stop else 0
-        self._searched_from = 0
-        self._longest_stop = max(map(len, self._stop), default=0)
         self._num_tokens = 0
         self._recent: list[int] = []
         self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
@@ -80,26 +107,20 @@ class TextStream:
 
     def _extend(self, text: str) -> bool:
         """Add decoded text; True if it completes a stop string."""
-        searched = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
+        start = len(self._decoded)
         self._decoded += text
         if self._num_tokens <= self._min_tokens:
             self.text = self._decoded
-            self._searched_from = len(self._decoded)
             return False
-        places = ((self._decoded.find(stop, searched), stop) for stop in self._stop)
-        found = [(place, stop) for place, stop in places if place >= 0]
-        if found:
-            place, self.stopped_by = min(found)
+        matches = [
+            (start + end - len(stop.string), stop.string)
+            for stop in self._stop
+            if (end := stop.push(text)) is not None
+        ]
+        if matches:
+            place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        self.text = self._decoded[: len(self._decoded) - self._held()]
+        num_held = max((stop.num_matched for stop in self._stop), default=0)
+        self.text = self._decoded[: len(self._decoded) - num_held]
         return False
-
-    def _held(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        first = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
-        tail = self._decoded[first:]
-        for start in range(len(tail)):
-            if any(stop.startswith(tail[start:]) for stop in self._stop):
-                return len(tail) - start
-        return 0

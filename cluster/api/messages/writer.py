@@ -6,7 +6,9 @@ message_delta with the reason and the counts; message_stop.
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import uuid
 from typing import Any
 
@@ -61,16 +63,17 @@ class MessageWriter:
         """The whole answer."""
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
+        pieces = [*parser.pieces(done.text), parser.finish()]
+        values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
-        has_calls = False
-        for piece in (*parser.pieces(done.text), parser.finish()):
-            for kind, text in _texts(piece):
-                if not content or content[-1]["type"] != kind:
-                    content.append(dict(_EMPTY[kind]))
-                content[-1][kind] += text
-            for call in piece.calls:
-                has_calls = True
-                content.append(_tool_use(call) | {"input": _input(call)})
+        for kind, group in itertools.groupby(values, operator.itemgetter(0)):
+            if kind == "tool_use":
+                content += [
+                    _tool_use(call) | {"input": json.loads(_input_json(call))} for _, call in group
+                ]
+            else:
+                content.append(_EMPTY[kind] | {kind: "".join(text for _, text in group)})
+        has_calls = any(piece.calls for piece in pieces)
         return self._message(content, *_stop(done, has_calls))
 
     def error(self, error: BaseException) -> bytes:
@@ -108,7 +111,7 @@ class MessageWriter:
         for call in parts.calls:
             self._has_calls = True
             events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
-            arguments = {"type": "input_json_delta", "partial_json": call.arguments}
+            arguments = {"type": "input_json_delta", "partial_json": _input_json(call)}
             events += [self._delta(arguments), *self._closed()]
         return events
 
@@ -136,14 +139,19 @@ def _texts(piece: Parts) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in texts if text]
 
 
+def _values(piece: Parts) -> list[tuple[str, Any]]:
+    """The texts and calls of a piece, each with the kind of its block."""
+    return [*_texts(piece), *(("tool_use", call) for call in piece.calls)]
+
+
 def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
 
 
-def _input(call: ToolCall) -> Any:
+def _input_json(call: ToolCall) -> str:
     """The arguments as an object; a value that is not an object is wrapped in one."""
-    value = json.loads(call.arguments)
-    return value if isinstance(value, dict) else {"arguments": value}
+    is_object = call.arguments.startswith("{")
+    return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 
 
 def _stop(done: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:

@@ -10,6 +10,7 @@ from importlib import resources
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/events.js": ("events.js", "text/javascript; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 # A browser loads and runs only what this server sends.

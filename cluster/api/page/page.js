@@ -180,27 +180,6 @@ function addTurn(role, text) {
   return turn;
 }
 
-// The events of a stream, as objects. Throws what the server says in place of an answer.
-async function* events(response) {
-  const decoder = new TextDecoder();
-  const reader = response.body.getReader();
-  let text = "";
-  while (true) {
-    const { done, value } = await reader.read();
-    if (done) throw new Error("the answer broke off");
-    text += decoder.decode(value, { stream: true });
-    const complete = text.split("\n\n");
-    text = complete.pop();
-    for (const each of complete) {
-      const data = each.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
-
 async function ask(text) {
   const own = conversation; // "New chat" begins another
   own.push({ role: "user", content: text });

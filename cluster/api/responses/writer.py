@@ -40,7 +40,8 @@ class ResponseWriter:
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last of the items
-        self._reasoning = ""
+        self._texts: list[str] = []  # of the item that is open
+        self._reasoning: list[str] = []
         self._num_events = 0
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -102,7 +103,8 @@ class ResponseWriter:
         num_input = self._generation.requests[0].num_prompt_tokens
         num_output = len(self._generation.completions[0].token_ids)
         num_cached = self._generation.num_cached_tokens
-        num_reasoning = len(self._tokenizer.encode(self._reasoning)) if self._reasoning else 0
+        reasoning = "".join(self._reasoning)
+        num_reasoning = len(self._tokenizer.encode(reasoning)) if reasoning else 0
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
@@ -113,12 +115,12 @@ class ResponseWriter:
 
     def _of_piece(self, piece: Parts) -> list[bytes]:
         events: list[bytes] = []
-        self._reasoning += piece.reasoning
+        if piece.reasoning:
+            self._reasoning.append(piece.reasoning)
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if text:
                 events += self._opened(kind)
-                item = self._items[-1]
-                item["content"][0]["text"] += text
+                self._texts.append(text)
                 part = _PART[kind]
                 delta = {"content_index": 0, "delta": text}
                 events.append(self._of_item(f"{part}.delta", delta | _LOGPROBS[kind]))
@@ -147,6 +149,8 @@ class ResponseWriter:
         item = self._items[-1]
         item["status"] = status
         [part] = item["content"]
+        part["text"] = "".join(self._texts)
+        self._texts.clear()
         text = {"content_index": 0, "text": part["text"]} | _LOGPROBS[item["type"]]
         return [
             self._of_item(f"{_PART[item['type']]}.done", text),

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 
+from cluster.api.limits import ApiLimits
 from cluster.api.page import FILES
 from scheduler.messages import Request
 from tests.cluster.api.browser import Watched, browser
@@ -98,6 +99,18 @@ def test_everything_can_be_done_with_the_keyboard(chromium: Browser) -> None:
         page.keyboard.press("Enter")
         expect(page.locator(".turn")).to_have_count(0)
         assert focused() == "text" and watched.faults == []
+
+
+def test_a_silent_server_is_waited_for(chromium: Browser) -> None:
+    limits = ApiLimits(keep_alive_s=0.05)
+    with serve(lambda request: "so it is", step_s=0.3, limits=limits) as silent:
+        watched = Watched(chromium, silent.url)
+        watched.send("Hi")
+        expect(watched.page.locator(".assistant small")).to_contain_text(
+            "tokens in", timeout=10_000
+        )
+        expect(watched.page.locator(".assistant > span").last).to_have_text("so it is")
+        assert watched.page.locator(".error").count() == 0 and watched.faults == []
 
 
 def test_errors_are_shown_where_they_belong(chromium: Browser) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -177,35 +178,8 @@ def test_an_answer_begins_where_the_prompt_ends(prompt: str, state: State) -> No
     assert state_after(prompt) is state
 
 
-def _holds_nothing(self: AnswerParser, marker: str, following: State) -> tuple[str, bool]:
-    before, found, after = self._text.partition(marker)
-    if found:
-        self._text, self._state, self._skips_line_ends = after, following, True
-        return before.rstrip("\n"), True
-    self._text = ""
-    return before, False
-
-
-def _holds_only_a_whole_start(
-    self: AnswerParser, marker: str, following: State
-) -> tuple[str, bool]:
-    before, found, after = self._text.partition(marker)
-    if found:
-        self._text, self._state, self._skips_line_ends = after, following, True
-        return before.rstrip("\n"), True
-    num_begun = len(marker) - 1 if before.endswith(marker[:-1]) else 0
-    self._text = before[len(before) - num_begun :]
-    return before[: len(before) - num_begun], False
-
-
-def _keeps_line_ends(self: AnswerParser, marker: str, following: State) -> tuple[str, bool]:
-    before, found, after = self._text.partition(marker)
-    if found:
-        self._text, self._state, self._skips_line_ends = after, following, False
-        return before, True
-    num_begun = next(n for n in range(len(marker), -1, -1) if before.endswith(marker[:n]))
-    self._text = before[len(before) - num_begun :]
-    return before[: len(before) - num_begun], False
+def _holds_only_a_whole_start(text: str, marker: str, start: int) -> int:
+    return len(marker) - 1 if text.endswith(marker[:-1], start) else 0
 
 
 def _decides_at_once(self: AnswerParser) -> bool:
@@ -232,17 +206,22 @@ def _writes_arguments_anew(body: str) -> ToolCall | None:
         return None
 
 
-PLANTED: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "beginnings of markers are not held": (AnswerParser, "_until", _holds_nothing),
-    "only one beginning is held": (AnswerParser, "_until", _holds_only_a_whole_start),
-    "line ends next to markers are kept": (AnswerParser, "_until", _keeps_line_ends),
+PLANTED: dict[str, tuple[object, str, object]] = {
+    "beginnings of markers are not held": (parser_module, "_num_begun", lambda *_: 0),
+    "only one beginning is held": (parser_module, "_num_begun", _holds_only_a_whole_start),
+    "line ends next to markers are kept": (AnswerParser, "_take_text", AnswerParser._take_held),
     "the first characters decide": (AnswerParser, "_decide", _decides_at_once),
     "the end is dropped": (AnswerParser, "finish", _drops_the_rest),
-    "the first end marker ends a call": (parser_module, "_ends_in_string", lambda text: False),
+    "the first end marker ends a call": (parser_module, "_QUOTE_OR_END", re.compile(END_CALL)),
     "quotes after a backslash count": (
         parser_module,
-        "_ends_in_string",
-        lambda text: text.count('"') % 2 == 1,
+        "_REST_OF_STRING",
+        re.compile(r'[^"]*'),
+    ),
+    "a backslash that ends a piece is forgotten": (
+        parser_module,
+        "_REST_OF_STRING",
+        re.compile(r'(?:[^"\\]|\\.|\\$)*', re.DOTALL),
     ),
     "JSON is completed": (parser_module, "_read_call", _completes_json),
     "arguments are written anew": (parser_module, "_read_call", _writes_arguments_anew),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -11,11 +12,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
-from cluster.api.replies import DONE, ChatWriter, CompletionWriter, usage_of
+from cluster.api.replies import DONE, LOWEST_LOGPROB, ChatWriter, CompletionWriter, usage_of
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.thinking import State
 from cluster.news import News
+from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import END_ID, LIMITS, MODEL, TOKENIZER, logprobs_of
 from tests.cluster.api.test_parser import random_answer
@@ -160,7 +162,7 @@ def test_a_streamed_completion_adds_up_to_the_whole_answer() -> None:
                 "finish_reason": "stop",
             }
             if choice["logprobs"]:
-                for name in ("tokens", "token_logprobs", "top_logprobs"):
+                for name in choice["logprobs"]:
                     got = [x for part in parts if part["logprobs"] for x in part["logprobs"][name]]
                     assert got == choice["logprobs"][name]
 
@@ -189,6 +191,21 @@ def test_logprobs_name_their_tokens_and_bytes() -> None:
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == "ü<|im_end|>".encode()
     assert entries[-1]["token"] == "<|im_end|>" and len(entries[0]["top_logprobs"]) == 1
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_log_probabilities_that_json_lacks_are_the_lowest(logprob: float) -> None:
+    generation, _ = run("a", random.Random(0), SamplingParams(logprobs=1))
+    done = generation.completions[0]
+    entry = TokenLogprobs(logprob=logprob, top_token_ids=(1,), top_logprobs=(logprob,))
+    done.logprobs = [entry] * len(done.token_ids)
+    chat = ChatWriter("tiny", [generation], TOKENIZER, state=State.CONTENT, tools=False)
+    text = CompletionWriter("tiny", [generation], TOKENIZER, echo=False)
+    first = chat.body()["choices"][0]["logprobs"]["content"][0]
+    assert first["logprob"] == first["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB
+    logprobs = text.body()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] == LOWEST_LOGPROB
+    assert [*logprobs["top_logprobs"][0].values()] == [LOWEST_LOGPROB]
 
 
 @pytest.mark.parametrize(

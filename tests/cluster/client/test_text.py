@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,17 @@ def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -
     assert stream.push(ids("one END two")) == 1
     stream.finish()
     assert stream.text == "one "
+
+
+@pytest.mark.parametrize("text", ["a" * 8000, "ab" * 4000, ("a" * 999 + "b") * 8])
+def test_long_stop_strings_cost_no_more_than_short_ones(tokenizer: Tokenizer, text: str) -> None:
+    stop = [text[start:2000] + "!" for start in range(8)]
+    stream, start_s = TextStream(tokenizer, stop), time.thread_time()
+    for token_id in text.encode():
+        assert stream.push([token_id]) is None
+        assert time.thread_time() - start_s < 3.0
+    stream.finish()
+    assert stream.text == text
 
 
 def by_search(
