@@ -70,14 +70,13 @@ class RequestBuilder:
             news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
         arrival_s = time.time()
         outputs = []
-        for index in range(params.n or 1):
+        each = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
+        for index, sampling in enumerate(each):
             request = Request(
                 request_id=f"{self._name}-{next(self._numbers)}",
                 token_ids=array("i", token_ids),
                 num_prompt_tokens=len(token_ids),
-                sampling=params.resolve(
-                    seed=seed, index=index, eos_token_ids=self._model.eos_token_ids
-                ),
+                sampling=sampling,
                 cache_salt=parsed.cache_salt,
                 news_interval=news_interval,
                 arrival_s=arrival_s,
