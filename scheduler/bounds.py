@@ -126,6 +126,12 @@ FIELDS: Mapping[str, Bound] = {
     "prompt": _bound(
         128, "prompts", "`prompt`", "each is at least one output, of which a request may have 128"
     ),
+    "tokenized text": _bound(
+        MIB,
+        "characters",
+        "text of `/tokenize` and `/v1/messages/count_tokens`",
+        "a token takes 350 bytes while it is made; prompts are bounded by the context",
+    ),
     "stop": _bound(
         32, "texts", "`stop`, `stop_sequences`", "each is matched with each new character"
     ),
@@ -207,7 +213,7 @@ def check(
     limit = bound.most if most is None else most
     if count > limit:
         raise RequestError(
-            f"{place} has {count} {bound.unit}; at most {limit} are possible",
+            f"{place}: {count} {bound.unit} are too many; at most {limit} are possible",
             place if parameter is None else parameter,
         )
 

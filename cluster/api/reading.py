@@ -102,8 +102,8 @@ def check_counts(counts: Mapping[str, int], place: str = "the body") -> None:
         bound = JSON[name]
         if count > bound.most:
             raise RequestError(
-                f"{place} has {count} {bound.unit}; at most {bound.most} {bound.unit} in"
-                f" {bound.where} are possible"
+                f"{place}: {count} {bound.unit} are too many; {bound.where} may have at most"
+                f" {bound.most}"
             )
 
 

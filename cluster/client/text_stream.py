@@ -7,6 +7,7 @@ decide what they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -34,10 +35,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Decoder, stop: Seq[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
-        self._searched_from = 0
-        self._longest_stop = max(map(len, self._stop), default=0)
         self._num_tokens = 0
         self._recent: list[int] = []
         self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
@@ -80,26 +79,64 @@ class TextStream:
 
     def _extend(self, text: str) -> bool:
         """Add decoded text; True if it completes a stop string."""
-        searched = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
+        before = len(self._decoded)
         self._decoded += text
         if self._num_tokens <= self._min_tokens:
             self.text = self._decoded
-            self._searched_from = len(self._decoded)
             return False
-        places = ((self._decoded.find(stop, searched), stop) for stop in self._stop)
-        found = [(place, stop) for place, stop in places if place >= 0]
-        if found:
-            place, self.stopped_by = min(found)
+        ends = ((matcher.feed(text), matcher.stop) for matcher in self._stop)
+        matches = [(before + end - len(stop), stop) for end, stop in ends if end is not None]
+        if matches:
+            place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        self.text = self._decoded[: len(self._decoded) - self._held()]
+        held = max((matcher.num_matched for matcher in self._stop), default=0)
+        self.text = self._decoded[: len(self._decoded) - held]
         return False
 
-    def _held(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        first = max(self._searched_from, len(self._decoded) - self._longest_stop + 1)
-        tail = self._decoded[first:]
-        for start in range(len(tail)):
-            if any(stop.startswith(tail[start:]) for stop in self._stop):
-                return len(tail) - start
-        return 0
+
+class _Matcher:
+    """Looks for one stop string in a text that comes in parts, in a time that depends on the length
+    of the text only (Knuth, Morris and Pratt 1977).
+
+    `num_matched` is the length of the longest end of the text with which the stop string begins.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = _borders(stop)
+
+    def feed(self, text: str) -> int | None:
+        """Take the next part. Returns up to where in it the stop string goes, or None while that is
+        not complete. Not to be called again afterwards.
+        """
+        stop, borders, matched = self.stop, self._borders, self.num_matched
+        first, end, place = stop[0], len(stop), 0
+        while place < len(text):
+            if matched == 0:  # on to where the stop string may begin
+                place = text.find(first, place)
+                if place < 0:
+                    break
+            while matched and text[place] != stop[matched]:
+                matched = borders[matched - 1]
+            matched += text[place] == stop[matched]
+            place += 1
+            if matched == end:
+                return place
+        self.num_matched = matched
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of a text, the length of its longest proper end that is also its
+    beginning.
+    """
+    borders = [0]
+    for character in stop[1:]:
+        matched = borders[-1]
+        while matched and character != stop[matched]:
+            matched = borders[matched - 1]
+        borders.append(matched + (character == stop[matched]))
+    return tuple(borders)
