@@ -163,22 +163,16 @@ FIELDS: Mapping[str, Bound] = {
         64, "keys", "`chat_template_kwargs`", "templates read fewer than ten variables"
     ),
     "schema": _bound(
-        131_072,
+        65_536,
         "characters",
-        "a JSON schema, or the parameters of a tool",
-        "its grammar is compiled for seconds; OpenAI documents 120,000",
+        "a JSON schema, the parameters of a tool, or a structural tag",
+        "as many bytes are compiled to a grammar, which takes seconds",
     ),
     "schema values": _bound(
         16_384,
         "values",
-        "a JSON schema, or the parameters of a tool",
+        "a JSON schema, the parameters of a tool, or a structural tag",
         "each becomes a part of the grammar; OpenAI documents 5,000 properties",
-    ),
-    "tag": _bound(
-        MIB, "characters", "a structural tag", "as for a schema; tools may have one each"
-    ),
-    "tag values": _bound(
-        32_768, "values", "a structural tag", "as for a schema; tools may have one each"
     ),
     "choice": _bound(
         1_024, "texts", "`structured_outputs.choice`", "each is a branch; OpenAI documents 1,000"
@@ -218,9 +212,9 @@ def check(
         )
 
 
-def check_size(name: str, value: object, place: str, parameter: str) -> None:
-    """Raise `RequestError` unless a decoded JSON value is within the bounds of what it is, a
-    `schema` or a `tag`. Reads hardly more of it than the bounds allow.
+def check_schema(value: object, place: str, parameter: str) -> None:
+    """Raise `RequestError` unless a decoded JSON value is within the bounds of schemas. Reads
+    hardly more of it than they allow.
     """
     num_values, num_characters, depth = 0, 0, 0
     level: list[object] = [value]
@@ -237,8 +231,8 @@ def check_size(name: str, value: object, place: str, parameter: str) -> None:
                 deeper.extend(item.values())
             elif isinstance(item, list | tuple):
                 deeper.extend(item)
-            check(f"{name} values", num_values + len(deeper), place, parameter)
-            check(name, num_characters, place, parameter)
+            check("schema values", num_values + len(deeper), place, parameter)
+            check("schema", num_characters, place, parameter)
         level = deeper
 
 

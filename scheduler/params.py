@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.bounds import check, check_size, shown
+from scheduler.bounds import check, check_schema, shown
 from scheduler.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -107,14 +107,14 @@ class StructuredOutputs:
         """Raise `RequestError` for a form whose grammar would be too large."""
         field = "structured_outputs"
         if self.json is not None:
-            check_size("schema", self.json, f"{field}.json", field)
+            check_schema(self.json, f"{field}.json", field)
         if self.regex is not None:
             check("regex", len(self.regex), f"{field}.regex", field)
         if self.choice is not None:
             check("choice", len(self.choice), f"{field}.choice", field)
             check("choice text", sum(map(len, self.choice)), f"{field}.choice", field)
         if self.structural_tag is not None:
-            check_size("tag", self.structural_tag, f"{field}.structural_tag", field)
+            check_schema(self.structural_tag, f"{field}.structural_tag", field)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:

@@ -15,7 +15,7 @@ import pydantic
 from pydantic_core import from_json
 
 from cluster.api.schema import Model
-from scheduler.bounds import JSON, check, most, shown
+from scheduler.bounds import JSON, check, check_schema, most, shown
 from scheduler.errors import RequestError
 
 Request = TypeVar("Request", bound=Model)
@@ -102,8 +102,7 @@ def check_counts(counts: Mapping[str, int], place: str = "the body") -> None:
         bound = JSON[name]
         if count > bound.most:
             raise RequestError(
-                f"{place}: {count} {bound.unit} are too many; {bound.where} may have at most"
-                f" {bound.most}"
+                f"{place}: {count} {bound.unit} are too many; at most {bound.most} are possible"
             )
 
 
@@ -119,6 +118,9 @@ def check_bounds(values: dict[str, Any], max_messages: int) -> None:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         check("prompt", len(prompt), "prompt")
     _check_metadata(values.get("metadata"))
+    if isinstance(tools := values.get("tools"), list):
+        for place, tool in enumerate(tools):
+            _check_tool(tool, f"tools.{place}")
     for name, limit in (
         ("messages", max_messages),
         ("input", max(most("input"), 4 * max_messages)),
@@ -135,6 +137,14 @@ def _check_metadata(metadata: object) -> None:
         for text in item:
             if isinstance(text, str):
                 check("metadata text", len(text), "metadata")
+
+
+def _check_tool(tool: object, place: str) -> None:
+    """Check the schema of a tool in the form of any of the APIs."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    for name in ("parameters", "input_schema"):
+        if isinstance(inner, dict) and inner.get(name) is not None:
+            check_schema(inner[name], f"{place}.{name}", "tools")
 
 
 def _check_turn(turn: object, place: str, field: str) -> None:

@@ -15,11 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
+from scheduler.bounds import most
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
 Asks = Callable[[Any], bool]
 T = TypeVar("T")
+Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
@@ -197,7 +199,7 @@ class ChatMessage(Model):
 
 
 class Function(Model):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -228,7 +230,7 @@ class JsonObjectFormat(Model):
 
 
 class JsonSchema(Model):
-    name: str
+    name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None

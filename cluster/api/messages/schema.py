@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cluster.api.schema import ListOf, Model
+from cluster.api.schema import ListOf, Model, Name
 
 
 class Block(Model):
@@ -57,7 +57,7 @@ class CustomTool(Block):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -15,8 +15,10 @@ from cluster.api.schema import (
     JsonObjectFormat,
     ListOf,
     Model,
+    Name,
     TextFormat,
 )
+from scheduler.bounds import most
 
 _STATEFUL = "nothing is stored between requests; send the whole conversation as input"
 
@@ -95,7 +97,7 @@ Item = Annotated[
 
 class FunctionTool(Model):
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -110,7 +112,7 @@ class NamedFunction(Model):
 
 class SchemaFormat(Model):
     type: Literal["json_schema"]
-    name: str
+    name: Annotated[str, Field(max_length=most("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None

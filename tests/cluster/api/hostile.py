@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import json
 import resource
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
-from tests.cluster.api.scripted import ScriptedEngine, make_api
+from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
 
+CONTEXT = 40_960  # tokens, as of Qwen3
 TICK_S = 0.001
 PART = 65_536  # bytes that arrive at a time
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -56,7 +58,7 @@ def deep(before: str) -> Make:
 
 
 USER = '{"role": "user", "content": "Hi"}'
-IDS = "[" + ",".join(["300"] * 5000) + "]"
+IDS = "[" + ",".join(["300"] * 40_000) + "]"
 REQUESTS: dict[str, tuple[str, Make]] = {
     "objects as prompts": (COMPLETION, filled('{"prompt": [', "{}", "]}")),
     "lists as prompts": (COMPLETION, filled('{"prompt": [', "[]", "]}")),
@@ -128,26 +130,58 @@ REQUESTS: dict[str, tuple[str, Make]] = {
     "a long stop text": (COMPLETION, repeated('{"prompt": "Hi", "stop": "', "a", '"}')),
     "logit bias": (
         COMPLETION, lambda size: json.dumps(
-            {"prompt": "Hi", "n": 128, "logit_bias": {str(i): 1 for i in range(size // 12)}}
+            {"prompt": "Hi", "n": 128, "logit_bias": {str(i): 1 for i in range(size // 16)}}
         ),
     ),
     "stop token ids": (COMPLETION, filled('{"prompt": "Hi", "stop_token_ids": [', "1", "]}")),
     "ids of tokens": ("/detokenize", filled('{"tokens": [', "300", "]}")),
     "text to tokenize": ("/tokenize", repeated('{"prompt": "', "a 1, ", '"}')),
+    # Just within the bounds of the JSON as a whole, so that later checks get to see them.
+    "as many values as possible": (
+        COMPLETION, lambda _: '{"prompt": [' + "1," * 500_000 + '{"a": 1}]}'
+    ),
+    "as many objects as possible": (
+        CHAT, lambda _: '{"messages": [' + ",".join([USER] * 31_000) + "]}"
+    ),
+    "as many parts as possible": (
+        CHAT,
+        lambda _: '{"messages": [' + ",".join(
+            ['{"role": "user", "content": [' + ",".join(['{"type": "text", "text": ""}'] * 300)
+             + "]}"] * 100
+        ) + "]}",
+    ),
+    "as many blocks as possible": (
+        MESSAGES,
+        lambda _: '{"max_tokens": 5, "messages": [' + ",".join(
+            ['{"role": "user", "content": [' + ",".join(
+                ['{"type": "tool_result", "tool_use_id": "1", "content": [{}]}'] * 150
+            ) + "]}"] * 100
+        ) + "]}",
+    ),
+    "as many keys as possible": (
+        CHAT,
+        lambda _: '{"messages": [' + ",".join(
+            ["{" + ",".join(f'"k{i}": 1' for i in range(2000)) + "}"] * 30
+        ) + "]}",
+    ),
+    "a body that is read at once": (
+        CHAT,
+        lambda _: '{"messages": [' + USER + '], "structured_outputs": {"json": {"anyOf": ['
+        + ",".join(["{}"] * 5_400) + "]}}}",
+    ),
     "brackets without end": (CHAT, lambda size: "[" * size),
     "keys without end": (CHAT, lambda size: '{"a":' * (size // 5)),
     "quotes": (CHAT, lambda size: '"' * size),
     "backslashes": (CHAT, lambda size: '{"a": "' + "\\" * size),
 }  # fmt: skip
-# Requests of honest clients, which must be answered: 12 prompts of 40,000 ids are refused only
-# because the scripted engine's context is short.
+# Requests of honest clients, which must be answered.
 HONEST: dict[str, tuple[str, Make]] = {
-    "prompts of many ids": (COMPLETION, lambda _: f'{{"prompt": [{",".join([IDS] * 60)}]}}'),
+    "prompts of many ids": (COMPLETION, lambda _: f'{{"prompt": [{",".join([IDS] * 12)}]}}'),
     "a long chat": (
         CHAT,
         lambda _: json.dumps(
             {
-                "messages": [{"role": "user", "content": "word, " * 100}] * 1000,
+                "messages": [{"role": "user", "content": "word, " * 20}] * 200,
                 "tools": [
                     {
                         "type": "function",
@@ -155,11 +189,11 @@ HONEST: dict[str, tuple[str, Make]] = {
                             "name": f"f{i}",
                             "parameters": {
                                 "type": "object",
-                                "properties": {f"p{j}": {"type": "string"} for j in range(40)},
+                                "properties": {f"p{j}": {"type": "string"} for j in range(4)},
                             },
                         },
                     }
-                    for i in range(100)
+                    for i in range(50)
                 ],
             }
         ),
@@ -214,7 +248,8 @@ def memory() -> int:
 
 async def measure(names: list[str], size: int) -> None:
     engine = ScriptedEngine(lambda _: "It is 85.", 0.0)
-    api = make_api(engine)
+    sizes = dataclasses.replace(LIMITS, max_model_len=CONTEXT)
+    api = make_api(engine, sizes=sizes)
     await send(api, COMPLETION, b'{"prompt": "Hi"}')
     gc.collect()
     gc.freeze()

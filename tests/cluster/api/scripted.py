@@ -215,8 +215,9 @@ def make_api(
     limits: ApiLimits | None = None,
     api_key: str | None = None,
     access: Access | None = None,
+    sizes: SchedulerLimits = LIMITS,
 ) -> Api:
-    builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), LIMITS, 0)
+    builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
     return Api(client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits)
