@@ -49,6 +49,8 @@ def send_all(connection: socket.socket, part: bytes, times: int) -> bytes:
         for _ in range(times):
             connection.sendall(part)
         answer = answer_of(connection)
+    except TimeoutError:
+        raise  # it neither answers nor closes
     except OSError:  # closed while there was more to send
         pass
     return answer
