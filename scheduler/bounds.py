@@ -8,6 +8,7 @@ by the size of the body. docs/limits.md shows the table; a test compares the two
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -236,7 +237,18 @@ def check_schema(value: object, place: str, parameter: str) -> None:
         level = deeper
 
 
-_SHORT = reprlib.Repr()
+class _Short(reprlib.Repr):
+    """Shows the first items of what is long. Other than its base, it does not sort keys."""
+
+    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
+        if x and level <= 0:
+            return "{...}"
+        first = itertools.islice(x.items(), self.maxdict)
+        items = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in first]
+        return "{" + ", ".join(items + ["..."] * (len(x) > self.maxdict)) + "}"
+
+
+_SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 5
 _SHORT.maxlevel = 3
