@@ -13,6 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
+_SET_BY_LAUNCH = ("listen", "bound_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,17 @@ class ServeConfig:
     api_key: str | None = option(
         None, flag="--api-key", help="Key that clients must send; or set EAGLERAY_API_KEY."
     )
+    allowed_hosts: str | None = option(
+        None,
+        flag="--allowed-hosts",
+        help="Names, separated by commas, under which a server without a key is reached"
+        " besides localhost.",
+    )
+    allowed_origins: str | None = option(
+        None,
+        flag="--allowed-origins",
+        help="Sites, separated by commas, whose pages may use a server without a key.",
+    )
     max_open_requests: int = option(
         1024,
         flag="--max-open-requests",
@@ -77,6 +89,8 @@ class ServeConfig:
 
     # Host and port at which the replica itself listens; without them, requests come through Serve.
     listen: tuple[str, int] | None = None
+    # Host at which HTTP arrives, if it is known.
+    bound_host: str | None = None
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -110,6 +124,11 @@ class ServeConfig:
         num_engines = self.max_replicas or self.replicas
         return -(-self.max_open_requests * num_engines // self.api_replicas)
 
+    @staticmethod
+    def names(text: str | None) -> tuple[str, ...]:
+        """The names in a text that separates them by commas."""
+        return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
     @property
     def model_name(self) -> str:
         """The model's name in the API; for a directory, the last part of its path."""
@@ -123,7 +142,7 @@ class ServeConfig:
         """Build from decoded YAML or JSON: `engine` is a mapping of engine options. An unknown key
         raises `ConfigError` naming the known keys.
         """
-        known = [each.name for each in dataclasses.fields(cls) if each.name != "listen"]
+        known = [each.name for each in dataclasses.fields(cls) if each.name not in _SET_BY_LAUNCH]
         unknown = [key for key in values if key not in known]
         if unknown:
             raise ConfigError(

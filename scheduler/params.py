@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.bounds import check, check_schema, shown
 from scheduler.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -83,19 +84,37 @@ class StructuredOutputs:
             names = ", ".join(field.name for field in dataclasses.fields(self))
             raise _no_structure(f"needs exactly one of {names}; has {', '.join(given) or 'none'}")
         if not isinstance(self.json, Mapping | bool | str | None):
-            raise _no_structure(f"json must be a JSON schema, got {self.json!r}")
+            raise _no_structure(f"json must be a JSON schema, got {shown(self.json)}")
         if not isinstance(self.json_object, bool):
-            raise _no_structure(f"json_object must be true or false, got {self.json_object!r}")
+            raise _no_structure(f"json_object must be true or false, got {shown(self.json_object)}")
         if not isinstance(self.regex, str | None):
-            raise _no_structure(f"regex must be text, got {self.regex!r}")
+            raise _no_structure(f"regex must be text, got {shown(self.regex)}")
         if self.choice is not None and not (
             isinstance(self.choice, list | tuple)
             and self.choice
             and all(isinstance(text, str) and text for text in self.choice)
         ):
-            raise _no_structure(f"choice must be a list of non-empty texts, got {self.choice!r}")
+            raise _no_structure(
+                f"choice must be a list of non-empty texts, got {shown(self.choice)}"
+            )
         if not isinstance(self.structural_tag, Mapping | None):
-            raise _no_structure(f"structural_tag must be an object, got {self.structural_tag!r}")
+            raise _no_structure(
+                f"structural_tag must be an object, got {shown(self.structural_tag)}"
+            )
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """Raise `RequestError` for a form whose grammar would be too large."""
+        field = "structured_outputs"
+        if self.json is not None:
+            check_schema(self.json, f"{field}.json", field)
+        if self.regex is not None:
+            check("regex", len(self.regex), f"{field}.regex", field)
+        if self.choice is not None:
+            check("choice", len(self.choice), f"{field}.choice", field)
+            check("choice text", sum(map(len, self.choice)), f"{field}.choice", field)
+        if self.structural_tag is not None:
+            check_schema(self.structural_tag, f"{field}.structural_tag", field)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:
@@ -103,7 +122,9 @@ class StructuredOutputs:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:
-            raise _no_structure(f"has the unknown key {unknown[0]!r}; known are {', '.join(known)}")
+            raise _no_structure(
+                f"has the unknown key {shown(unknown[0])}; known are {', '.join(known)}"
+            )
         return cls(**{key: value for key, value in values.items() if value is not None})
 
     def _is_given(self, name: str) -> bool:
@@ -123,7 +144,7 @@ class SamplingParams:
     which `ignore_eos` switches off. n: number of outputs, each with its own seed. stream_interval:
     a stream brings the first token, then this many at a time; a stop string is noticed when they
     come. structured_outputs: what the answer must match, after the reasoning; not with min_tokens
-    or ignore_eos.
+    or ignore_eos. How long lists and texts may be is said in `scheduler/bounds.py`.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -172,7 +193,7 @@ class SamplingParams:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
             raise RequestError(
-                f"ignore_eos must be true or false, got {self.ignore_eos!r}", "ignore_eos"
+                f"ignore_eos must be true or false, got {shown(self.ignore_eos)}", "ignore_eos"
             )
         self._check_structured_outputs()
         _check_stop(self.stop)
@@ -186,10 +207,12 @@ class SamplingParams:
         for key in values:
             if key not in known:
                 raise RequestError(
-                    f"unknown sampling parameter {key!r}; known are {', '.join(known)}", str(key)
+                    f"unknown sampling parameter {shown(key)}; known are {', '.join(known)}",
+                    str(key)[:100],
                 )
         values = dict(values)
         if isinstance(values.get("logit_bias"), dict):
+            check("logit_bias", len(values["logit_bias"]), "logit_bias")
             values["logit_bias"] = {_token_id_key(k): v for k, v in values["logit_bias"].items()}
         if isinstance(values.get("structured_outputs"), dict):
             values["structured_outputs"] = StructuredOutputs.from_dict(values["structured_outputs"])
@@ -244,6 +267,12 @@ class SamplingParams:
             }
         )
 
+    def resolve_all(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> list[Sampling]:
+        """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
+        first = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
+        seeds = (derive_seed(seed, index) for index in range(self.n or 1))
+        return [dataclasses.replace(first, seed=own) for own in seeds]
+
 
 def _no_structure(why: str) -> RequestError:
     return RequestError(f"structured_outputs {why}", "structured_outputs")
@@ -263,28 +292,36 @@ def _check_number(name: str, value: object, low: float, high: float, *, whole: b
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
     kind = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise RequestError(f"{name} must be {kind}, got {value!r}", name)
+        raise RequestError(f"{name} must be {kind}, got {shown(value)}", name)
     assert isinstance(value, int | float)
     if not low <= value <= high:  # NaN is in no range
-        raise RequestError(f"{name} must be {kind} between {low} and {high}, got {value!r}", name)
+        raise RequestError(
+            f"{name} must be {kind} between {low} and {high}, got {shown(value)}", name
+        )
 
 
 def _check_stop(stop: object) -> None:
     strings = [stop] if isinstance(stop, str) else stop
     if strings is None:
         return
+    if isinstance(strings, list | tuple):
+        check("stop", len(strings), "stop")
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
         raise RequestError(
-            f"stop must be a non-empty string or a list of them, got {stop!r}", "stop"
+            f"stop must be a non-empty string or a list of them, got {shown(stop)}", "stop"
         )
+    for text in strings:
+        check("stop text", len(text), f"the stop text {shown(text)}", "stop")
 
 
 def _check_stop_token_ids(ids: object) -> None:
     if ids is None:
         return
+    if isinstance(ids, list | tuple):
+        check("stop_token_ids", len(ids), "stop_token_ids")
     if not isinstance(ids, list | tuple) or not all(is_token_id(i) for i in ids):
         raise RequestError(
-            f"stop_token_ids must be a list of token ids, got {ids!r}", "stop_token_ids"
+            f"stop_token_ids must be a list of token ids, got {shown(ids)}", "stop_token_ids"
         )
 
 
@@ -292,10 +329,13 @@ def _check_logit_bias(bias: object) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+        raise RequestError(
+            f"logit_bias must map token ids to numbers, got {shown(bias)}", "logit_bias"
+        )
+    check("logit_bias", len(bias), "logit_bias")
     for token_id, value in bias.items():
         if not is_token_id(token_id):
-            raise RequestError(f"logit_bias has {token_id!r} as a token id", "logit_bias")
+            raise RequestError(f"logit_bias has {shown(token_id)} as a token id", "logit_bias")
         _check_number("logit_bias", value, -100.0, 100.0, whole=False)
 
 

@@ -26,6 +26,7 @@ ALLOWED = {
         "scheduler.messages",
         "scheduler.params",
         "scheduler.errors",
+        "scheduler.bounds",
     },
     "configs": {"configs", "scheduler.errors"},
     "cluster": {"cluster", "workers", "kernels", "configs", "scheduler"},

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from cluster.api import metrics as metrics_module
 from cluster.api import page
+from cluster.api.access import Access, check_content_type
 from cluster.api.document import openapi
 from cluster.api.endpoints import (
     Job,
@@ -30,10 +30,11 @@ from cluster.api.endpoints import (
     tokenize,
 )
 from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
-from cluster.api.limits import Admission, ApiLimits
+from cluster.api.limits import Admission, ApiLimits, Upload, Uploads
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.metrics import ApiMetrics, Family, Timing, engine_families
+from cluster.api.reading import Request, read
 from cluster.api.replies import Writer, encode_json
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
@@ -42,7 +43,6 @@ from cluster.api.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    read,
 )
 from cluster.api.trace import chrome_trace
 from cluster.client.client import Client
@@ -53,12 +53,17 @@ from scheduler.messages import EngineStats
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Result = TypeVar("Result")
 Gather = Callable[[], Awaitable[list[list[Family]]]]
 
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
 STATS_TIMEOUT_S = 2.0
 STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
+# A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
+# many take 20 ms.
+READ_INLINE_BYTES = 16_384
+READERS = 2
 MESSAGES_PATH = "/v1/messages"
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
@@ -87,22 +92,24 @@ class Exchange:
         self._commented = False  # whether that was a comment
         self._receive, self._send, self._timeout_s = receive, send, timeout_s
 
-    async def body(self, most: int) -> bytes:
-        """The body of the request. Raises `HttpError` 413 for one of more than `most` bytes, and
-        `Gone`.
+    async def body(self, upload: Upload) -> bytes:
+        """The body of the request. Raises `HttpError` 413 for one that is too long, 408 for one
+        that takes too long, `OverloadedError` for one too many, and `Gone`.
         """
         length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > most:
-            raise _too_large(most)
-        parts, size, more = [], 0, True
+        if length.isdigit():
+            upload.check_length(int(length[:20]))
+        parts, more = [], True
         while more:
-            message = await self._receive()
+            try:
+                async with asyncio.timeout_at(upload.deadline_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HttpError(408, upload.reason()) from None
             if message["type"] == "http.disconnect":
                 raise Gone
             parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
-                raise _too_large(most)
+            upload.add(len(parts[-1]))
             more = message.get("more_body", False)
         return b"".join(parts)
 
@@ -189,11 +196,13 @@ class Api:
         *,
         model_name: str,
         version: str,
-        api_key: str | None = None,
+        access: Access | None = None,
         limits: ApiLimits | None = None,
         echo_request_id: bool = True,
     ) -> None:
-        """`echo_request_id`: off where a proxy in front adds `x-request-id` itself."""
+        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
+        front adds `x-request-id` itself.
+        """
         self.limits = limits or ApiLimits()
         self.admission = Admission(self.limits)
         self.metrics = ApiMetrics()
@@ -205,7 +214,10 @@ class Api:
         )
         self._version = version
         self._echo_request_id = echo_request_id
-        self._api_key = api_key.encode() if api_key else None
+        self._access = access or Access()
+        self._uploads = Uploads(self.limits)
+        # A few threads, so that little memory is used at a time.
+        self._reading = ThreadPoolExecutor(READERS, "reading")
         # A thread of its own: in the common pool, the work would wait behind a burst of requests.
         self._asking = ThreadPoolExecutor(1, "stats")
         self._stats: asyncio.Future[EngineStats] | None = None
@@ -254,6 +266,9 @@ class Api:
             self.metrics.requests.labels(path, str(status)).inc()
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        self._access.check_site(exchange.headers)
+        if exchange.path not in OPEN_PATHS:
+            self._access.check_key(exchange.headers)
         if exchange.path not in self._paths:
             if exchange.path.startswith("/v1/models/"):
                 self._served.check_name(exchange.path.removeprefix("/v1/models/"))
@@ -262,22 +277,9 @@ class Api:
         method, handler = self._paths[exchange.path]
         if exchange.method != method:
             raise HttpError(405, f"{exchange.path} takes {method}, not {exchange.method}")
-        if exchange.path not in OPEN_PATHS:
-            self._authorize(exchange)
+        if method == "POST":
+            check_content_type(exchange.headers)
         await handler(exchange)
-
-    def _authorize(self, exchange: Exchange) -> None:
-        if self._api_key is None:
-            return
-        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = exchange.headers.get(b"x-api-key", b"")  # where Anthropic's clients send it
-        if not hmac.compare_digest(given.strip(), self._api_key):
-            raise HttpError(
-                401,
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-            )
 
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
         """Answer with an error, as an event if the stream has begun."""
@@ -293,33 +295,69 @@ class Api:
     # -- generating --------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        request = read(ChatRequest, await self._body(exchange))
-        await self._run(exchange, chat_job(request, self._served, self.limits.max_messages))
+        await self._generate(
+            exchange, ChatRequest, lambda r: chat_job(r, self._served, self.limits.max_messages)
+        )
 
     async def _complete(self, exchange: Exchange) -> None:
-        request = read(CompletionRequest, await self._body(exchange))
-        await self._run(exchange, completion_job(request, self._served))
+        await self._generate(exchange, CompletionRequest, lambda r: completion_job(r, self._served))
 
     async def _responses(self, exchange: Exchange) -> None:
-        request = read(ResponsesRequest, await self._body(exchange))
-        await self._run(exchange, responses_job(request, self._served, self.limits.max_messages))
+        most = self.limits.max_messages
+        await self._generate(
+            exchange, ResponsesRequest, lambda r: responses_job(r, self._served, most)
+        )
 
     async def _messages(self, exchange: Exchange) -> None:
-        request = read(MessagesRequest, await self._body(exchange))
-        await self._run(exchange, messages_job(request, self._served, self.limits.max_messages))
-
-    async def _body(self, exchange: Exchange) -> bytes:
-        """The body of a request that generates. While the server is full, no body is parsed: a
-        refusal must take as little as possible from the requests that run.
-        """
-        body = await exchange.body(self.limits.max_body_bytes)
-        self.admission.check_room()
-        return body
+        most = self.limits.max_messages
+        await self._generate(
+            exchange, MessagesRequest, lambda r: messages_job(r, self._served, most)
+        )
 
     async def _count_tokens(self, exchange: Exchange) -> None:
-        request = read(CountTokensRequest, await exchange.body(self.limits.max_body_bytes))
-        work = asyncio.to_thread(count_tokens, request, self._served, self.limits.max_messages)
-        await exchange.answer(200, encode_json(await work).encode())
+        most = self.limits.max_messages
+        await self._compute(
+            exchange, CountTokensRequest, lambda r: count_tokens(r, self._served, most)
+        )
+
+    async def _generate(
+        self, exchange: Exchange, model: type[Request], job_of: Callable[[Request], Job]
+    ) -> None:
+        """Run the job of the request in the body. While the server is full, no body is parsed: a
+        refusal must take as little as possible from the requests that run.
+        """
+        job = await self._read(exchange, model, job_of, before=self.admission.check_room)
+        await self._run(exchange, job)
+
+    async def _compute(
+        self, exchange: Exchange, model: type[Request], answer: Callable[[Request], dict[str, Any]]
+    ) -> None:
+        """Answer a request with what is computed from it, in a thread."""
+        request = await self._read(exchange, model, lambda request: request)
+        work = asyncio.to_thread(lambda: encode_json(answer(request)).encode())
+        await exchange.answer(200, await work)
+
+    async def _read(
+        self,
+        exchange: Exchange,
+        model: type[Request],
+        convert: Callable[[Request], Result],
+        before: Callable[[], None] | None = None,
+    ) -> Result:
+        """What `convert` makes of the request in the body; `before` is called when the body is
+        complete. A large body is read in a thread.
+        """
+        with self._uploads.begin() as upload:
+            body = await exchange.body(upload)
+            if before is not None:
+                before()
+
+            def make() -> Result:
+                return convert(read(model, body, self.limits.max_messages))
+
+            if len(body) <= READ_INLINE_BYTES:
+                return make()
+            return await asyncio.get_running_loop().run_in_executor(self._reading, make)
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         if session := exchange.headers.get(SESSION_HEADER):
@@ -379,14 +417,11 @@ class Api:
     # -- the rest ----------------------------------------------------------------------------------
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        request = read(TokenizeRequest, await exchange.body(self.limits.max_body_bytes))
-        work = asyncio.to_thread(tokenize, request, self._served, self.limits.max_messages)
-        await exchange.answer(200, encode_json(await work).encode())
+        most = self.limits.max_messages
+        await self._compute(exchange, TokenizeRequest, lambda r: tokenize(r, self._served, most))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        request = read(DetokenizeRequest, await exchange.body(self.limits.max_body_bytes))
-        work = asyncio.to_thread(detokenize, request, self._served)
-        await exchange.answer(200, encode_json(await work).encode())
+        await self._compute(exchange, DetokenizeRequest, lambda r: detokenize(r, self._served))
 
     async def _models(self, exchange: Exchange) -> None:
         body = {"object": "list", "data": [model_card(self._served)]}
@@ -472,10 +507,6 @@ class Api:
         while self.admission.num_open and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return self.admission.num_open
-
-
-def _too_large(most: int) -> HttpError:
-    return HttpError(413, f"the body is too large; at most {most} bytes are possible")
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -157,7 +157,7 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
             if getattr(request, name):
                 raise RequestError(f"{name} needs messages", name)
         assert request.prompt is not None
-        token_ids = tokenizer.encode(request.prompt)
+        token_ids = served.builder.encode(request.prompt)
     else:
         variables = dict(request.chat_template_kwargs or {})
         prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)

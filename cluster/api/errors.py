@@ -17,6 +17,7 @@ from scheduler.errors import (
 )
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000  # characters; a message may repeat names from the request
 
 logger = logging.getLogger("eagleray.api")
 
@@ -80,4 +81,5 @@ def headers_of(error: BaseException) -> dict[str, str]:
 
 
 def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+    shortened = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
+    return {"error": {"message": shortened, "type": kind, "param": parameter, "code": code}}

@@ -1,12 +1,17 @@
-"""What one API process accepts: the size of requests, and the number of open outputs."""
+"""What one API process accepts at a time: open outputs, and bodies on their way."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cluster.api.errors import HttpError
+from scheduler.bounds import HTTP, MIB, most
 from scheduler.errors import OverloadedError, RequestError
+
+BYTES_PER_S = 8192  # of a body, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +20,18 @@ class ApiLimits:
 
     max_open: outputs that run or wait at a time; a request for more is refused at once.
     slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how long a
-    stream may be silent before a comment is sent.
+    stream may be silent before a comment is sent. body_time_s: how long a body may take, and a
+    second more for each 8 KiB.
     """
 
     max_open: int = 1024
-    max_body_bytes: int = 8 * 2**20
-    max_messages: int = 2048
+    max_body_bytes: int = HTTP["body"].most
+    max_bodies_bytes: int = HTTP["bodies"].most
+    max_messages: int = most("messages")
     max_outputs: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
+    body_time_s: float = HTTP["body time"].most
 
 
 class Admission:
@@ -61,4 +69,64 @@ class Admission:
             raise OverloadedError(
                 f"{self.num_open} outputs are running or waiting, of {self.limits.max_open}"
                 " possible; try again later"
+            )
+
+
+class Uploads:
+    """Counts the bytes of bodies that have been received and not yet read. Used from one event loop
+    only.
+    """
+
+    def __init__(self, limits: ApiLimits) -> None:
+        self.limits = limits
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Upload]:
+        """Count a body until the block ends."""
+        upload = Upload(self)
+        try:
+            yield upload
+        finally:
+            self.num_bytes -= upload.num_bytes
+
+
+class Upload:
+    """One body while it comes."""
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads, self._limits = uploads, uploads.limits
+        self._began_s = time.monotonic()
+        self.num_bytes = 0
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is too late for the next part, by `time.monotonic` and the event loop's clock."""
+        return self._began_s + self._limits.body_time_s + self.num_bytes / BYTES_PER_S
+
+    def reason(self) -> str:
+        """Why it is too late."""
+        return (
+            f"{self.num_bytes} bytes of the body came within {time.monotonic() - self._began_s:.0f}"
+            f" s; possible are {self._limits.body_time_s:g} s, and one more for each"
+            f" {BYTES_PER_S} bytes"
+        )
+
+    def check_length(self, num_bytes: int) -> None:
+        """Raise `HttpError` 413 for a body of so many bytes."""
+        limit = self._limits.max_body_bytes
+        if num_bytes > limit:
+            raise HttpError(413, f"the body is too large; at most {limit} bytes are possible")
+
+    def add(self, num_bytes: int) -> None:
+        """Count a part. Raises `HttpError` 413, and `OverloadedError` if all bodies together are
+        too large.
+        """
+        self.num_bytes += num_bytes
+        self._uploads.num_bytes += num_bytes
+        self.check_length(self.num_bytes)
+        if self._uploads.num_bytes > self._limits.max_bodies_bytes:
+            raise OverloadedError(
+                f"{self._limits.max_bodies_bytes // MIB} MiB of other requests are being received;"
+                " try again later"
             )

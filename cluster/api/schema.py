@@ -4,7 +4,7 @@ being honored.
 Every field is in one of three lists: those of a model here are honored; those of `WITHOUT_EFFECT`
 are accepted as far as they ask for nothing; all others are refused by name. A model of another API
 may have lists of its own. The values of sampling parameters are checked by `SamplingParams`, which
-knows their limits.
+knows their limits; `reading.py` makes requests of bodies.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
+from scheduler.bounds import most
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
 Asks = Callable[[Any], bool]
+T = TypeVar("T")
+Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
+# A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
+# wrong, so every list of a request is one of these.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _anything(_: Any) -> bool:
@@ -61,9 +66,6 @@ class Model(BaseModel):
     REFUSED: ClassVar[dict[str, str]] = REFUSED
 
 
-Request = TypeVar("Request", bound=Model)
-
-
 class StreamOptions(Model):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -85,8 +87,8 @@ class Generate(Model):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -123,7 +125,7 @@ class Generate(Model):
 
 
 class CompletionRequest(Generate):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -150,14 +152,14 @@ class ChatMessage(Model):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: list[Any] | None = None
+    annotations: ListOf[Any] | None = None
     audio: None = None
     function_call: None = None
 
@@ -197,7 +199,7 @@ class ChatMessage(Model):
 
 
 class Function(Model):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -228,7 +230,7 @@ class JsonObjectFormat(Model):
 
 
 class JsonSchema(Model):
-    name: str
+    name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
@@ -245,11 +247,11 @@ ResponseFormat = Annotated[
 
 
 class ChatRequest(Generate):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -276,8 +278,8 @@ class ChatRequest(Generate):
 class TokenizeRequest(Model):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)] | None = None
+    tools: ListOf[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -285,53 +287,13 @@ class TokenizeRequest(Model):
 
 class DetokenizeRequest(Model):
     model: str | None = None
-    tokens: list[int]
-
-
-def read(model: type[Request], body: bytes) -> Request:
-    """A request from the bytes of its JSON. Raises `RequestError` naming the field at fault."""
-    try:
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise RequestError("the body must be a JSON object")
-    for name in [name for name in values if name not in model.model_fields]:
-        _check_other(name, values.pop(name), model)
-    try:
-        return model.model_validate(values)
-    except pydantic.ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
-        field = errors[0]["loc"][:1]
-        # For a union, pydantic lists the errors of every alternative. The one that was meant is
-        # most likely the one whose error lies deepest.
-        found = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
-        # Names of kinds, "str" or "list[...]", are no part of the place.
-        place = [str(part) for part in found["loc"] if part != "str" and "[" not in str(part)]
-        given = repr(found["input"])
-        shown = given if len(given) <= 100 else given[:100] + "..."
-        raise RequestError(
-            f"{'.'.join(place)}: {found['msg']}; got {shown}", place[0] if place else None
-        ) from None
-
-
-def _check_other(name: str, value: Any, model: type[Model]) -> None:
-    """Raise `RequestError` unless a field that is not honored asks for nothing."""
-    if name in model.WITHOUT_EFFECT:
-        is_possible, advice = model.WITHOUT_EFFECT[name]
-        if value is None or is_possible(value):
-            return
-        raise RequestError(f"{name}: {advice}", name)
-    if name in model.REFUSED:
-        if value is None:
-            return
-        raise RequestError(f"{name}: {model.REFUSED[name]}", name)
-    known = ", ".join(sorted(model.model_fields))
-    raise RequestError(f"unknown field {name[:100]!r}; known are {known}", name[:100])
+    tokens: ListOf[int]
 
 
 def _object(arguments: str) -> Any:
-    """The arguments of a call as an object, for templates that do not take text."""
+    """The arguments of a call as an object, for templates that do not take text. Their size has
+    been checked with that of the body.
+    """
     try:
         return from_json(arguments)
     except ValueError as error:

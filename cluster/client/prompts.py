@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.bounds import check, shown
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, is_token_id
 
@@ -67,6 +68,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
+    check("cache_salt", len(salt), "cache_salt")
     session = prompt.get("session_id")
     if not isinstance(session, str | None):
         raise RequestError(f"session_id must be text, got {type(session).__name__}", "session_id")
@@ -88,7 +90,9 @@ def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> 
     known = (*FORMS, *other_keys)
     unknown = [key for key in prompt if key not in known]
     if unknown:
-        raise RequestError(f"unknown key {unknown[0]!r}; known are {', '.join(known)}", "prompt")
+        raise RequestError(
+            f"unknown key {shown(unknown[0])}; known are {', '.join(known)}", "prompt"
+        )
     given = [form for form in FORMS if form in prompt]
     if len(given) != 1:
         raise RequestError(
@@ -151,18 +155,19 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     tools, variables = prompt.get("tools"), prompt.get("chat_template_kwargs") or {}
     is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     if tools is not None and not is_list:
-        raise RequestError(f"tools must be a list of JSON objects, got {tools!r}", "tools")
+        raise RequestError(f"tools must be a list of JSON objects, got {shown(tools)}", "tools")
     taken = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
     wrong = not isinstance(variables, Mapping) or any(name in taken for name in variables)
     if wrong:
         raise RequestError(
-            f"chat_template_kwargs must be an object without {', '.join(taken)}; got {variables!r}",
+            f"chat_template_kwargs must be an object without {', '.join(taken)};"
+            f" got {shown(variables)}",
             "chat_template_kwargs",
         )
     messages, continues = check_messages(prompt["messages"]), prompt.get("continue_final_message")
     if not isinstance(continues, bool | None):
         raise RequestError(
-            f"continue_final_message must be true or false, got {continues!r}",
+            f"continue_final_message must be true or false, got {shown(continues)}",
             "continue_final_message",
         )
     content = messages[-1]["content"]
@@ -189,7 +194,7 @@ def check_messages(messages: object) -> list[Message]:
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_message or "content" not in message:
             raise RequestError(
-                f"each message needs a role and content, got {message!r}", "messages"
+                f"each message needs a role and content, got {shown(message)}", "messages"
             )
     return list(messages)
 
@@ -202,7 +207,7 @@ def _token_ids(value: object) -> list[int]:
     for token in value:
         if type(token) is not int:
             raise RequestError(
-                f"a prompt is text or a list of token ids, got a list that holds {token!r}",
+                f"a prompt is text or a list of token ids, got a list that holds {shown(token)}",
                 "prompt",
             )
     return list(value)
@@ -212,4 +217,4 @@ def check_token_ids(values: Seq[object], key: str) -> None:
     """Raise `RequestError` naming `key` for a value that cannot be a token id of any vocabulary."""
     wrong = [value for value in values if not is_token_id(value)]
     if wrong:
-        raise RequestError(f"{key} holds {wrong[0]!r}, which is not a token id", key)
+        raise RequestError(f"{key} holds {shown(wrong[0])}, which is not a token id", key)

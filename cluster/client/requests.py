@@ -20,6 +20,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import after_thinking, format_of, source_of
 from configs.model import ModelConfig
+from scheduler.bounds import check
 from scheduler.errors import RequestError
 from scheduler.limits import SchedulerLimits, check_request, check_vocabulary
 from scheduler.messages import Request
@@ -60,7 +61,7 @@ class RequestBuilder:
         that is possible.
         """
         parsed = self._rendered(parse_prompt(prompt))
-        token_ids = self._token_ids(parsed)
+        token_ids = self._token_ids(parsed, self.limits.max_total_tokens)
         params = self.parameters(wanted)
         grammar = self._grammar(params.structured_outputs, parsed)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
@@ -70,14 +71,13 @@ class RequestBuilder:
             news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
         arrival_s = time.time()
         outputs = []
-        for index in range(params.n or 1):
+        each = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
+        for index, sampling in enumerate(each):
             request = Request(
                 request_id=f"{self._name}-{next(self._numbers)}",
                 token_ids=array("i", token_ids),
                 num_prompt_tokens=len(token_ids),
-                sampling=params.resolve(
-                    seed=seed, index=index, eos_token_ids=self._model.eos_token_ids
-                ),
+                sampling=sampling,
                 cache_salt=parsed.cache_salt,
                 news_interval=news_interval,
                 arrival_s=arrival_s,
@@ -89,7 +89,9 @@ class RequestBuilder:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""
-        return self._token_ids(self._rendered(parse_prompt(prompt)))
+        parsed = self._rendered(parse_prompt(prompt))
+        check("tokenized text", len(parsed.text or ""), "the text", "prompt")
+        return self._token_ids(parsed)
 
     def check(self, prompt: Prompt, wanted: SamplingParams | None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
@@ -162,7 +164,8 @@ class RequestBuilder:
         text = self._tokenizer.render_chat(prompt.conversation)
         return dataclasses.replace(prompt, text=text)
 
-    def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
+    def _token_ids(self, prompt: ParsedPrompt, most: int | None = None) -> list[int]:
+        """The token ids of a prompt; text of far more than `most` tokens is refused early."""
         if prompt.token_ids is not None:
             # Checked before they are converted to 32-bit numbers.
             check_vocabulary(prompt.token_ids, self._model.vocab_size)
@@ -171,8 +174,8 @@ class RequestBuilder:
             raise _no_tokenizer("a text prompt")
         assert prompt.text is not None
         if prompt.conversation is not None:
-            return self._tokenizer.encode_rendered(prompt.text)
-        return self._tokenizer.encode(prompt.text)
+            return self._tokenizer.encode_rendered(prompt.text, most)
+        return self._tokenizer.encode(prompt.text, most)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

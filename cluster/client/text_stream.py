@@ -7,6 +7,7 @@ decide what they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -26,35 +27,6 @@ class Decoder(Protocol):
         """The text of these tokens."""
 
 
-class _StopString:
-    """Finds a stop string in a text that comes in parts. As in the search of Knuth, Morris and
-    Pratt, the work for a part does not depend on the length of the string.
-    """
-
-    def __init__(self, string: str) -> None:
-        self.string = string
-        self.num_matched = 0  # characters at the end of the text that are its beginning
-        # By a number of matched characters: how many at their end are a shorter beginning. As long
-        # as the longest match so far.
-        self._shorter = [0, 0]
-
-    def push(self, text: str) -> int | None:
-        """How many characters of the next text complete the string, None if they do not."""
-        for i, char in enumerate(text):
-            self.num_matched = self._longer(self.num_matched, char)
-            if self.num_matched == len(self.string):
-                return i + 1
-            if self.num_matched == len(self._shorter):
-                self._shorter.append(self._longer(self._shorter[-1], char))
-        return None
-
-    def _longer(self, num_matched: int, char: str) -> int:
-        """How many characters match with one more."""
-        while num_matched and self.string[num_matched] != char:
-            num_matched = self._shorter[num_matched]
-        return num_matched + (self.string[num_matched] == char)
-
-
 class TextStream:
     """Text of one output. `text` is the text so far, without what is held back.
 
@@ -63,7 +35,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Decoder, stop: Seq[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._stop = [_StopString(string) for string in stop]
+        self._stop = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
         self._num_tokens = 0
         self._recent: list[int] = []
@@ -107,20 +79,64 @@ class TextStream:
 
     def _extend(self, text: str) -> bool:
         """Add decoded text; True if it completes a stop string."""
-        start = len(self._decoded)
+        before = len(self._decoded)
         self._decoded += text
         if self._num_tokens <= self._min_tokens:
             self.text = self._decoded
             return False
-        matches = [
-            (start + end - len(stop.string), stop.string)
-            for stop in self._stop
-            if (end := stop.push(text)) is not None
-        ]
+        ends = ((matcher.feed(text), matcher.stop) for matcher in self._stop)
+        matches = [(before + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        num_held = max((stop.num_matched for stop in self._stop), default=0)
-        self.text = self._decoded[: len(self._decoded) - num_held]
+        held = max((matcher.num_matched for matcher in self._stop), default=0)
+        self.text = self._decoded[: len(self._decoded) - held]
         return False
+
+
+class _Matcher:
+    """Looks for one stop string in a text that comes in parts, in a time that depends on the length
+    of the text only (Knuth, Morris and Pratt 1977).
+
+    `num_matched` is the length of the longest end of the text with which the stop string begins.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = _borders(stop)
+
+    def feed(self, text: str) -> int | None:
+        """Take the next part. Returns up to where in it the stop string goes, or None while that is
+        not complete. Not to be called again afterwards.
+        """
+        stop, borders, matched = self.stop, self._borders, self.num_matched
+        first, end, place = stop[0], len(stop), 0
+        while place < len(text):
+            if matched == 0:  # on to where the stop string may begin
+                place = text.find(first, place)
+                if place < 0:
+                    break
+            while matched and text[place] != stop[matched]:
+                matched = borders[matched - 1]
+            matched += text[place] == stop[matched]
+            place += 1
+            if matched == end:
+                return place
+        self.num_matched = matched
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of a text, the length of its longest proper end that is also its
+    beginning.
+    """
+    borders = [0]
+    for character in stop[1:]:
+        matched = borders[-1]
+        while matched and character != stop[matched]:
+            matched = borders[matched - 1]
+        borders.append(matched + (character == stop[matched]))
+    return tuple(borders)

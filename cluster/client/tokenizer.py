@@ -15,6 +15,9 @@ from cluster.client.model_files import TOKENIZER_FILES
 from cluster.client.prompts import Conversation, Message
 from scheduler.errors import ConfigError, RequestError
 
+# Text that fits hardly ever has more characters per token.
+CHARACTERS_PER_TOKEN = 8
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Any thread may call."""
@@ -41,11 +44,12 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return self._fast.has_chat_template if self._fast else bool(self._slow.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a text. Raises `RequestError` for text that is not Unicode (half a surrogate
-        pair).
+        pair), and for text of far more than `most` tokens, without encoding all of it.
         """
         try:
+            self._check_length(text, most, "prompt")
             return (self._fast or self._slow).encode(text)
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
@@ -87,14 +91,33 @@ class Tokenizer:
             ) from error
         return _up_to_last(text, conversation) if conversation.continues_last else text
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a rendered conversation, which contains its special tokens already. Raises
-        `RequestError`.
+        as `encode`.
         """
         try:
+            self._check_length(text, most, "messages")
             return (self._fast or self._slow).encode(text, add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the messages cannot be encoded: {error}", "messages") from None
+
+    def _check_length(self, text: str, most: int | None, field: str) -> None:
+        """Raise `RequestError` if even the beginning of a text has twice as many tokens as are
+        possible. A token takes 350 bytes while it is encoded.
+        """
+        if most is None or len(text) <= CHARACTERS_PER_TOKEN * most:
+            return
+        beginning = text[: CHARACTERS_PER_TOKEN * most]
+        if self._fast:
+            num_tokens = self._fast.count(beginning)
+        else:
+            num_tokens = len(self._slow.encode(beginning, add_special_tokens=False))
+        if num_tokens > 2 * most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
+                f" {num_tokens} tokens; at most {most - 1} are possible. Shorten the prompt",
+                field,
+            )
 
     @cached_property
     def template_variables(self) -> frozenset[str]:

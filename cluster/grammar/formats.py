@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
+from cluster.grammar.references import check_references
+from scheduler.bounds import check, shown
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]
 
+_MAX_SIZE = 10_000  # the largest limit on the length of a list
 _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "$comment"),
@@ -64,6 +67,37 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("minItems", "maxItems"), ("array",)),
     **dict.fromkeys(("minimum", "exclusiveMinimum"), ("integer", "number")),
     **dict.fromkeys(("maximum", "exclusiveMaximum"), ("integer", "number")),
+}
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+
+
+def _is_type(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(name in _TYPES for name in value)
+    return value in _TYPES
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE
+
+
+# What the values of keywords must be. Those of the other keywords are checked where they are used.
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "type": (_is_type, f"one of {', '.join(_TYPES)}, or a list of them"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values"),
+    "required": (_is_names, "a list of names"),
+    **dict.fromkeys(("minItems", "maxItems"), (_is_size, f"a whole number from 0 to {_MAX_SIZE}")),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number")
+    ),
 }
 _CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
 _DATE = (
@@ -160,10 +194,17 @@ def source_of(answer: Format) -> str:
     return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 
-def honored(schema: object, where: str, depth: int = 0) -> Any:
+def honored(schema: object, where: str) -> Any:
     """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
-    accept but not enforce.
+    accept but not enforce, what is no schema, and references that have no end.
     """
+    rewritten = _honored(schema, where, 0)
+    check_references(rewritten, where, _refused)
+    return rewritten
+
+
+def _honored(schema: object, where: str, depth: int) -> Any:
+    """The part of a schema at `where`."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -173,6 +214,7 @@ def honored(schema: object, where: str, depth: int = 0) -> Any:
     rewritten: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword not in _ANNOTATIONS:
+            _check_kind(keyword, value, where)
             rewritten[keyword] = _part(schema, keyword, value, f"{where}.{keyword}", depth)
     _check_values(rewritten, where)
     lengths = [rewritten.pop(name, None) for name in ("minLength", "maxLength")]
@@ -198,16 +240,26 @@ def _part(schema: Mapping[str, Any], keyword: str, value: object, where: str, de
     if others:
         raise _refused(f"{where} cannot be honored together with {min(others)!r}")
     if kind == _SCHEMA:
-        return honored(value, where, depth + 1)
+        return _honored(value, where, depth + 1)
     if kind == _LIST:
         if not isinstance(value, list) or not value:
             raise _refused(f"{where} must be a list of schemas")
-        return [honored(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
+        return [_honored(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
     if kind == _BY_NAME:
         if not isinstance(value, Mapping):
             raise _refused(f"{where} must map names to schemas")
-        return {name: honored(each, f"{where}.{name}", depth + 1) for name, each in value.items()}
+        return {
+            name: _honored(each, f"{where}.{name[:100]}", depth + 1) for name, each in value.items()
+        }
     return value
+
+
+def _check_kind(keyword: str, value: object, where: str) -> None:
+    """Raise `RequestError` for a value that the keyword cannot have."""
+    if keyword in _KINDS:
+        is_possible, kind = _KINDS[keyword]
+        if not is_possible(value):
+            raise _refused(f"{where}.{keyword} must be {kind}, got {_shown(value)}")
 
 
 def _check_values(schema: dict[str, Any], where: str) -> None:
@@ -227,15 +279,20 @@ def _check_values(schema: dict[str, Any], where: str) -> None:
             raise _refused(f"{where}.pattern must not contain quotes or backslashes as characters")
     for limit in ("minLength", "maxLength"):
         length = schema.get(limit, 0)
-        if not isinstance(length, int) or not 0 <= length <= _MAX_LENGTH:
-            raise _refused(f"{where}.{limit} must be between 0 and {_MAX_LENGTH}, got {length!r}")
+        is_whole = isinstance(length, int) and not isinstance(length, bool)
+        if not is_whole or not 0 <= length <= _MAX_LENGTH:
+            raise _refused(
+                f"{where}.{limit} must be between 0 and {_MAX_LENGTH}, got {_shown(length)}"
+            )
     for keyword, needed in _OF_TYPE.items():
         if keyword in schema and "type" not in schema:
             raise _refused(f"{where}.{keyword} needs a type beside it: {' or '.join(needed)}")
-    required, known = schema.get("required", []), schema.get("properties", {})
-    missing = [name for name in required if name not in known] if isinstance(required, list) else []
+    known = schema.get("properties", {})
+    missing = [name for name in schema.get("required", ()) if name not in known]
     if missing:
-        raise _refused(f"{where}.required names {missing[0]!r}, which properties does not have")
+        raise _refused(
+            f"{where}.required names {_shown(missing[0])}, which properties does not have"
+        )
     if "type" in schema and ("enum" in schema or "const" in schema):
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -248,6 +305,7 @@ def _check_pattern(pattern: object, where: str) -> None:
     """Raise `RequestError` unless it is text in the part of the syntax that is honored."""
     if not isinstance(pattern, str):
         raise _refused(f"{where} must be text, got {_shown(pattern)}")
+    check("pattern", len(pattern), where, "structured_outputs")
     if re.search(r"\(\?(?!:)", pattern):
         raise _refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
 
@@ -321,4 +379,4 @@ def _refused(why: str) -> RequestError:
 
 
 def _shown(value: object) -> str:
-    return repr(value)[:100]
+    return shown(value)

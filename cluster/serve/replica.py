@@ -21,7 +21,9 @@ import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.api.access import Access
 from cluster.api.app import SWITCH_INTERVAL_S, Api
+from cluster.api.connections import server_config
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
 from cluster.client.client import Client, EngineLink
@@ -37,7 +39,6 @@ from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
 
 GATHER_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 75
 
 
 def installed_version() -> str:
@@ -78,7 +79,12 @@ class ApiReplica:
             setup.tokenizer,
             model_name=config.model_name,
             version=installed_version(),
-            api_key=config.api_key,
+            access=Access(
+                api_key=config.api_key,
+                bound_host=config.bound_host,
+                allowed_hosts=config.names(config.allowed_hosts),
+                allowed_origins=config.names(config.allowed_origins),
+            ),
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
             limits=ApiLimits(
                 max_open=config.max_open_per_api,
@@ -187,18 +193,7 @@ async def _listen(api: Api, where: tuple[str, int] | None) -> None:
     if where is None:
         return
     host, port = where
-    server = uvicorn.Server(
-        uvicorn.Config(
-            api,
-            host=host,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-    )
+    server = uvicorn.Server(server_config(api, host=host, port=port, log_level="warning"))
     setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 (Serve has its own)
     await server.serve()
 

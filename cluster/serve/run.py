@@ -115,7 +115,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
-    config = dataclasses.replace(job.config, listen=listen)
+    config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
     try:
         serve.start(
             proxy_location="Disabled" if is_direct else "HeadOnly",

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from cluster.api.limits import ApiLimits
 from cluster.serve.application import _autoscaling
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
+from scheduler.bounds import HTTP, most
 from scheduler.errors import ConfigError
 
 
@@ -53,3 +55,17 @@ def test_replicas_follow_ongoing_requests() -> None:
 def test_replicas_are_added_when_half_of_the_sequences_run(device: str, target: int) -> None:
     scaling = _autoscaling(ServeConfig(max_replicas=5), device)
     assert scaling is not None and scaling.target_ongoing_requests == target
+
+
+def test_the_bounds_that_can_be_configured_are_those_of_the_table_at_first() -> None:
+    config, limits = ServeConfig(), ApiLimits()
+    assert config.max_body_bytes == limits.max_body_bytes == HTTP["body"].most
+    assert config.max_messages == limits.max_messages == most("messages")
+    assert config.slow_reader_timeout_s == limits.slow_reader_timeout_s
+
+
+def test_names_are_separated_by_commas() -> None:
+    assert ServeConfig.names(" a.example, b.example:80,") == ("a.example", "b.example:80")
+    assert ServeConfig.names(None) == ()
+    with pytest.raises(ConfigError, match="allowed_hosts must be text"):
+        ServeConfig.from_dict({"allowed_hosts": ["a"]})

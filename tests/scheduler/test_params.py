@@ -327,3 +327,53 @@ def test_derived_seeds_are_the_same_in_every_process() -> None:
     assert (
         SamplingParams().resolve(seed=41, index=2).seed == derive_seed(41, 2) == 2493709923089234907
     )
+
+
+def test_outputs_differ_in_their_seeds_and_share_all_else() -> None:
+    params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=[7])
+    each = params.resolve_all(seed=41, eos_token_ids=[9])
+    assert each == [params.resolve(seed=41, index=i, eos_token_ids=[9]) for i in range(3)]
+    assert len({id(sampling.logit_bias) for sampling in each}) == 1
+    assert len({id(sampling.stop_token_ids) for sampling in each}) == 1
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop": ["a"] * 33}, "stop: 33 texts are too many; at most 32"),
+        ({"stop": "a" * 1025}, "1025 characters are too many; at most 1024"),
+        ({"stop": ["a", "b" * 1025]}, "the stop text 'bb.*: 1025 characters are too many"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids: 1025 token ids are too many"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0)}, "logit_bias: 1025 token ids are too many"),
+        ({"structured_outputs": {"regex": "a" * 8193}}, "regex: 8193 characters are too many"),
+        ({"structured_outputs": {"choice": ["a"] * 1025}}, "choice: 1025 texts are too many"),
+        ({"structured_outputs": {"choice": ["a" * 65_537]}}, "choice: 65537 characters are too"),
+        ({"structured_outputs": {"json": "a" * 65_537}}, "json: 65537 characters are too many"),
+        ({"structured_outputs": {"json": {"anyOf": [{}] * 16_384}}}, "json: 16386 values are too"),
+        (
+            {"structured_outputs": {"structural_tag": {"a": "a" * 65_536}}},
+            "structural_tag: 65537 characters are too many",
+        ),
+    ],
+)
+def test_more_than_a_bound_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        SamplingParams.from_dict(values)
+    assert refused.value.parameter in values
+
+
+def test_what_is_at_its_bound_is_accepted() -> None:
+    SamplingParams(
+        stop=["a" * 1024] * 32, stop_token_ids=[1] * 1024, logit_bias=dict.fromkeys(range(1024), 1)
+    )
+    SamplingParams(structured_outputs=StructuredOutputs(choice=["a" * 64] * 1024))
+
+
+def test_an_error_shows_the_beginning_of_what_was_given() -> None:
+    for wrong in ({"stop": [0] * 32}, {"n": "a" * 10**6}, {"logit_bias": "a" * 10**6}):
+        with pytest.raises(RequestError) as refused:
+            SamplingParams.from_dict(wrong)
+        assert len(str(refused.value)) < 250

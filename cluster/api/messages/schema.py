@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cluster.api.schema import Model
+from cluster.api.schema import ListOf, Model, Name
 
 
 class Block(Model):
@@ -39,7 +39,7 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | ListOf[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -50,14 +50,14 @@ AnyBlock = Annotated[
 
 class Message(Model):
     role: Literal["user", "assistant"]
-    content: str | list[AnyBlock]
+    content: str | ListOf[AnyBlock]
 
 
 class CustomTool(Block):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -79,9 +79,9 @@ class Thinking(Model):
 
 class CountTokensRequest(Model):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[CustomTool] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    system: str | ListOf[TextBlock] | None = None
+    tools: ListOf[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -89,7 +89,7 @@ class CountTokensRequest(Model):
 class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

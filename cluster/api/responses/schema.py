@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.api.schema import REFUSED, WITHOUT_EFFECT, Asks, JsonObjectFormat, Model, TextFormat
+from cluster.api.schema import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    Asks,
+    JsonObjectFormat,
+    ListOf,
+    Model,
+    Name,
+    TextFormat,
+)
+from scheduler.bounds import most
 
 _STATEFUL = "nothing is stored between requests; send the whole conversation as input"
 
@@ -23,15 +33,15 @@ class OutputText(Model):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: ListOf[Any] | None = None
+    logprobs: ListOf[Any] | None = None
     parsed: Any = None  # the openai client's own
 
 
 class MessageItem(Model):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Annotated[InputText | OutputText, Field(discriminator="type")]]
+    content: str | ListOf[Annotated[InputText | OutputText, Field(discriminator="type")]]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -47,8 +57,8 @@ class ReasoningItem(Model):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[Any] | None = None
-    content: list[ReasoningText] | None = None
+    summary: ListOf[Any] | None = None
+    content: ListOf[ReasoningText] | None = None
     encrypted_content: None = None
     status: str | None = None
 
@@ -66,7 +76,7 @@ class CallItem(Model):
 class CallOutputItem(Model):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | ListOf[InputText]
     id: str | None = None
     status: str | None = None
 
@@ -87,7 +97,7 @@ Item = Annotated[
 
 class FunctionTool(Model):
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -102,7 +112,7 @@ class NamedFunction(Model):
 
 class SchemaFormat(Model):
     type: Literal["json_schema"]
-    name: str
+    name: Annotated[str, Field(max_length=most("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
@@ -161,7 +171,7 @@ class ResponsesRequest(Model):
     }
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | ListOf[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
@@ -170,7 +180,7 @@ class ResponsesRequest(Model):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -178,7 +188,7 @@ class ResponsesRequest(Model):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

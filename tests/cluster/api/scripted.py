@@ -16,7 +16,9 @@ from pathlib import Path
 
 import uvicorn
 
+from cluster.api.access import Access
 from cluster.api.app import Api
+from cluster.api.connections import server_config
 from cluster.api.limits import ApiLimits
 from cluster.client.client import Client
 from cluster.client.outputs import Generation, OutputFollower
@@ -209,11 +211,16 @@ def logprobs_of(token: int, top: int) -> TokenLogprobs | None:
 
 
 def make_api(
-    engine: ScriptedEngine, limits: ApiLimits | None = None, api_key: str | None = None
+    engine: ScriptedEngine,
+    limits: ApiLimits | None = None,
+    api_key: str | None = None,
+    access: Access | None = None,
+    sizes: SchedulerLimits = LIMITS,
 ) -> Api:
-    builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), LIMITS, 0)
+    builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
-    return Api(client, TOKENIZER, model_name="tiny", version="0", api_key=api_key, limits=limits)
+    access = access or Access(api_key=api_key)
+    return Api(client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits)
 
 
 class Server:
@@ -230,13 +237,14 @@ def serve(
     step_s: float = 0.0,
     limits: ApiLimits | None = None,
     api_key: str | None = None,
+    access: Access | None = None,
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own."""
     engine = ScriptedEngine(script, step_s)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        api = make_api(engine, limits, api_key)
-        config = uvicorn.Config(api, log_level="error", lifespan="off", ws="none", backlog=4096)
+        api = make_api(engine, limits, api_key, access)
+        config = server_config(api, log_level="error", backlog=4096)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=_run, args=(server, listening), daemon=True)
         thread.start()

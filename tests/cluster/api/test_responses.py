@@ -12,9 +12,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from cluster.api.reading import read
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.schema import read
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
 

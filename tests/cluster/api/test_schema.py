@@ -10,6 +10,7 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
+from cluster.api.reading import read
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     REFUSED,
@@ -19,7 +20,6 @@ from cluster.api.schema import (
     DetokenizeRequest,
     Model,
     TokenizeRequest,
-    read,
 )
 from scheduler.errors import RequestError
 

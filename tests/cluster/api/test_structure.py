@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.schema import ChatRequest, read
+from cluster.api.reading import read
+from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs

@@ -238,6 +238,19 @@ def test_held_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
     assert stream.stopped_by is None
 
 
+def test_as_many_and_as_long_stop_strings_as_possible_take_little_time(
+    tokenizer: Tokenizer,
+) -> None:
+    # Each token ends with the beginning of all of them.
+    stop = ["a" * 1000 + f"{i:024d}" for i in range(32)]
+    tokens = tokenizer.encode("a" * 2000)
+    stream = TextStream(tokenizer, stop)
+    began_s = time.process_time()
+    stream.push(tokens)
+    assert (time.process_time() - began_s) / len(tokens) < 1e-3
+    assert stream.stopped_by is None and len(stream.text) == 1000
+
+
 def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Tokenizer) -> None:
     for stop in (["END", "STOP"], ["STOP", "END"]):
         assert texts(TextStream(tokenizer, stop), ids("aSTOPbENDc")) == ["a"]

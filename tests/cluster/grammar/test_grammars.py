@@ -378,11 +378,40 @@ def test_masks_are_a_function_of_known_tokens(
         ({"type": "integer", "enum": [1, "a"]}, "lists 'a', which is not of its type"),
         ({"type": "number", "const": True}, "lists True, which is not of its type"),
         ({"$ref": "http://example.com/a"}, "must point into the schema itself"),
-        ({"$ref": "#/$defs/missing"}, "cannot be compiled"),
+        ({"$ref": "#/$defs/missing"}, "'#/\\$defs/missing' leads to no schema"),
+        ({"$ref": "#"}, "no finite value fits this schema"),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}, "no finite value fits this schema"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            },
+            "no finite value fits this schema",
+        ),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value fits"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value fits"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+            "no finite value fits '#/\\$defs/a'",
+        ),
+        ({"enum": 5}, "json.enum must be a list of values, got 5"),
+        ({"type": "string", "enum": {"a": 1}}, "json.enum must be a list of values"),
+        ({"type": "object", "required": [["a"]]}, "json.required must be a list of names"),
+        ({"type": {"a": 1}}, "json.type must be one of string, .*got {'a': 1}"),
+        ({"type": [{}]}, "json.type must be one of"),
+        (
+            {"type": "array", "minItems": "a"},
+            "json.minItems must be a whole number from 0 to 10000",
+        ),
+        ({"type": "array", "maxItems": 10**12}, "json.maxItems must be a whole number"),
+        ({"type": "number", "minimum": "1"}, "json.minimum must be a number, got '1'"),
+        ({"type": "string", "format": ["date"]}, "the format \\['date'\\] is not supported"),
+        ({"type": "string", "maxLength": True}, "maxLength must be between 0 and 10000, got True"),
+        ({"type": "string", "pattern": "a" * 9000}, "json.pattern: 9000 characters are too many"),
         ("{not json", "json is not a JSON schema"),
         ({"properties": 3}, "must map names to schemas"),
         ({"items": "string"}, "must be a JSON schema, got 'string'"),
-        ({"type": "strnig"}, "cannot be compiled"),
+        ({"type": "strnig"}, "json.type must be one of string, .*got 'strnig'"),
         ({"type": "string", "pattern": "(unclosed"}, "cannot be compiled"),
     ],
 )
@@ -391,13 +420,36 @@ def test_refused_schemas(compiler: GrammarCompiler, schema: Any, message: str) -
         compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"next": {"$ref": "#"}}, "type": "object", "additionalProperties": False},
+        {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]},
+        {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+    ],
+)
+def test_schemas_that_refer_to_themselves_and_end(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, schema: Any
+) -> None:
+    grammar = compiler.compile(source_of(format_of(StructuredOutputs(json=schema))))
+    texts = [walk(grammar, matching, tokenizer, random.Random(seed), 60) for seed in range(20)]
+    ended = [json.loads(text) for text, has_ended in texts if has_ended]
+    assert ended
+    for value in ended:
+        jsonschema.validate(value, schema)
+
+
 def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
     deep: Any = {"type": "string"}
     for _ in range(70):
         deep = {"type": "array", "items": deep}
     with pytest.raises(RequestError, match="deeper than 64 levels"):
         format_of(StructuredOutputs(json=deep))
-    wide = {"enum": [f"value {i}" for i in range(10_000)]}
+    with pytest.raises(RequestError, match=r"json: .* characters are too many; at most 65536"):
+        StructuredOutputs(json={"enum": [f"value {i}" for i in range(10_000)]})
+    with pytest.raises(RequestError, match=r"json: .* values are too many; at most 16384"):
+        StructuredOutputs(json={"anyOf": [{}] * 20_000})
+    wide = {"enum": [f"value {i}" for i in range(5_000)]}  # as JSON it has more characters
     with pytest.raises(RequestError, match="larger than 65536 bytes"):
         compiler.compile(source_of(format_of(StructuredOutputs(json=wide))))
 

@@ -33,8 +33,8 @@ class Leaver:
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     def leave(self) -> None:
         self.socket.close()

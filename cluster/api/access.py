@@ -1,0 +1,125 @@
+"""Who may send requests: the key, and without one, protection from web pages.
+
+A web page that a user visits can send requests to a server on the user's own machine. It cannot
+choose all headers: `Origin` names the page's site, and after DNS rebinding, by which the page's
+name comes to mean this machine, `Host` is still that name. A page can also not send JSON to another
+site without asking first, which is why a body must say that it is JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from cluster.api.errors import HttpError
+
+Headers = Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What is checked before a request is served.
+
+    bound_host: the address that is listened on, None if unknown. allowed_hosts: further names under
+    which a server on a loopback address may be reached, allowed_origins: sites whose pages may use
+    a server without a key, such as `https://chat.example.com`; "*" allows all.
+    """
+
+    api_key: str | None = None
+    bound_host: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+
+    def check_site(self, headers: Headers) -> None:
+        """Raise `HttpError` 403 for a request to a server without a key that may come from a web
+        page of another site. With a key, a page would have to know that.
+        """
+        if self.api_key is not None:
+            return
+        host = headers.get(b"host", b"").decode("latin-1").strip().lower()
+        if not self._is_host_allowed(host):
+            raise HttpError(
+                403,
+                f"this server has no API key and listens on {self.bound_host}, so it is reached as"
+                f" localhost and not as {host[:200]!r}. Serve with --allowed-hosts for other names,"
+                " or with --api-key",
+                code="host_not_allowed",
+            )
+        origin = headers.get(b"origin", b"").decode("latin-1").strip().lower()
+        if origin and not self._is_origin_allowed(origin, host):
+            raise HttpError(
+                403,
+                f"a web page of {origin[:200]} may not use this server, which has no API key. Serve"
+                " with --allowed-origins for it, or with --api-key",
+                code="origin_not_allowed",
+            )
+
+    def check_key(self, headers: Headers) -> None:
+        """Raise `HttpError` 401 without the key."""
+        if self.api_key is None:
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")  # where Anthropic's clients send it
+        if not hmac.compare_digest(given.strip(), self.api_key.encode()):
+            raise HttpError(
+                401,
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    def _is_host_allowed(self, host: str) -> bool:
+        """Browsers always send a host; other clients may leave it out."""
+        if not host or self.bound_host is None or not _is_loopback(self.bound_host):
+            return True
+        name = _name_of(f"//{host}")
+        return (
+            _is_loopback(name)
+            or name == self.bound_host.lower()
+            or _is_listed(name, self.allowed_hosts)
+            or _is_listed(host, self.allowed_hosts)
+        )
+
+    def _is_origin_allowed(self, origin: str, host: str) -> bool:
+        """A proxy may have taken the encryption off, so the scheme does not count."""
+        _, _, site = origin.partition("://")
+        return site == host != "" or _is_listed(origin, self.allowed_origins)
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise `HttpError` 415 for a body that says that it is something else than JSON."""
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    kind = given.partition(";")[0].strip().lower()
+    if kind in ("", "application/json") or (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        return
+    raise HttpError(
+        415,
+        f"the body must be JSON, not {given[:100]!r}; send it with"
+        " 'Content-Type: application/json'",
+    )
+
+
+def _is_listed(value: str, allowed: tuple[str, ...]) -> bool:
+    return "*" in allowed or value in {name.lower() for name in allowed}
+
+
+def _name_of(url: str) -> str:
+    """The host of an address without its port; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,153 @@
+"""HTTP connections within bounds: uvicorn's protocol, which has none of its own for heads,
+pipelined requests and slow clients.
+
+A connection that sends no complete head in time is closed, as is one whose request goes on after
+its answer; a head that is too large is answered with 431. The time of a body is the application's
+matter (`app.py`), which knows whether it wants one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from scheduler.bounds import HTTP
+
+KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+)
+_TOO_LARGE_BODY = (
+    b'{"error": {"message": "the headers are too large; at most %d bytes and %d headers are'
+    b' possible", "type": "invalid_request_error", "param": null, "code": null}}'
+) % (HTTP["head"].most, HTTP["headers"].most)
+# Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
+_FRAME = 8
+
+
+class _TooMuchError(Exception):
+    """The bytes exceed a bound. Ends the parsing of what has been received."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. The parser calls the methods `on_...` from within `data_received`."""
+
+    # A test shortens these.
+    head_timeout_s: float = HTTP["head time"].most
+    rest_timeout_s: float = HTTP["rest time"].most
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_reading_head = False
+        self._is_reading_body = False
+        self._num_waiting = 0  # requests that have not been answered
+        self._head_bytes = self._num_headers = 0  # of the present request
+        self._bare_bytes = 0  # of its body, without what it holds
+        self._is_head_too_large = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._close_after(self.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None and not (self._is_reading_body or self._num_waiting):
+            self._close_after(self.head_timeout_s)
+        was_in_head, was_in_body = self._is_reading_head, self._is_reading_body
+        if was_in_body:
+            self._bare_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if was_in_head and self._is_reading_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HTTP["head"].most:
+                self._is_head_too_large = True
+                self.send_400_response("")
+        elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= HTTP["pipelined"].most:
+            raise _TooMuchError
+        super().on_message_begin()
+        self._is_reading_head = True
+        self._head_bytes = self._num_headers = self._bare_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._is_reading_head, self._is_reading_body = False, True
+        self._num_waiting += 1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._bare_bytes -= _FRAME * len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_reading_body = False
+        if not self._num_waiting:
+            self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._num_waiting -= 1
+        if self._is_reading_body and not self._num_waiting:
+            # What is left of the body is read, so that the client sees the answer, but not forever.
+            self._close_after(self.rest_timeout_s)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read, unless this would end up in the middle of another answer."""
+        if self._num_waiting:
+            self.transport.close()
+        elif self._is_head_too_large:
+            self.transport.write(_TOO_LARGE % (len(_TOO_LARGE_BODY), _TOO_LARGE_BODY))
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > HTTP["head"].most or self._num_headers > HTTP["headers"].most:
+            self._is_head_too_large = True
+            raise _TooMuchError
+
+    def _close_after(self, limit_s: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(limit_s, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    """How `app` is served: within the bounds above."""
+    return uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        **options,
+    )

@@ -1,0 +1,216 @@
+"""From the bytes of a body to a request, within the bounds of `scheduler/bounds.py`.
+
+The order is what keeps a hostile body from hurting other requests: its values are counted in the
+bytes, before the parser makes an object of each; lists and texts are measured in the plain objects,
+before pydantic makes models of them; and pydantic stops at the first error of a list. Each step
+holds the interpreter for at most about 20 ms, so that in a thread it does not stall an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic_core import from_json
+
+from cluster.api.schema import Model
+from scheduler.bounds import JSON, check, check_schema, most, shown
+from scheduler.errors import RequestError
+
+Request = TypeVar("Request", bound=Model)
+
+SLICE = 65_536  # bytes that are counted at a time; other threads may run in between
+_BACKSLASH = b"\\"
+# Top-level fields that are lists or objects, with their bounds.
+_COUNTED = {
+    "tools": "tools",
+    "stop": "stop",
+    "stop_sequences": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "logit_bias": "logit_bias",
+    "metadata": "metadata",
+    "chat_template_kwargs": "chat_template_kwargs",
+}
+_LENGTHS = {
+    "model": "model",
+    "cache_salt": "cache_salt",
+    "user": "user",
+    "safety_identifier": "user",
+    "prompt_cache_key": "user",
+}
+
+
+def read(model: type[Request], body: bytes, max_messages: int | None = None) -> Request:
+    """A request from the bytes of its JSON. Raises `RequestError` naming the field at fault."""
+    values = parse(body)
+    if not isinstance(values, dict):
+        raise RequestError("the body must be a JSON object")
+    check_bounds(values, most("messages") if max_messages is None else max_messages)
+    for name in [name for name in values if name not in model.model_fields]:
+        _check_other(name, values.pop(name), model)
+    try:
+        return model.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _refused(error) from None
+
+
+def parse(body: bytes) -> Any:
+    """The value of a JSON text. Raises `RequestError` if it is none, or exceeds a bound."""
+    check_counts(count_json(body))
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        if "recursion limit" in str(error):  # the parser's own, above ours
+            raise RequestError(
+                f"the body has more than {JSON['depth'].most} levels of lists and objects"
+            ) from None
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def count_json(text: bytes) -> dict[str, int]:
+    """How much a JSON text holds, by the names of the bounds; too much rather than too little. Text
+    that is not JSON is counted up to where a parser would notice.
+    """
+    commas, containers, pairs, bare = 0, 0, 0, 0
+    is_in_text, carried = False, b""
+    for start in range(0, len(text), SLICE):
+        part = carried + text[start : start + SLICE]
+        if _BACKSLASH in part:
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        # A backslash at the end escapes the first byte of the next slice.
+        carried = _BACKSLASH if part.endswith(_BACKSLASH) else b""
+        between_quotes = part.removesuffix(carried).split(b'"')
+        outside = b"".join(between_quotes[is_in_text::2])
+        is_in_text ^= len(between_quotes) % 2 == 0
+        bare += len(outside)
+        commas += outside.count(b",")
+        containers += outside.count(b"[") + outside.count(b"{")
+        pairs += outside.count(b":")
+    # A value is the first one of its container, or follows a comma.
+    return {
+        "values": 1 + commas + containers,
+        "containers": containers,
+        "pairs": pairs,
+        "bare": bare,
+    }
+
+
+def check_counts(counts: Mapping[str, int], place: str = "the body") -> None:
+    """Raise `RequestError` for more than the bounds allow."""
+    for name, count in counts.items():
+        bound = JSON[name]
+        if count > bound.most:
+            raise RequestError(
+                f"{place}: {count} {bound.unit} are too many; at most {bound.most} are possible"
+            )
+
+
+def check_bounds(values: dict[str, Any], max_messages: int) -> None:
+    """Raise `RequestError` for a body in which something is too long, too many or too deep."""
+    for name, bound in _COUNTED.items():
+        if isinstance(field := values.get(name), list | dict):
+            check(bound, len(field), name)
+    for name, bound in _LENGTHS.items():
+        if isinstance(text := values.get(name), str):
+            check(bound, len(text), name)
+    prompt = values.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        check("prompt", len(prompt), "prompt")
+    _check_metadata(values.get("metadata"))
+    if isinstance(tools := values.get("tools"), list):
+        for place, tool in enumerate(tools):
+            _check_tool(tool, f"tools.{place}")
+    for name, limit in (
+        ("messages", max_messages),
+        ("input", max(most("input"), 4 * max_messages)),
+    ):
+        if isinstance(turns := values.get(name), list):
+            check(name, len(turns), name, most=limit)
+            for place, turn in enumerate(turns):
+                _check_turn(turn, f"{name}.{place}", name)
+    _check_nesting(values)
+
+
+def _check_metadata(metadata: object) -> None:
+    for item in metadata.items() if isinstance(metadata, dict) else ():
+        for text in item:
+            if isinstance(text, str):
+                check("metadata text", len(text), "metadata")
+
+
+def _check_tool(tool: object, place: str) -> None:
+    """Check the schema of a tool in the form of any of the APIs."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    for name in ("parameters", "input_schema"):
+        if isinstance(inner, dict) and inner.get(name) is not None:
+            check_schema(inner[name], f"{place}.{name}", "tools")
+
+
+def _check_turn(turn: object, place: str, field: str) -> None:
+    """Check a message, or an item of a response's input."""
+    if not isinstance(turn, dict):
+        return
+    for name in ("content", "output", "summary"):
+        if isinstance(parts := turn.get(name), list):
+            check("parts", len(parts), f"{place}.{name}", field)
+            for part in parts:
+                inner = part.get("content") if isinstance(part, dict) else None
+                if isinstance(inner, list):
+                    check("parts", len(inner), f"{place}.{name}", field)
+    if isinstance(calls := turn.get("tool_calls"), list):
+        check("tool_calls", len(calls), f"{place}.tool_calls", field)
+
+
+def _check_nesting(values: dict[str, Any]) -> None:
+    """Check depth, the keys of each object, and all arguments of calls, which are JSON in a text,
+    together.
+    """
+    total = dict.fromkeys(("values", "containers", "pairs", "bare"), 0)
+    level: list[Any] = [values]
+    depth = 0
+    while level:
+        depth += 1
+        check("depth", depth, "the body", "")
+        deeper: list[Any] = []
+        for container in level:
+            if isinstance(container, list):
+                deeper += [item for item in container if type(item) in (list, dict)]
+                continue
+            check("keys", len(container), "an object in the body", "")
+            deeper += [item for item in container.values() if type(item) in (list, dict)]
+            if isinstance(arguments := container.get("arguments"), str):
+                for name, count in count_json(arguments.encode()).items():
+                    total[name] += count
+        level = deeper
+    check_counts(total, "the arguments of all calls in the body")
+
+
+def _refused(error: pydantic.ValidationError) -> RequestError:
+    """The error of a body that pydantic refuses."""
+    errors = error.errors(include_url=False, include_context=False)
+    field = errors[0]["loc"][:1]
+    # For a union, pydantic lists the errors of every alternative. The one that was meant is most
+    # likely the one whose error lies deepest.
+    deepest = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
+    # Names of kinds, "str" or "list[...]", are no part of the place.
+    place = [str(part) for part in deepest["loc"] if part != "str" and "[" not in str(part)]
+    return RequestError(
+        f"{'.'.join(place)[:500]}: {deepest['msg']}; got {shown(deepest['input'])}",
+        place[0] if place else None,
+    )
+
+
+def _check_other(name: str, value: Any, model: type[Model]) -> None:
+    """Raise `RequestError` unless a field that is not honored asks for nothing."""
+    if name in model.WITHOUT_EFFECT:
+        is_possible, advice = model.WITHOUT_EFFECT[name]
+        if value is None or is_possible(value):
+            return
+        raise RequestError(f"{name}: {advice}", name)
+    if name in model.REFUSED:
+        if value is None:
+            return
+        raise RequestError(f"{name}: {model.REFUSED[name]}", name)
+    known = ", ".join(sorted(model.model_fields))
+    raise RequestError(f"unknown field {name[:100]!r}; known are {known}", name[:100])

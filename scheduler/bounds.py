@@ -1,0 +1,286 @@
+"""What one request may hold: the one table of bounds, each with its reason.
+
+A request that exceeds a bound is refused before anything is built from it. The HTTP API checks the
+bounds of its bodies on the parsed JSON, before it makes objects of them; `SamplingParams` checks
+its own, whoever makes it. Whatever is not in the table, such as the text of a message, is bounded
+by the size of the body. docs/limits.md shows the table; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler.errors import RequestError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The most of something that a request may hold, and why not more."""
+
+    most: int
+    unit: str  # what is counted
+    where: str  # which part of a request
+    reason: str
+
+
+def _bound(most: int, unit: str, where: str, reason: str) -> Bound:
+    return Bound(most=most, unit=unit, where=where, reason=reason)
+
+
+# Bounds of the bytes of an HTTP request.
+HTTP: Mapping[str, Bound] = {
+    "head": _bound(
+        65_536,
+        "bytes",
+        "request line, headers and trailers together",
+        "they are kept until the request ends; browsers and proxies send at most 16 KiB",
+    ),
+    "headers": _bound(
+        256, "headers", "the head of a request", "each is an object; clients send about 20"
+    ),
+    "pipelined": _bound(
+        16,
+        "requests",
+        "one connection, beside the one that is answered",
+        "each is kept until its turn; clients send none ahead",
+    ),
+    "head time": _bound(
+        30,
+        "seconds",
+        "from the first byte of a connection or request to the end of its head",
+        "connections that send nothing must not use up the descriptors",
+    ),
+    "rest time": _bound(
+        10,
+        "seconds",
+        "for the rest of a body after the answer",
+        "an answer that comes early, such as 413, is seen by clients that still send",
+    ),
+    "body time": _bound(
+        30,
+        "seconds",
+        "for a body, and one more for each 8 KiB of it that has come",
+        "a slow upload may take a quarter of an hour, one that stands still may not",
+    ),
+    "body": _bound(
+        8 * MIB,
+        "bytes",
+        "the body (`max_body_bytes`)",
+        "a context of 262,144 tokens is about 1 MiB of text",
+    ),
+    "bodies": _bound(
+        256 * MIB,
+        "bytes",
+        "all bodies that one API process has received and not yet read; beyond it, 503",
+        "clients that upload at the same time must not fill the memory",
+    ),
+}
+# Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the
+# parser holds the interpreter: at most 20 ms.
+JSON: Mapping[str, Bound] = {
+    "values": _bound(
+        524_288,
+        "values",
+        "the body: numbers, texts, lists and objects",
+        "12 prompts of 40,960 token ids; more would stall other requests while it is parsed",
+    ),
+    "containers": _bound(
+        32_768,
+        "lists and objects",
+        "the body",
+        "each takes up to 200 times its bytes; 2,048 messages with calls and 128 tools have 20,000",
+    ),
+    "pairs": _bound(
+        65_536, "keys", "all objects of the body", "as for lists and objects; most have two"
+    ),
+    "bare": _bound(
+        4 * MIB,
+        "bytes",
+        "the body outside of texts",
+        "524,288 token ids of six digits; numbers of thousands of digits are slow to read",
+    ),
+    "depth": _bound(
+        160, "levels", "nested lists and objects", "schemas of 64 levels, two for each property"
+    ),
+    "keys": _bound(2_048, "keys", "any one object", "each unknown key is an error of its own"),
+}
+# Bounds of single fields. The engine checks those of `SamplingParams`.
+FIELDS: Mapping[str, Bound] = {
+    "messages": _bound(
+        2_048, "messages", "`messages` (`max_messages`)", "the template runs over all of them"
+    ),
+    "input": _bound(
+        8_192, "items", "`input` of a response", "a message may come as up to four items"
+    ),
+    "parts": _bound(
+        1_024, "parts", "the content of a message", "each is an object; clients send a few"
+    ),
+    "tool_calls": _bound(
+        256, "calls", "the `tool_calls` of a message", "each is an object; models make a few"
+    ),
+    "tools": _bound(256, "tools", "`tools`", "all are part of the prompt; OpenAI documents 128"),
+    "prompt": _bound(
+        128, "prompts", "`prompt`", "each is at least one output, of which a request may have 128"
+    ),
+    "tokenized text": _bound(
+        MIB,
+        "characters",
+        "text of `/tokenize` and `/v1/messages/count_tokens`",
+        "a token takes 350 bytes while it is made; prompts are bounded by the context",
+    ),
+    "stop": _bound(
+        32, "texts", "`stop`, `stop_sequences`", "each is matched with each new character"
+    ),
+    "stop text": _bound(
+        1_024, "characters", "one stop text", "text that may begin one is held back"
+    ),
+    "stop_token_ids": _bound(
+        1_024, "token ids", "`stop_token_ids`", "they go to every rank; OpenAI has no such field"
+    ),
+    "logit_bias": _bound(
+        1_024, "token ids", "`logit_bias`", "they go to every rank; OpenAI documents the same limit"
+    ),
+    "cache_salt": _bound(
+        1_024, "characters", "`cache_salt`", "it is part of the hash of every first block"
+    ),
+    "model": _bound(512, "characters", "`model`", "names of the hub have at most 96"),
+    "name": _bound(256, "characters", "the name of a tool, and of a schema", "OpenAI documents 64"),
+    "metadata": _bound(16, "keys", "`metadata`", "it is repeated in the answer; OpenAI's limit"),
+    "metadata text": _bound(
+        2_048, "characters", "a key or value of `metadata`", "OpenAI documents 64 and 512"
+    ),
+    "user": _bound(
+        2_048,
+        "characters",
+        "`user`, `safety_identifier`, `prompt_cache_key`",
+        "they change nothing; OpenAI documents 64",
+    ),
+    "chat_template_kwargs": _bound(
+        64, "keys", "`chat_template_kwargs`", "templates read fewer than ten variables"
+    ),
+    "schema": _bound(
+        65_536,
+        "characters",
+        "a JSON schema, the parameters of a tool, or a structural tag",
+        "as many bytes are compiled to a grammar, which takes seconds",
+    ),
+    "schema values": _bound(
+        16_384,
+        "values",
+        "a JSON schema, the parameters of a tool, or a structural tag",
+        "each becomes a part of the grammar; OpenAI documents 5,000 properties",
+    ),
+    "choice": _bound(
+        1_024, "texts", "`structured_outputs.choice`", "each is a branch; OpenAI documents 1,000"
+    ),
+    "choice text": _bound(
+        65_536, "characters", "all texts of `structured_outputs.choice`", "the grammar holds them"
+    ),
+    "regex": _bound(
+        8_192, "characters", "`structured_outputs.regex`", "it is compiled to an automaton"
+    ),
+    "pattern": _bound(8_192, "characters", "a `pattern` of a schema", "as for `regex`"),
+}
+TABLES: Mapping[str, Mapping[str, Bound]] = {
+    "The HTTP request": HTTP,
+    "The JSON of its body": JSON,
+    "Its fields": FIELDS,
+}
+
+
+def most(name: str) -> int:
+    """The bound of a field of `FIELDS`."""
+    return FIELDS[name].most
+
+
+def check(
+    name: str, count: int, place: str, parameter: str | None = None, most: int | None = None
+) -> None:
+    """Raise `RequestError` naming `place` if it holds more than the bound `name` of `FIELDS` or
+    `JSON` allows. `most` replaces a bound that is configured.
+    """
+    bound = FIELDS.get(name) or JSON[name]
+    limit = bound.most if most is None else most
+    if count > limit:
+        raise RequestError(
+            f"{place}: {count} {bound.unit} are too many; at most {limit} are possible",
+            place if parameter is None else parameter,
+        )
+
+
+def check_schema(value: object, place: str, parameter: str) -> None:
+    """Raise `RequestError` unless a decoded JSON value is within the bounds of schemas. Reads
+    hardly more of it than they allow.
+    """
+    num_values, num_characters, depth = 0, 0, 0
+    level: list[object] = [value]
+    while level:
+        depth += 1
+        check("depth", depth, place, parameter)
+        deeper: list[object] = []
+        for item in level:
+            num_values += 1
+            if isinstance(item, str):
+                num_characters += len(item)
+            elif isinstance(item, Mapping):
+                num_characters += sum(len(key) for key in item if isinstance(key, str))
+                deeper.extend(item.values())
+            elif isinstance(item, list | tuple):
+                deeper.extend(item)
+            check("schema values", num_values + len(deeper), place, parameter)
+            check("schema", num_characters, place, parameter)
+        level = deeper
+
+
+class _Short(reprlib.Repr):
+    """Shows the first items of what is long. Other than its base, it does not sort keys."""
+
+    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
+        if x and level <= 0:
+            return "{...}"
+        first = itertools.islice(x.items(), self.maxdict)
+        items = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in first]
+        return "{" + ", ".join(items + ["..."] * (len(x) > self.maxdict)) + "}"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 5
+_SHORT.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """A value in an error message: at most 100 characters, made without reading all of it."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def page() -> str:
+    """docs/limits.md."""
+    lines = [
+        "# What a request may hold",
+        "",
+        "Every input has a bound, and what exceeds it is refused before anything is built from it,"
+        " so that one request",
+        "cannot hurt others. The bounds are in [one table](../scheduler/bounds.py), from which this"
+        " page is made; those of its",
+        "fields hold in Python too, as far as they are sampling parameters. What is not listed,"
+        " such as the text of a message,",
+        "is bounded by the size of the body and by the context.",
+    ]
+    for title, bounds in TABLES.items():
+        lines += ["", f"## {title}", "", "| what | at most | why not more |", "|---|---|---|"]
+        lines += [
+            f"| {bound.where} | {bound.most:,} {bound.unit} | {bound.reason} |"
+            for bound in bounds.values()
+        ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,193 @@
+"""Connections that send too much, too slowly, or nothing, on a real port."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.api.connections import BoundedProtocol
+from cluster.api.limits import ApiLimits
+from tests.cluster.api.scripted import Server, serve, wait_until
+
+SHORT_S = 0.3
+BODY = b'{"prompt": "Hi", "max_tokens": 2}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server whose limits on time are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundedProtocol, "head_timeout_s", SHORT_S)
+        patch.setattr(BoundedProtocol, "rest_timeout_s", SHORT_S)
+        limits = ApiLimits(body_time_s=SHORT_S, max_bodies_bytes=100_000)
+        with serve(limits=limits) as running:
+            yield running
+
+
+def connect(server: Server) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=5.0)
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    answer = b""
+    while part := connection.recv(65_536):
+        answer += part
+    return answer
+
+
+def send_all(connection: socket.socket, part: bytes, times: int) -> bytes:
+    """Send a part many times, until the server has had enough. Returns its answer."""
+    answer = b""
+    try:
+        for _ in range(times):
+            connection.sendall(part)
+        answer = answer_of(connection)
+    except TimeoutError:
+        raise  # it neither answers nor closes
+    except OSError:  # closed while there was more to send
+        pass
+    return answer
+
+
+def test_a_connection_that_sends_nothing_is_closed(server: Server) -> None:
+    with connect(server) as connection:
+        began_s = time.monotonic()
+        assert answer_of(connection) == b""
+        assert SHORT_S / 2 < time.monotonic() - began_s < 10 * SHORT_S
+
+
+@pytest.mark.parametrize("drip", [b"X-A: b\r\n", b"x"])
+def test_a_head_that_comes_too_slowly_is_given_up(server: Server, drip: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD)
+        began_s = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began_s + 5:
+                connection.sendall(drip)
+                time.sleep(0.02)
+        assert time.monotonic() - began_s < 3
+
+
+def test_blank_lines_do_not_keep_an_idle_connection_open(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        time.sleep(2 * SHORT_S)  # longer than a head may take, but it is idle
+        began_s = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began_s + 5:
+                connection.sendall(b"\r\n")
+                time.sleep(0.02)
+        assert time.monotonic() - began_s < 3
+
+
+@pytest.mark.parametrize(
+    ("start", "part", "times"),
+    [
+        (HEAD, b"X-Long: " + b"a" * 60_000, 1000),
+        (HEAD + b"X-Long: ", b"a" * 60_000, 1000),
+        (HEAD, b"X-A: b\r\n", 300),
+        (b"GET /", b"a" * 60_000, 1000),
+    ],
+)
+def test_a_head_that_is_too_large_is_refused(
+    server: Server, start: bytes, part: bytes, times: int
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(start)
+        answer = send_all(connection, part, times)
+    if answer:  # otherwise the system has dropped it, as there was more to read
+        assert answer.startswith(b"HTTP/1.1 431")
+        assert (
+            "headers are too large"
+            in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        )
+
+
+def test_a_head_just_too_large_gets_the_answer(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"X-A: b\r\n" * 300 + b"\r\n")
+        answer = answer_of(connection)
+    assert answer.startswith(b"HTTP/1.1 431") and b"at most 65536 bytes and 256 headers" in answer
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"1;" + b"a" * 60_000,  # the extension of a chunk, without end
+        b"1;aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\r\na\r\n" * 1000,
+        b"0\r\n" + b"X-Trailer: b\r\n" * 1000,
+    ],
+)
+def test_what_frames_a_body_is_bounded(server: Server, framing: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        began_s = time.monotonic()
+        send_all(connection, framing, 1000)
+        assert time.monotonic() - began_s < 3
+
+
+def test_a_body_in_small_chunks_is_read(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        body = BODY + b" " * 20_000
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        connection.sendall(chunks + b"0\r\n\r\n")
+        assert answer_of(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_stands_still_gets_408_and_the_connection_ends(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
+        answer = answer_of(connection)
+    assert answer.startswith(b"HTTP/1.1 408") and b"1 bytes of the body came within" in answer
+
+
+def test_a_slow_upload_that_makes_progress_is_read(server: Server) -> None:
+    body = BODY + b" " * 12_000
+    with connect(server) as connection:
+        head = HEAD + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+        connection.sendall(head)
+        for start in range(0, len(body), 1200):  # in 3 times what a body may take without progress
+            connection.sendall(body[start : start + 1200])
+            time.sleep(0.09)
+        assert answer_of(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_the_rest_of_a_refused_body_is_not_awaited_forever(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 99999999\r\n\r\n")
+        answer, began_s = connection.recv(65_536), time.monotonic()
+        assert answer.startswith(b"HTTP/1.1 413")
+        with pytest.raises(OSError):
+            while time.monotonic() < began_s + 5:
+                connection.sendall(b"{" * 100)
+                time.sleep(0.02)
+        assert time.monotonic() - began_s < 3
+
+
+def test_many_requests_ahead_end_the_connection(server: Server) -> None:
+    with connect(server) as connection:
+        send_all(connection, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, 5)
+    with connect(server) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200") < 10:
+            answers += connection.recv(65_536)
+
+
+def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
+    head = HEAD + b"Content-Length: 60000\r\n\r\n"
+    with connect(server) as first, connect(server) as second:
+        first.sendall(head + b" " * 59_000)
+        wait_until(lambda: server.api._uploads.num_bytes > 50_000)
+        second.sendall(head + b" " * 59_000)
+        assert second.recv(65_536).startswith(b"HTTP/1.1 503")
+    wait_until(lambda: server.api._uploads.num_bytes == 0)

@@ -1,0 +1,51 @@
+"""What one request may do to others: a hostile one holds the event loop for milliseconds, and takes
+little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from configs.paths import CHECKOUT
+from tests.cluster.api.hostile import HONEST, REQUESTS
+
+MOST_STALL_MS = 50
+MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """The lines of the program, by the names of the requests."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.api.hostile"],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_hostile_request_is_answered_without_stalling_others(
+    measured: dict[str, dict[str, Any]], name: str
+) -> None:
+    line = measured[name]
+    assert line["status"] in (200, 400), line
+    assert line["stall_ms"] < MOST_STALL_MS, line
+    assert line["memory_mib"] < MOST_MEMORY_MIB, line
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_large_request_is_answered_without_stalling_others(
+    measured: dict[str, dict[str, Any]], name: str
+) -> None:
+    line = measured[name]
+    assert line["status"] == 200, line
+    assert line["stall_ms"] < MOST_STALL_MS, line
