@@ -131,8 +131,9 @@ def attend_decode(
     group = num_heads // kv_heads
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group)
     launch = tune(launch) if tune else launch
-    acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
-    if decode.num_places > decode.num_rows:
+    acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused with a single place
+    # Even with as many places as rows, a row may take several: rows of padding take none.
+    if decode.num_places > 1:
         shape = (decode.num_places, num_heads)
         acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
         # Each has memory of its own, which is aligned whatever the number of places is.

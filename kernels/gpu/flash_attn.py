@@ -55,6 +55,10 @@ _TILE_TOKENS = 128
 # enough tiles without splits, and the parts, float32 [splits, H, T, D], which are allocated for the
 # largest possible number of splits, would take gigabytes.
 _MAX_SPLIT_TOKENS = 512
+# Joining the parts takes a program for each 8 queries and heads of each row, counted as if all rows
+# were as long as the bound, before most of them find that they have nothing to do.
+_JOINED_PER_PROGRAM, _MAX_JOIN_PROGRAMS = 8, 8192
+_NUM_SMS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +259,12 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         first_row: int,
         scale: float,
     ) -> None:
-        group = q_THD.shape[1] // k_cache_NPKD.shape[2]
+        num_heads, kv_heads = q_THD.shape[1], k_cache_NPKD.shape[2]
+        bound = attn.max_query_len
+        if only_tma:
+            bound = max(bound, _TILE_ROWS // (num_heads // kv_heads) + 1)
+        num_rows = len(attn.seq_lens_B) - first_row
+        splits = may_split(len(q_THD), num_rows, bound, num_heads, kv_heads)
         operator(
             q_THD,
             k_cache_NPKD,
@@ -263,13 +272,11 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
             out=out_THD,
             cu_seqlens_q=attn.query_start_B1[first_row:],
             seqused_k=attn.seq_lens_B[first_row:],
-            max_seqlen_q=(
-                max(attn.max_query_len, _TILE_ROWS // group + 1) if only_tma else attn.max_query_len
-            ),
+            max_seqlen_q=bound,
             page_table=attn.block_table_BW[first_row:],
             softmax_scale=scale,
             is_causal=True,
-            num_splits=0 if len(q_THD) <= _MAX_SPLIT_TOKENS else 1,
+            num_splits=0 if splits else 1,
         )
 
     def paged_attention(
@@ -292,6 +299,17 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         paged_attention=paged_attention,
         attend_rows=attend_rows,
     )
+
+
+def may_split(
+    num_tokens: int, num_rows: int, max_query_len: int, num_heads: int, kv_heads: int
+) -> bool:
+    """Whether FlashAttention-3 may choose to split the keys of rows of up to `max_query_len`
+    queries: where they alone keep few processors busy, and joining the parts is cheap.
+    """
+    programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
+    keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * kv_heads < _NUM_SMS
+    return keeps_few_busy and programs <= _MAX_JOIN_PROGRAMS
 
 
 def _operator(name: str) -> Callable[..., object]:

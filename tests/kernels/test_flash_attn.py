@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kernels.gpu import flash_attn
-from kernels.gpu.flash_attn import FlashAttn, find_flash_attn
+from kernels.gpu.flash_attn import FlashAttn, find_flash_attn, may_split
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
 from tests.kernels import flash_attn_stand_in as stand_in
@@ -180,6 +180,24 @@ def test_no_tensor_is_read_by_the_host(
         q.to(meta), k_cache.to(meta), v_cache.to(meta), to_device(attn, meta), 0.25
     )
     assert out.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "bound", "splits"),
+    [
+        (1, 1, 97, True),
+        (512, 1, 512, True),
+        (513, 1, 513, False),  # the parts would take too much memory
+        (16, 16, 97, True),
+        (17, 17, 97, False),  # enough programs without splits
+        (256, 65, 256, False),  # a graph with room for 64 prompts: 33,280 programs to join
+    ],
+)
+def test_keys_are_split_only_where_that_pays(
+    num_tokens: int, num_rows: int, bound: int, splits: bool
+) -> None:
+    """Of the 0.6B shape."""
+    assert may_split(num_tokens, num_rows, bound, num_heads=16, kv_heads=8) is splits
 
 
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(1, 0), (512, 0), (513, 1)])

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -54,10 +53,11 @@ def mixed_sizes(model: ModelConfig, num_ranks: int, max_num_batched_tokens: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """One size: its graph, and where it finds the rows that sample."""
+    """One size: its graph, and where the next tokens of the rows that sample go."""
 
     graph: Graph
-    inputs: StepInputs
+    slots_B: torch.Tensor
+    positions_B: torch.Tensor
 
 
 class MixedGraphs:
@@ -93,11 +93,8 @@ class MixedGraphs:
         for size in reversed(self.sizes):
             make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
             self._uploads.send()
-            inputs: list[StepInputs] = []
-            run = partial(self._run, make_inputs, inputs)
-            graph = self._device.capture(run, largest)
-            self._captured[size] = _Captured(graph=graph, inputs=inputs[-1])
-            largest = largest or graph
+            self._captured[size] = self._capture(make_inputs, largest)
+            largest = largest or self._captured[size].graph
         logger.info(
             "%d graphs of steps with prompts captured in %.1f s, for up to %d tokens",
             len(self._captured),
@@ -129,8 +126,8 @@ class MixedGraphs:
             assert self._hidden_BE is not None
             return (
                 self._hidden_BE[:num_sampling],
-                captured.inputs.sampled_slots_R[:num_sampling],
-                captured.inputs.sampled_positions_R[:num_sampling],
+                captured.slots_B[:num_sampling],
+                captured.positions_B[:num_sampling],
             )
 
         return replay
@@ -140,10 +137,19 @@ class MixedGraphs:
         num_rows = num_decode_rows + self._num_prompts + 1  # for the tokens of padding
         return rows.padded(size, num_decode_rows, num_rows, self._max_seq_len)
 
-    def _run(self, make_inputs: Callable[[], StepInputs], made: list[StepInputs]) -> None:
-        """What a graph records. Appends the inputs to `made`."""
-        inputs = make_inputs()
-        made.append(inputs)
+    def _capture(self, make_inputs: Callable[[], StepInputs], largest: Graph | None) -> _Captured:
+        slots_B = positions_B = torch.empty(0)
+
+        def run() -> None:
+            nonlocal slots_B, positions_B
+            inputs = make_inputs()
+            slots_B, positions_B = inputs.sampled_slots_R, inputs.sampled_positions_R
+            self._run(inputs)
+
+        graph = self._device.capture(run, largest)
+        return _Captured(graph=graph, slots_B=slots_B, positions_B=positions_B)
+
+    def _run(self, inputs: StepInputs) -> None:
         hidden_TE = self._model.forward(
             inputs.token_ids_T, inputs.positions_T, inputs.attn, self._cache.layers
         )
