@@ -20,6 +20,7 @@ from enum import Enum
 
 from scheduler.errors import (
     ClientError,
+    EaglerayError,
     EngineDeadError,
     OverloadedError,
     StepTimeoutError,
@@ -111,6 +112,13 @@ def kind_of(error: BaseException) -> Kind:
         if name in KINDS:
             return KINDS[name]
     return Kind.BUG
+
+
+def reason_of(error: BaseException) -> str:
+    """What a message says of an error. The text of an error that is not ours may not say what it
+    is.
+    """
+    return str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
 
 
 def _names(error: BaseException) -> list[str]:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
+from cluster.error_kinds import reason_of
 from cluster.news import unpack
 from cluster.ray_errors import (
     CALL_TIMEOUT_S,
@@ -398,4 +399,4 @@ def _continued(output: OutputFollower) -> Request:
 
 
 def _frontend_failed(error: Exception) -> EngineError:
-    return EngineError(f"the frontend failed: {type(error).__name__}: {error}")
+    return EngineError(f"the frontend failed: {reason_of(error)}")
