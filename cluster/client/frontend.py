@@ -355,10 +355,12 @@ class Frontend:
                 except Exception as error:  # from a sink or a tokenizer; other requests go on
                     logger.exception("request %s failed in the frontend", request_id)
                     generation.fail(_frontend_failed(error))
-                    failed += generation.request_ids
-                    self._forget([generation])
+                    failed.append(request_id)
                 if output.completion.finish_reason is not None:
                     self._drop(request_id)
+                if _has_failed(generation):  # with it, all its outputs
+                    failed += (i for i in generation.request_ids if i in self._active)
+                    self._forget([generation])
         self._news_handled()
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
@@ -373,14 +375,17 @@ class Frontend:
     def _fail_all(self, error: EaglerayError) -> None:
         if self._on_dead is not None:  # requests being submitted may still go elsewhere
             generations = self._take_accepted()
+            request_ids = [i for generation in generations for i in generation.request_ids]
         else:
             with self._changed:
                 generations = list({id(g): g for g, _ in self._active.values()}.values())
+                request_ids = list(self._active)
                 self._active.clear()
                 self._accepted.clear()
         for generation in generations:
             generation.fail(error)
         self._news_handled()
+        self._finish(request_ids, "abort")  # the driver may be alive
 
     def _news_handled(self) -> None:
         for callback in self._after_news:
@@ -396,6 +401,11 @@ def _continued(output: OutputFollower) -> Request:
     return dataclasses.replace(
         request, token_ids=request.token_ids[: request.num_prompt_tokens] + done
     )
+
+
+def _has_failed(generation: Generation) -> bool:
+    done = generation.done
+    return done.done() and not done.cancelled() and done.exception() is not None
 
 
 def _frontend_failed(error: Exception) -> EngineError:

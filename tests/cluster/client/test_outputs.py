@@ -507,6 +507,38 @@ def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
         generation.done.result(timeout=WAIT_S)
 
 
+def test_when_one_of_n_outputs_fails_the_others_are_ended_in_the_driver(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
+    generation = ask(SamplingParams(n=3))
+    first, second, third = generation.request_ids
+    driver.put(first, 0, *ids("Hello"), finish_reason="length")
+    driver.put(second, 0, finish_reason="error", error=EngineError("its grammar failed"))
+    with pytest.raises(EngineError, match="its grammar failed"):
+        generation.done.result(timeout=WAIT_S)
+    wait_until(lambda: driver.told == [([third], "abort")])
+    assert frontend._active == {} and not frontend._accepted
+
+
+def test_a_request_that_fails_alone_is_not_ended_again(ask: Ask, driver: FakeDriver) -> None:
+    failed, other = ask(), ask()
+    driver.put(failed.request_ids[0], 0, finish_reason="error", error=EngineError("no"))
+    driver.put(other.request_ids[0], 0, *ids("a"), finish_reason="length")
+    other.done.result(timeout=WAIT_S)
+    assert driver.told == []
+
+
+@pytest.mark.parametrize("failure", [EngineError("could not poll"), KeyError("a bug")])
+def test_requests_that_fail_because_a_poll_did_do_not_run_on_in_the_driver(
+    ask: Ask, driver: FakeDriver, failure: Exception
+) -> None:
+    generation = ask(SamplingParams(n=2))
+    driver.poll_failure = failure
+    with pytest.raises(EngineError):
+        generation.done.result(timeout=WAIT_S)
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
+
+
 def test_nobody_waits_on_when_the_polling_thread_ends(
     ask: Ask, frontend: Frontend, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
