@@ -19,7 +19,7 @@ from cluster.news import News
 from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs
-from scheduler.scheduler import StepOutput
+from scheduler.scheduler import CLEARING_TOKENS, SUSPECT_STRIKES, StepOutput
 from scheduler.sequence import Sequence
 
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
@@ -201,8 +201,9 @@ class EngineLoop:
         self._has_ranks, self.busy_since_s = False, None
         for seq in self.engine.start_epoch():
             convicted = RequestFailedError(
-                f"ranks failed {seq.strikes} times while request {seq.request_id} ran without"
-                " getting a token, twice when it ran alone; all other requests go on"
+                f"ranks failed {seq.strikes} times while request {seq.request_id} ran, and it got"
+                f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
+                f" {seq.strikes - SUSPECT_STRIKES} times it ran alone; all other requests go on"
             )
             self._fail(seq, convicted)
 
