@@ -4,7 +4,8 @@ Real: scheduler, engine, engine loop, supervisor, state machine, mailboxes, the 
 its frontends, the frontend and its outputs. Simulated, from one random number generator per seed:
 ranks (`tests.scheduler.fake_model`), their deaths and how late these are noticed, hangs, groups
 that cannot be assembled or die while they are, calls that are lost before or after they are carried
-out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs or decodes them.
+out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs or
+decodes them.
 
 Laws: every request ends, exactly once; its tokens are those of an undisturbed run, and its stream
 has each of them once; only poison fails, unless ranks were lost while a request ran alone; no group
