@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
-from cluster.error_kinds import reason_of
+from cluster.error_kinds import Kind, kind_of, reason_of
 from cluster.news import unpack
 from cluster.ray_errors import (
     CALL_TIMEOUT_S,
@@ -235,11 +235,18 @@ class Frontend:
 
     def follow(self) -> None:
         """From now on, notice the death of the driver even when there are no requests."""
-        driver = self._driver
-        ended = driver.wait_for_end.remote().future()
-        ended.add_done_callback(lambda _: self._note_end(driver))
+        self._follow(self._driver)
 
-    def _note_end(self, driver: Any) -> None:
+    def _follow(self, driver: Any) -> None:
+        if driver is self._driver and not self._closed and self._is_reachable():
+            ended = driver.wait_for_end.remote().future()
+            ended.add_done_callback(lambda _: self._note_end(driver, ended.exception()))
+
+    def _note_end(self, driver: Any, error: BaseException | None) -> None:
+        if error is not None and kind_of(error) is Kind.LOST_CALL:  # not on Ray's own thread
+            with contextlib.suppress(RuntimeError):  # it was closed just now
+                self._sender.submit(self._follow, driver)
+            return
         with self._changed:
             self._ended = driver
             self._changed.notify_all()

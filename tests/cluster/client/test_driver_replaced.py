@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
@@ -47,6 +48,10 @@ class MortalDriver(FakeDriver):
 
     def future(self) -> Future[None]:
         return self.end
+
+    def lose_the_call_that_waits_for_the_end(self) -> None:
+        end, self.end = self.end, Future()
+        end.set_exception(ActorUnavailableError("lost", None))
 
     def die(self) -> None:
         self.poll_failure = self.refusal = DEAD
@@ -101,6 +106,20 @@ def ask(frontend: Frontend, builder: RequestBuilder, chunks: list[Chunk]) -> Gen
 
 def tokens_of(request: Request) -> list[int]:
     return request.token_ids[request.num_prompt_tokens :].tolist()
+
+
+def test_a_driver_is_not_dead_because_the_call_that_waits_for_its_end_was_lost(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    for _ in range(3):
+        owner.drivers[0].lose_the_call_that_waits_for_the_end()
+    generation = ask(frontend, builder, [])
+    owner.drivers[0].put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert generation.done.result(WAIT_S) is None
+    assert len(owner.drivers) == 1
+    wait_until(lambda: len(owner.drivers[0].end._done_callbacks) > 0)  # it is still followed
+    owner.drivers[0].die()
+    wait_until(lambda: len(owner.drivers) == 2)
 
 
 def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arrival(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, ObjectStoreFullError
 
 from cluster.engine import calls, worker_group
 from cluster.engine.calls import StepCalls
+from cluster.engine.rank_actor import RankActor
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from configs.paths import CHECKOUT
 from scheduler.engine import Engine
@@ -213,6 +218,61 @@ def test_a_call_to_ranks_that_were_ended_is_not_made_again(
     group._is_closed = True
     with pytest.raises(WorkerError, match="step 7 failed"):  # `None` has no method
         group.result(7)
+
+
+class BareRank(RankActor):
+    """A rank in this process, whose worker only takes notes."""
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.masks: list[int] = []
+        worker: Any = SimpleNamespace(
+            launch=lambda plan: self.launched.append(plan.step_id),
+            result=lambda step_id, epoch: f"result of {step_id}",
+            mask=lambda mask: self.masks.append(mask.step_id),
+        )
+        engine = SimpleNamespace(step_timeout_s=1.0)
+        self._config: Any = SimpleNamespace(engine=engine, num_steps_ahead=1)
+        self._worker = worker
+        self._ready = threading.Event()
+        self._ready.set()
+        self._computing = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
+        self._turn = threading.Condition()
+        self._next_step = self._next_mask = 0
+        self._replies = {}
+
+    def ask(self, step_id: int) -> Any:
+        plan = SimpleNamespace(step_id=step_id, epoch=0)
+        return pickle.loads(self.step(pickle.dumps(plan)))
+
+
+def test_a_step_that_is_asked_for_again_runs_once_and_has_the_same_result() -> None:
+    rank = BareRank()
+    with ThreadPoolExecutor(3) as threads:
+        early = threads.submit(rank.ask, 1)  # it waits for its turn
+        first, again = threads.submit(rank.ask, 0), threads.submit(rank.ask, 0)
+        assert [each.result(5) for each in (first, again, early)] == [
+            "result of 0",
+            "result of 0",
+            "result of 1",
+        ]
+    assert rank.launched == [0, 1]
+
+
+def test_a_call_that_comes_long_after_its_step_was_read_does_not_run_it() -> None:
+    rank = BareRank()
+    for step_id in range(9):
+        rank.ask(step_id)
+    with pytest.raises(WorkerError, match="the result of step 2 has been read"):
+        rank.ask(2)
+    assert rank.launched == list(range(9)) and len(rank._replies) <= 3
+
+
+def test_a_mask_that_comes_again_is_not_kept() -> None:
+    rank = BareRank()
+    for step_id in (0, 0, 2, 2, 0, 3):
+        rank.mask(pickle.dumps(StepMask(step_id=step_id, epoch=0, rows=ints(), masks=())))
+    assert rank.masks == [0, 2, 3]
 
 
 FULL_DISK = """
