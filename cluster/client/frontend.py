@@ -32,7 +32,9 @@ from cluster.ray_errors import (
     DriverDiedError,
     LostCallError,
     NoAnswerError,
+    NoRoomError,
     call,
+    made,
 )
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, EngineStats, Request
@@ -92,12 +94,13 @@ class Frontend:
         self._reviving = threading.Lock()
         self._closed = False
         self._acknowledged = 0
+        self._no_room_since_s: float | None = None  # for answers to polls
         self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
         """Send the requests of these generations, all or none, with the tokens they have. Raises
-        `RequestError`, `EngineDeadError`.
+        `RequestError`, `EngineDeadError`, `OverloadedError`.
         """
         outputs = [
             (generation, output)
@@ -116,7 +119,8 @@ class Frontend:
                 pass  # that driver has been replaced since
         except BaseException as error:
             self._forget(generations)
-            if isinstance(error, NoAnswerError) or not isinstance(error, EaglerayError):
+            has_refused = isinstance(error, EaglerayError) and not kind_of(error).may_pass
+            if not has_refused:
                 # The driver may still receive them.
                 self._finish([r.request_id for r in requests], "abort", after=submitted)
             raise
@@ -191,14 +195,16 @@ class Frontend:
             self._check_reachable()
 
     def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
-        """Submit, and try again if the call was lost: the driver takes no request twice."""
+        """Submit, and try again if the call was lost or there was no room for it: the driver takes
+        no request twice.
+        """
         until = time.monotonic() + self._answer_limit_s
         while True:
             try:
-                submitted.append(driver.submit.remote(self._id, requests))
+                submitted.append(made(driver.submit, "submit requests", self._id, requests))
                 call(submitted[-1], "submit requests", self._answer_limit_s)
                 return
-            except LostCallError:
+            except (LostCallError, NoRoomError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
@@ -310,15 +316,18 @@ class Frontend:
             self._check_reachable()
             if driver is self._ended:
                 raise DriverDiedError("the driver has died")
-            reply = driver.poll.remote(self._id, acknowledged, POLL_WAIT_S)
+            reply = made(driver.poll, "poll the driver", self._id, acknowledged, POLL_WAIT_S)
             limit_s = POLL_WAIT_S + self._answer_limit_s
             deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
+            self._no_room_since_s = None
             if driver is self._driver:  # otherwise its requests were sent to the next one
                 self._acknowledged = deltas.up_to
                 self._has_news = self._has_news or bool(deltas.request_ids)
                 self._take(deltas)
         except LostCallError:  # nothing is lost: the next poll brings its content again
             time.sleep(LOST_CALL_PAUSE_S)
+        except NoRoomError as error:
+            self._wait_for_room(error)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive_or_fail(driver, error)
         except EaglerayError as error:
@@ -327,10 +336,26 @@ class Frontend:
             logger.exception("the polling thread failed")
             self._fail_all(_frontend_failed(error))
 
+    def _wait_for_room(self, error: NoRoomError) -> None:
+        """An answer did not arrive because the object store is full. The next poll brings its
+        content again, but the requests do not wait for ever.
+        """
+        now_s = time.monotonic()
+        self._no_room_since_s = self._no_room_since_s or now_s
+        if now_s - self._no_room_since_s > self._answer_limit_s:
+            self._no_room_since_s = None
+            self._fail_all(error)
+        else:
+            time.sleep(LOST_CALL_PAUSE_S)
+
     def _revive_or_fail(self, driver: Any, error: EaglerayError) -> None:
         try:
             self._revive(driver, error)
-        except EaglerayError as failure:
+        except Exception as raised:
+            failure = raised
+            if not isinstance(failure, EaglerayError):  # a bug must not leave callers waiting
+                logger.exception("the driver could not be replaced")
+                failure = _frontend_failed(raised)
             with self._changed:
                 request_ids = list(self._active)
                 self._ended = None  # there will be no other driver; a new request tries again

@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, OutOfDiskError
 
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from cluster.ray_errors import DriverDiedError, LostCallError
-from scheduler.errors import EaglerayError, EngineDeadError
+from cluster.ray_errors import DriverDiedError, LostCallError, NoRoomError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
 from tests.cluster.client.byte_tokenizer import ids
@@ -234,3 +234,105 @@ def test_requests_whose_sending_is_lost_are_sent_again(
     threading.Timer(0.1, lambda: setattr(driver, "refusal", None)).start()
     generation = ask(frontend, builder, [])
     assert [r.request_id for r in driver.requests] == generation.request_ids
+
+
+FULL = OutOfDiskError("store and disk are full")
+
+
+class FullStore:
+    """A method that is not called while there is no room for its arguments."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+        self.is_full = True
+        self.num_tries = 0
+
+    def remote(self, *arguments: Any) -> Any:
+        self.num_tries += 1
+        if self.is_full:
+            raise FULL
+        return self.method.remote(*arguments)
+
+
+def test_requests_for_which_there_is_no_room_now_are_sent_later(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
+    threading.Timer(0.1, lambda: setattr(store, "is_full", False)).start()
+    generation = ask(frontend, builder, [])
+    assert [r.request_id for r in driver.requests] == generation.request_ids
+    assert store.num_tries > 1 and len(owner.drivers) == 1
+
+
+def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver_serves_on(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
+    frontend._answer_limit_s = 0.1
+    with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
+        ask(frontend, builder, [])
+    assert not frontend._active and len(owner.drivers) == 1
+    store.is_full = False
+    generation = ask(frontend, builder, [])
+    driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert generation.done.result(WAIT_S) is None
+
+
+def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+    frontend._answer_limit_s = 0.1
+    second = MortalDriver()
+    store = second.submit = FullStore(second.submit)  # type: ignore[assignment]
+    frontend._replace_driver = lambda *_: second
+    owner.drivers[0].die()
+    with pytest.raises(OverloadedError, match="try again later"):
+        generation.done.result(WAIT_S)
+    store.is_full = False
+    later = ask(frontend, builder, [])
+    second.put(later.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert later.done.result(WAIT_S) is None
+
+
+def test_answers_for_which_there_is_no_room_now_are_asked_for_later(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    driver.poll_failure = NoRoomError("no room")
+    generation = ask(frontend, builder, [])
+    driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    threading.Timer(0.1, lambda: setattr(driver, "poll_failure", None)).start()
+    assert generation.done.result(WAIT_S) is None and len(owner.drivers) == 1
+
+
+def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    frontend._answer_limit_s = 0.1
+    driver.poll_failure = NoRoomError("no room; try again later")
+    generation = ask(frontend, builder, [])
+    with pytest.raises(OverloadedError, match="no room"):
+        generation.done.result(WAIT_S)
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
+    assert len(owner.drivers) == 1 and frontend._thread.is_alive()
+
+
+def test_an_owner_that_fails_to_replace_the_driver_does_not_end_the_polling_thread(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+
+    def fail(*_: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    frontend._replace_driver = fail
+    owner.drivers[0].die()
+    with pytest.raises(EngineError, match="Resource temporarily unavailable"):
+        generation.done.result(WAIT_S)
+    frontend._replace_driver = owner.replace
+    again = ask(frontend, builder, [])
+    assert [r.request_id for r in owner.drivers[1].requests] == again.request_ids
