@@ -13,6 +13,7 @@ Ray was shut down                               EngineDeadError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -75,6 +76,12 @@ def made(method: Any, what: str, *arguments: Any) -> Any:
         if not kind_of(error).may_pass:
             raise
         raise _ours(error, what) from error
+
+
+def was_lost(ended: Future[Any]) -> bool:
+    """Whether a call has ended because it was lost, and not its actor."""
+    error = ended.exception()
+    return error is not None and kind_of(error) is Kind.LOST_CALL
 
 
 def _ours(error: Exception, what: str) -> EaglerayError:

@@ -13,19 +13,17 @@ with its tokens, and the streams continue.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import pickle
 import threading
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
-from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.error_kinds import kind_of, reason_of
 from cluster.news import unpack
 from cluster.ray_errors import (
     CALL_TIMEOUT_S,
@@ -35,6 +33,7 @@ from cluster.ray_errors import (
     NoRoomError,
     call,
     made,
+    was_lost,
 )
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, EngineStats, Request
@@ -108,7 +107,7 @@ class Frontend:
             for output in generation.outputs
             if output.completion.finish_reason is None
         ]
-        requests = [_continued(output) for _, output in outputs]
+        requests = [output.continued() for _, output in outputs]
         with self._changed:
             self._check_reachable()
             for generation, output in outputs:
@@ -222,10 +221,24 @@ class Frontend:
         """Tell the driver that these requests are no longer needed, once the calls `after` have
         ended. Does not wait.
         """
-        if request_ids and not self._closed and self._is_reachable():
-            finish = self._driver.finish.remote
-            with contextlib.suppress(RuntimeError):  # it was closed just now
-                self._sender.submit(finish, request_ids, reason, self._id, *after)
+        if request_ids:
+            self._on_sender(self._send_finish, self._driver, request_ids, reason, *after)
+
+    def _on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call to the driver on the sender's thread."""
+        with contextlib.suppress(RuntimeError):  # it was closed just now
+            self._sender.submit(make_call, *arguments)
+
+    def _send_finish(self, driver: Any, request_ids: list[str], reason: str, *after: Any) -> None:
+        if self._closed or not self._is_reachable():
+            return
+
+        def make_again_if_lost(ended: Future[None]) -> None:
+            if was_lost(ended) and driver is self._driver:
+                self._on_sender(self._send_finish, driver, request_ids, reason, *after)
+
+        ended = driver.finish.remote(request_ids, reason, self._id, *after).future()
+        ended.add_done_callback(make_again_if_lost)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:
@@ -246,12 +259,11 @@ class Frontend:
     def _follow(self, driver: Any) -> None:
         if driver is self._driver and not self._closed and self._is_reachable():
             ended = driver.wait_for_end.remote().future()
-            ended.add_done_callback(lambda _: self._note_end(driver, ended.exception()))
+            ended.add_done_callback(lambda ended: self._note_end(driver, ended))
 
-    def _note_end(self, driver: Any, error: BaseException | None) -> None:
-        if error is not None and kind_of(error) is Kind.LOST_CALL:  # not on Ray's own thread
-            with contextlib.suppress(RuntimeError):  # it was closed just now
-                self._sender.submit(self._follow, driver)
+    def _note_end(self, driver: Any, ended: Future[None]) -> None:
+        if was_lost(ended):
+            self._on_sender(self._follow, driver)
             return
         with self._changed:
             self._ended = driver
@@ -289,7 +301,7 @@ class Frontend:
                 try:
                     self.follow()
                     if again:
-                        self._call_submit(new, [_continued(output) for output in again], [])
+                        self._call_submit(new, [output.continued() for output in again], [])
                 except (DriverDiedError, NoAnswerError) as failure:
                     driver, error = new, failure
                 else:
@@ -390,7 +402,7 @@ class Frontend:
                     failed.append(request_id)
                 if output.completion.finish_reason is not None:
                     self._drop(request_id)
-                if _has_failed(generation):  # with it, all its outputs
+                if generation.has_failed:  # with it, all its outputs
                     failed += (i for i in generation.request_ids if i in self._active)
                     self._forget([generation])
         self._news_handled()
@@ -422,22 +434,6 @@ class Frontend:
     def _news_handled(self) -> None:
         for callback in self._after_news:
             callback()
-
-
-def _continued(output: OutputFollower) -> Request:
-    """The request with the tokens that have been received."""
-    request = output.request
-    if not output.completion.token_ids:
-        return request
-    done = array("i", output.completion.token_ids)
-    return dataclasses.replace(
-        request, token_ids=request.token_ids[: request.num_prompt_tokens] + done
-    )
-
-
-def _has_failed(generation: Generation) -> bool:
-    done = generation.done
-    return done.done() and not done.cancelled() and done.exception() is not None
 
 
 def _frontend_failed(error: Exception) -> EngineError:

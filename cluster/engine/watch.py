@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.engine.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.engine.worker_group import WorkerGroup
-from cluster.error_kinds import Kind, kind_of
+from cluster.ray_errors import was_lost
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
@@ -148,12 +148,11 @@ class Watch:
         self._wake()
 
     def _ended(self, rank: int, ended: Any) -> None:
-        error = ended.exception()
-        if error is not None and kind_of(error) is Kind.LOST_CALL:
+        if was_lost(ended):
             self._pulses[rank].is_followed = False  # the next look makes the call again
             self._wake()
             return
-        why = str(error or "it has ended")
+        why = str(ended.exception() or "it has ended")
         if self._dead:  # known already; Ray may say more, such as that there was too little memory
             logger.info("Ray says of rank %d: %s", rank, why)
         self._dead.append((rank, why.split("\n")[0]))

@@ -31,8 +31,8 @@ class NewRayError(RayError):
 
 
 def raised_remotely(cause: Exception) -> Exception:
-    error = RayTaskError("step", "traceback", cause)
-    return error.as_instanceof_cause()
+    error: Exception = RayTaskError("step", "traceback", cause).as_instanceof_cause()
+    return error
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def raised_remotely(cause: Exception) -> Exception:
     [
         (exceptions.ActorUnavailableError("lost", None), Kind.LOST_CALL),
         (exceptions.RpcError("lost"), Kind.LOST_CALL),
-        (exceptions.OwnerDiedError("00", "owner", "task"), Kind.LOST_CALL),
+        (exceptions.OwnerDiedError("00", b"owner", "task"), Kind.LOST_CALL),
         (LostCallError("lost"), Kind.LOST_CALL),
         (exceptions.ObjectStoreFullError("full"), Kind.NO_ROOM),
         (exceptions.OutOfDiskError("full"), Kind.NO_ROOM),

@@ -24,15 +24,16 @@ from scheduler.errors import EngineDeadError, EngineError, OverloadedError, Requ
 
 
 def remote(cause: Exception) -> Exception:
-    return RayTaskError("submit", "traceback", cause).as_instanceof_cause()
+    error: Exception = RayTaskError("submit", "traceback", cause).as_instanceof_cause()
+    return error
 
 
 CASES = [
     (exceptions.GetTimeoutError("late"), NoAnswerError),
     (exceptions.ActorUnavailableError("lost", None), LostCallError),
     (exceptions.RpcError("lost"), LostCallError),
-    (exceptions.ObjectLostError("00", "owner", "task"), LostCallError),
-    (exceptions.OwnerDiedError("00", "owner", "task"), LostCallError),
+    (exceptions.ObjectLostError("00", b"owner", "task"), LostCallError),
+    (exceptions.OwnerDiedError("00", b"owner", "task"), LostCallError),
     (exceptions.ObjectStoreFullError("full"), NoRoomError),
     (exceptions.OutOfDiskError("full"), NoRoomError),
     (remote(exceptions.OutOfDiskError("full")), NoRoomError),

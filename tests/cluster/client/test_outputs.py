@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
@@ -318,12 +321,20 @@ class FakeDriver:
         self.last_sent = 0
         self.acknowledged: list[tuple[int, int]] = []  # with the number of the previous reply
         self.told: list[tuple[list[str], str]] = []
+        self.lost_finishes = 0
         self.changed = threading.Condition()
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
         self.finish = self  # `finish.remote` is not waited for
 
-    def remote(self, request_ids: list[str], reason: str, frontend_id: str, *after: object) -> None:
-        self.told.append((request_ids, reason))
+    def remote(self, request_ids: list[str], reason: str, frontend_id: str, *after: object) -> Any:
+        ended: Future[None] = Future()
+        if self.lost_finishes:
+            self.lost_finishes -= 1
+            ended.set_exception(ActorUnavailableError("the connection was lost", None))
+        else:
+            self.told.append((request_ids, reason))
+            ended.set_result(None)
+        return SimpleNamespace(future=lambda: ended)
 
     def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
         with self.changed:
@@ -475,6 +486,15 @@ def test_an_abort_tells_the_driver_and_keeps_what_there_is(
     frontend.abort([generation])
     generation.done.result(timeout=WAIT_S)
     assert generation.completions[0].finish_reason == "abort"
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
+
+
+def test_the_driver_hears_of_an_abort_although_the_call_was_lost(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
+    driver.lost_finishes = 3
+    generation = ask()
+    frontend.abort([generation])
     wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
 
 

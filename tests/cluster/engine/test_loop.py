@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
@@ -212,7 +213,7 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[EngineLoop, list[News
     loop.turn()
     loop.turn()
     told.clear()
-    executor.meanwhile = [lambda: [loop.post(command) for command in meanwhile]]  # type: ignore[list-item]
+    executor.meanwhile = [partial(loop.post, command) for command in reversed(meanwhile)]
     loop.turn()
     assert not executor.meanwhile, "the loop did not wait"
     return loop, told

@@ -257,7 +257,16 @@ class Driver:
         collected = self.frontends.collect(frontend_id, acknowledged, 0.0)
         return pickle.dumps(EVENT_LOOP.run_until_complete(collected))
 
-    def _finish(self, request_ids: list[str], reason: str, frontend_id: str, *_: Any) -> None:
+    def _finish(self, request_ids: list[str], reason: str, frontend_id: str, *_: Any) -> Any:
+        ended: Future[None] = Future()
+        if self.world.happens("call_lost"):
+            ended.set_exception(LostCallError("could not finish: lost"))
+        else:
+            ended.set_result(None)
+            self._finish_now(request_ids, reason, frontend_id)
+        return SimpleNamespace(future=lambda: ended)
+
+    def _finish_now(self, request_ids: list[str], reason: str, frontend_id: str) -> None:
         if self.is_alive:
             self.frontends.remove(frontend_id, request_ids)
             self.loop.post(Finish(request_ids=request_ids, reason=reason))
