@@ -153,14 +153,18 @@ class Frontend:
     def stats(self) -> EngineStats:
         """The driver's counters. Raises `EngineDeadError`, `NoAnswerError`."""
         self._check_reachable()
-        counters: EngineStats = call(self._driver.stats.remote(), "read the counters")
+        counters: EngineStats = self._call(
+            self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
+        )
         return counters
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`. Raises as `stats`."""
         self._check_reachable()
-        found: list[StepRecord] = call(self._driver.records.remote(seconds), "read the records")
-        return found
+        records: list[StepRecord] = self._call(
+            self._driver.records, "read the records", seconds, limit_s=CALL_TIMEOUT_S
+        )
+        return records
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
@@ -193,20 +197,27 @@ class Frontend:
                 submitted.clear()
             self._check_reachable()
 
-    def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
-        """Submit, and try again if the call was lost or there was no room for it: the driver takes
-        no request twice.
+    def _call(
+        self, method: Any, what: str, *arguments: Any, limit_s: float, refs: list[Any] | None = None
+    ) -> Any:
+        """The answer of a method of the driver, which takes nothing twice: a call that was lost, or
+        for which there was no room, is made again. The ref of each call goes to `refs`.
         """
-        until = time.monotonic() + self._answer_limit_s
+        until = time.monotonic() + limit_s
         while True:
             try:
-                submitted.append(made(driver.submit, "submit requests", self._id, requests))
-                call(submitted[-1], "submit requests", self._answer_limit_s)
-                return
+                ref = made(method, what, *arguments)
+                if refs is not None:
+                    refs.append(ref)
+                return call(ref, what, limit_s)
             except (LostCallError, NoRoomError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
+
+    def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
+        what, limit_s = "submit requests", self._answer_limit_s
+        self._call(driver.submit, what, self._id, requests, limit_s=limit_s, refs=submitted)
 
     def _accept(self, driver: Any, requests: list[Request]) -> bool:
         """Note that the driver has these requests. False if it is no longer the driver."""
@@ -279,7 +290,7 @@ class Frontend:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
         driver = self._driver
         try:
-            call(driver.stats.remote(), "read the counters", self._answer_limit_s)
+            self._call(driver.stats, "read the counters", limit_s=self._answer_limit_s)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:

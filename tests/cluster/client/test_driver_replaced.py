@@ -233,6 +233,33 @@ def test_requests_whose_sending_is_lost_are_sent_again(
     assert [r.request_id for r in driver.requests] == generation.request_ids
 
 
+class Forgetful:
+    """A method whose first answers are lost."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost = num_lost
+
+    def remote(self, *arguments: Any) -> Any:
+        def answer() -> str:
+            if self.num_lost:
+                self.num_lost -= 1
+                raise LostCallError("the connection was lost")
+            return "an answer"
+
+        return answer
+
+
+@pytest.mark.parametrize("question", ["stats", "records", "check"])
+def test_a_question_that_is_lost_is_asked_again_and_the_driver_stays(
+    owner: Owner, frontend: Frontend, question: str
+) -> None:
+    driver: Any = owner.drivers[0]
+    driver.stats, driver.records = Forgetful(2), Forgetful(2)
+    arguments = [1.0] if question == "records" else []
+    assert getattr(frontend, question)(*arguments) in ("an answer", None)
+    assert len(owner.drivers) == 1
+
+
 FULL = OutOfDiskError("store and disk are full")
 
 
