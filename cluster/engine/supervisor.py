@@ -82,13 +82,13 @@ class Supervisor:
         except BaseException:
             self._group.close()
             raise
+        self._is_serving = True
         return self._group, self._first
 
     def watch(self) -> None:
         """Begin to watch the first group."""
         assert self._group is not None
         self._watch = self._watch_of(self._group)
-        self._is_serving = True
         self._thread.start()
 
     def end(self) -> None:
