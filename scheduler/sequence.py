@@ -40,8 +40,10 @@ class Sequence:
         "cache_salt",
         "finish_reason",
         "grammar",
+        "is_held",
         "last_step_id",
         "max_total",
+        "must_restart",
         "num_cached_tokens",
         "num_computed",
         "num_pending",
@@ -57,6 +59,7 @@ class Sequence:
         "strikes",
         "token_ids",
         "tokens_at_strike",
+        "valid_from_step",
     )
 
     def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
@@ -84,6 +87,10 @@ class Sequence:
         self.last_step_id = -1  # the last step it may have run in, once it has given up its slot
         self.strikes = 0  # crashes it took part in since it last got a token
         self.tokens_at_strike = -1
+        # See `Scheduler.hold` and `Scheduler.retract`.
+        self.is_held = False
+        self.must_restart = False
+        self.valid_from_step = 0  # what earlier steps of this epoch sample for it is void
 
     @property
     def num_output_tokens(self) -> int:

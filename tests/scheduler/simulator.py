@@ -9,7 +9,7 @@ arrivals and faults are over, everything must finish within a number of steps th
 sizes. Some requests are poison: every step in which they run is lost.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence makes progress in every
-step, unless its last token is in flight; no step has more tokens than the budget, or more rows than
+step, unless its last token is in flight or its mask is late; no step has more tokens than the budget, or more rows than
 `max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
 delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
 until the expected end, with the expected reason; nothing is delivered after an end from outside;
@@ -70,6 +70,7 @@ class SimulationReport:
     sent_again: int = 0
     refused: int = 0
     convicted: int = 0
+    late_masks: int = 0
     worst_preemptions: int = 0
     worst_percent_of_bound: int = 0
 
@@ -138,7 +139,7 @@ class Simulation:
             hash_function=self.scenario.hash_function,
         )
         self.scheduler = parts.scheduler(limits, self.manager)
-        self.grammars = FakeGrammars()
+        self.grammars = FakeGrammars(self.rng, self.scenario.late_probability)
         self.engine = parts.engine(
             self.scheduler,
             self,
@@ -161,6 +162,8 @@ class Simulation:
         while self.arriving or self.engine.has_work:
             self.num_turns += 1
             self._watch_progress()
+            if not self._faulty:
+                self.grammars.late_probability = 0.0
             self._arrive()
             self._interfere()
             self._turn()
@@ -206,7 +209,7 @@ class Simulation:
 
     def _lose_to_poison(self, plan: StepPlan) -> None:
         slots = {seq.slot: seq.request_id for seq in self.scheduler.running}
-        poison = self.scenario.poison.intersection(slots[slot] for slot in plan.slots)
+        poison = self.scenario.poison.intersection(slots.get(slot, "") for slot in plan.slots)
         for request_id in poison:
             client = self.clients[request_id]
             client.num_crashes += 1
@@ -228,7 +231,7 @@ class Simulation:
             self._start_epoch(by_poison=isinstance(error, PoisonError))
             return
         if output is None:
-            assert not self.scheduler.has_unfinished, (
+            assert not self.scheduler.has_unfinished or self.grammars.late_probability, (
                 "stuck: sequences are unfinished, but there is no step"
             )
             if self.arriving:
@@ -350,7 +353,10 @@ class Simulation:
         assert num_unread <= self.scenario.num_steps_ahead + 1, f"{num_unread} steps unread"
         num_tokens, num_rows = sum(plan.num_new_tokens), len(plan.slots)
         assert num_tokens <= limits.max_num_batched_tokens, f"{num_tokens} tokens in a step"
-        assert num_rows <= len(self.scheduler.running) <= limits.max_num_seqs, (
+        # A suspect whose mask is late has left its slot before its step is launched.
+        num_gone = int(len(self.scheduler.submitted[-1].sampling_sequences) == num_rows == 1)
+        num_running = len(self.scheduler.running)
+        assert num_rows - num_gone <= num_running <= limits.max_num_seqs, (
             f"{num_rows} rows in a step"
         )
         moving = set(plan.slots)
@@ -358,13 +364,16 @@ class Simulation:
         for sequence in self.scheduler.running:
             by_slot[sequence.slot] = self.clients[sequence.request_id]
             last_in_flight = sequence.num_total >= len(self._limit_of(sequence))
-            assert sequence.slot in moving or last_in_flight, f"does not move: {sequence}"
+            assert sequence.slot in moving or last_in_flight or sequence.is_held, (
+                f"does not move: {sequence}"
+            )
         if plan.admitted is not None:
             rows = plan.admitted
             for slot, count, cached in zip(
                 rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True
             ):
-                self._audit_admitted(by_slot[slot], count, cached)
+                if slot in by_slot:
+                    self._audit_admitted(by_slot[slot], count, cached)
 
     def _limit_of(self, sequence: Sequence) -> range:
         """Positions a sequence may fill, prompt included."""
@@ -455,6 +464,7 @@ class Simulation:
         )
         report.preemptions = self.scheduler.stats.num_preemptions
         report.evictions = self.manager.num_evictions
+        report.late_masks = self.grammars.num_late
         if self.last_turn is not None:
             used = self.num_turns - self.calm_since
             report.worst_percent_of_bound = 100 * used // (self.last_turn - self.calm_since)
