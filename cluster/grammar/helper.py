@@ -195,7 +195,7 @@ class Helper:
         try:
             self._commands, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = subprocess.Popen(self._command, cwd=CHECKOUT, stdin=theirs)
+                self._process = subprocess.Popen(self._command, cwd=CHECKOUT, stdin=theirs.fileno())
             self._answer(START_TIMEOUT_S)
         except OSError as error:
             self._stop()

@@ -19,7 +19,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +53,7 @@ class Program:
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._compiled: xgrammar.CompiledGrammar | None = None
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
+        self.memory_bytes = 0  # that this process may use, once it is a child
         self._mask_1W = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def compile(self, structural_tag: str) -> Iterator[bytes]:
@@ -87,11 +87,20 @@ class Program:
             earlier = place_of.setdefault(answer, place) if isinstance(answer, bytes) else place
             yield (earlier if earlier < place else answer), time.process_time() - began_s
 
+    def reason(self, error: Exception) -> str:
+        """Why a call failed."""
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            return (
+                f"it needs more than {self.memory_bytes // 2**20} MiB of memory, the most that a"
+                " grammar may use; simplify it"
+            )
+        return str(error) or type(error).__name__
+
     def _mask_or_reason(self, number: int, token_ids: list[int]) -> bytes | str | None:
         try:
             return self._mask(number, token_ids)
         except Exception as error:  # it concerns one sequence; the others continue
-            return f"its grammar failed: {_reason(error)}"
+            return f"its grammar failed: {self.reason(error)}"
 
     def _mask(self, number: int, token_ids: list[int]) -> bytes | str | None:
         matcher = self._matchers.get(number)
@@ -177,6 +186,7 @@ def _run_child(program: Program, calls: socket.socket, helper: int, memory_bytes
         if os.getppid() == helper:
             Path("/proc/self/oom_score_adj").write_text(_CHOSEN_FIRST)
             os.nice(NICENESS)
+            program.memory_bytes = memory_bytes
             _limit_memory(memory_bytes)
             _answer_calls(program, Pipe(calls))
     finally:
@@ -191,28 +201,16 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _answer_calls(program: Program, pipe: Pipe) -> None:
+    """Answer until the other end is closed."""
     while True:
         try:
             name, arguments = pipe.receive()
-        except PipeError:
-            return
-        try:
             for result in getattr(program, name)(*arguments):
                 pipe.send((True, result))
         except PipeError:
             return
         except Exception as error:
-            pipe.send((False, _reason(error)))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-        most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        return f"{OUT_OF_MEMORY} (address space: {most // 2**20} MiB)"
-    return str(error)
-
-
-OUT_OF_MEMORY = "it needs more memory than a grammar may use"
+            pipe.send((False, program.reason(error)))
 
 
 def main() -> None:
@@ -234,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,12 +9,12 @@ arrivals and faults are over, everything must finish within a number of steps th
 sizes. Some requests are poison: every step in which they run is lost.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence makes progress in every
-step, unless its last token is in flight or its mask is late; no step has more tokens than the budget, or more rows than
-`max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
-delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
-until the expected end, with the expected reason; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache; poison fails after at most four crashes, and no
-other request fails unless steps were lost while it ran alone.
+step, unless its last token is in flight or its mask is late; no step has more tokens than the
+budget, or more rows than `max_num_seqs`; no more steps are unread than allowed; a row is admitted
+with exactly the tokens delivered so far, and reports correctly how many were cached; tokens are
+delivered once, in order, until the expected end, with the expected reason; nothing is delivered
+after an end from outside; whatever the prefix index names is in the cache; poison fails after at
+most four crashes, and no other request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations

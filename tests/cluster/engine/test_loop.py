@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from cluster.engine.loop import LEAD_S, LEAD_SHARE, EngineLoop, Lost, NewsByFrontend, Submit
-from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, RequestFailedError, WorkerError
+from scheduler.engine import Engine, MaskAnswer
+from scheduler.errors import RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
@@ -21,9 +21,12 @@ from tests.scheduler.helpers import make_limits, make_request
 class OneIsBad:
     """Grammars, one of which cannot be followed; the others allow everything."""
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         bad = RequestFailedError("its grammar failed")
         return [bad if seq.request_id == "bad" else None for seq in sequences]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        return True
 
     def forget(self, request_id: str) -> None:
         pass
