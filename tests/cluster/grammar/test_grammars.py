@@ -5,10 +5,8 @@ independent validators.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -345,16 +343,17 @@ def test_masks_are_a_function_of_known_tokens(
     at_once.token_ids += tokens
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert first == second and first is second, "rows with equal masks share one"
-    pid = matching._helper.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    process = matching._helper._process
+    assert process is not None
+    process.kill()  # and its children end with it
+    process.wait()
     again = sequence(grammar, "again")
     for seq in (step_by_step, at_once):
         seq.token_ids += tokenizer.encode("3")
     again.token_ids += at_once.token_ids[2:]
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert isinstance(first, bytes) and first == second == matching.masks([again], WAIT_S)[0]
-    assert matching._helper.pid not in (pid, None)
+    assert matching._helper.pid not in (process.pid, None)
     for name in ("steps", "at once", "again"):
         matching.forget(name)
 
