@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLateError, HelperLostError
@@ -48,15 +48,23 @@ class Followed:
 
 
 class Follower:
-    """The outputs of one grammar. `changed` guards every field that is not the thread's own, and is
-    notified of answers.
-    """
+    """The outputs of one grammar. `lock` guards every field that is not the thread's own."""
 
-    def __init__(self, helper: Helper, grammar: bytes, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        helper: Helper,
+        grammar: bytes,
+        lock: threading.Lock,
+        on_answers: Callable[[list[Followed]], None],
+    ) -> None:
+        """`on_answers` is called with sequences that have been answered, by a thread that holds the
+        lock.
+        """
         self.grammar = grammar
         self.num_followed = 0
         self.is_quick = False  # loaded, and every mask came quickly
-        self._helper, self._changed = helper, changed
+        self._helper, self._lock, self._on_answers = helper, lock, on_answers
+        self._wanted = threading.Condition(lock)  # notified when the thread has something to do
         self._asked: deque[Followed] = deque()
         self._ended: list[int] = []
         self._is_closed = False
@@ -68,21 +76,21 @@ class Follower:
         self._thread.start()
 
     def ask(self, followed: Followed) -> None:
-        """Ask for the mask after all known tokens. The caller holds `changed`."""
+        """Ask for the mask after all known tokens. The caller holds the lock."""
         followed.num_asked = followed.sequence.num_output_tokens
         self._asked.append(followed)
-        self._changed.notify_all()
+        self._wanted.notify()
 
     def forget(self, followed: Followed) -> None:
-        """The sequence has ended. The caller holds `changed`."""
+        """The sequence has ended. The caller holds the lock."""
         followed.has_ended = True
         self._ended.append(followed.number)
         self.num_followed -= 1
 
     def close(self) -> None:
-        """End the thread and the child, without waiting for them. The caller holds `changed`."""
+        """End the thread and the child, without waiting for them. The caller holds the lock."""
         self._is_closed = True
-        self._changed.notify_all()
+        self._wanted.notify()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -95,16 +103,16 @@ class Follower:
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
                 self._fail(batch, f"{type(error).__name__}: {error}")
-            with self._changed:
+            with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
-                self._changed.notify_all()
+                self._on_answers(batch)
         self._drop_child()
 
     def _next(self) -> list[Followed]:
         """Everything asked for; empty when this is to end."""
-        with self._changed:
+        with self._lock:
             while not self._is_closed:
-                self._changed.wait_for(lambda: self._asked or self._is_closed)
+                self._wanted.wait_for(lambda: self._asked or self._is_closed)
                 batch = [followed for followed in self._asked if not followed.has_ended]
                 self._asked.clear()
                 if batch:
@@ -149,7 +157,7 @@ class Follower:
                 first + followed.num_sent : first + followed.num_asked
             ]
             wanted.append((followed.number, new))
-        with self._changed:
+        with self._lock:
             ended, self._ended = self._ended, []
         self._known.difference_update([f for f in self._known if f.has_ended])
         self._known.update(batch)
@@ -197,7 +205,7 @@ class Follower:
             self._answer(followed, RequestFailedError(f"no mask for request {request_id}: {why}"))
 
     def _answer(self, followed: Followed, answer: Answer) -> None:
-        with self._changed:
+        with self._lock:
             followed.answer, followed.num_answered = answer, followed.num_asked
 
 

@@ -27,7 +27,9 @@ class GrammarMatching:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
         """See `Helper`."""
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._missing: set[Followed] = set()  # what `masks` waits for
+        self._complete = threading.Condition(self._lock)  # nothing is missing
         self._followers: dict[bytes, Follower] = {}  # by grammar
         self._idle: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
         self._followed: dict[str, Followed] = {}  # by request id
@@ -42,13 +44,14 @@ class GrammarMatching:
 
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """See `Grammars`."""
-        with self._changed:
+        with self._lock:
             asked = [self._ask(seq) for seq in sequences]
             if limit_s > 0:
-                self._changed.wait_for(lambda: all(map(_is_answered, asked)), limit_s)
-                for followed in asked:
-                    if not _is_answered(followed):
-                        followed.follower.is_quick = False  # until it has caught up
+                self._missing = {f for f in asked if not _is_answered(f)}
+                self._complete.wait_for(lambda: not self._missing, limit_s)
+                for followed in self._missing:
+                    followed.follower.is_quick = False  # until it has caught up
+                self._missing.clear()
             return [f.answer if _is_answered(f) else LATE for f in asked]
 
     def is_quick(self, seq: Sequence) -> bool:
@@ -62,7 +65,7 @@ class GrammarMatching:
         if followed is None:
             return
         follower, grammar = followed.follower, followed.follower.grammar
-        with self._changed:
+        with self._lock:
             follower.forget(followed)
             if follower.num_followed == 0:
                 self._idle[grammar] = self._followers.pop(grammar)
@@ -73,13 +76,13 @@ class GrammarMatching:
 
     def close(self) -> None:
         """End the helper and all followers."""
-        with self._changed:
+        with self._lock:
             for follower in (*self._followers.values(), *self._idle.values()):
                 follower.close()
         self._helper.close()
 
     def _ask(self, seq: Sequence) -> Followed:
-        """The caller holds `_changed`."""
+        """The caller holds the lock."""
         followed = self._followed.get(seq.request_id)
         if followed is None:
             follower = self._follower(seq.grammar)
@@ -94,9 +97,16 @@ class GrammarMatching:
         """The follower of a grammar, a new one if there is none."""
         follower = self._followers.get(grammar) or self._idle.pop(grammar, None)
         if follower is None:
-            follower = Follower(self._helper, grammar, self._changed)
+            follower = Follower(self._helper, grammar, self._lock, self._take)
         self._followers[grammar] = follower
         return follower
+
+    def _take(self, answered: list[Followed]) -> None:
+        """Note answers. The caller holds the lock."""
+        if self._missing:
+            self._missing.difference_update(answered)
+            if not self._missing:
+                self._complete.notify()
 
 
 def _is_answered(followed: Followed) -> bool:

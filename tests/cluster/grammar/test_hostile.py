@@ -265,7 +265,7 @@ def first_mask(helper: Any) -> Any:
     matching._helper = helper
     seq = EngineSequence(request("a", b"grammar"), arrival=0, max_total=100)
     [answer] = matching.masks([seq], WAIT_S)
-    with matching._changed:
+    with matching._lock:
         for follower in matching._followers.values():
             follower.close()
     return answer
