@@ -187,8 +187,7 @@ class Scheduler:
     def retract(self, seq: Sequence) -> None:
         """Hold a sequence, and drop what the steps in flight sample for it. It continues after its
         known tokens, whose KV is in its blocks by then: its row is released and admitted again in
-        place, as one that is cached to its end. A suspect is one no longer, so that nobody waits
-        for it.
+        place, as one that is cached to its end.
         """
         seq.valid_from_step = self._next_step_id
         seq.num_pending = 0
@@ -196,9 +195,6 @@ class Scheduler:
         if seq.status is RUNNING:
             seq.num_computed = seq.num_total - 1
             seq.must_restart = seq.is_held = True
-        if seq in self.suspects:
-            self.suspects.remove(seq)
-            self._line_up_again(seq)
 
     @property
     def has_unfinished(self) -> bool:
@@ -210,6 +206,8 @@ class Scheduler:
         """Plan the next step and account for it as submitted; None if nothing can run until a
         result is read.
         """
+        if self.suspects and _waits_for_mask(self.suspects[0]):
+            self._line_up_again(self.suspects.pop(0))  # nobody waits for it
         step = _Step(budget=self.limits.max_num_batched_tokens)
         if self.suspects and self.suspects[0].status is WAITING:
             self.waiting.remove(self.suspects[0])  # no other sequence has a slot
@@ -635,7 +633,11 @@ class Scheduler:
 
 def _is_idle(seq: Sequence, oldest: int) -> bool:
     """Whether a running sequence is in no step from `oldest` on, the oldest unread one."""
-    return seq.is_held and not seq.num_pending and seq.valid_from_step <= oldest
+    return _waits_for_mask(seq) and seq.valid_from_step <= oldest
+
+
+def _waits_for_mask(seq: Sequence) -> bool:
+    return seq.is_held and not seq.num_pending
 
 
 def _arrival(seq: Sequence) -> int:

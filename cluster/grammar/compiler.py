@@ -34,7 +34,7 @@ class GrammarCompiler:
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
         self._quick, self._slow = threading.Lock(), threading.Lock()  # held by who compiles
         self._num_slow = 0
-        self._known = threading.Lock()  # guards the fields below and above
+        self._known = threading.Lock()  # guards `_num_slow` and the fields below
         self._compiled: OrderedDict[str, bytes] = OrderedDict()
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
@@ -45,6 +45,8 @@ class GrammarCompiler:
         """
         if len(structural_tag.encode()) > MAX_SOURCE_BYTES:
             raise _refused(f"it is larger than {MAX_SOURCE_BYTES} bytes")
+        if (compiled := self._look_up(structural_tag)) is not None:
+            return compiled
         with self._quick:
             compiled = self._look_up(structural_tag) or self._compile(
                 structural_tag, QUICK_COMPILE_S

@@ -73,11 +73,17 @@ class Follower:
         self._known: set[Followed] = set()  # to the child
         self._was_slow = False
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
-        self._thread.start()
 
     def ask(self, followed: Followed) -> None:
         """Ask for the mask after all known tokens. The caller holds the lock."""
         followed.num_asked = followed.sequence.num_output_tokens
+        try:
+            if not self._thread.is_alive():
+                self._thread.start()
+        except RuntimeError as error:  # there is no room for another thread
+            followed.answer = _failed(followed, str(error))
+            followed.num_answered = followed.num_asked
+            return
         self._asked.append(followed)
         self._wanted.notify()
 
@@ -98,11 +104,11 @@ class Follower:
         while batch := self._next():
             try:
                 self._serve(batch)
-            except HelperError as error:
-                self._fail(batch, str(error))
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
-                self._fail(batch, f"{type(error).__name__}: {error}")
+                self._drop_child()
+                missing = [f for f in batch if f.num_answered != f.num_asked]
+                self._fail(missing, f"{type(error).__name__}: {error}")
             with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
                 self._on_answers(batch)
@@ -201,12 +207,15 @@ class Follower:
 
     def _fail(self, batch: list[Followed], why: str) -> None:
         for followed in batch:
-            request_id = followed.sequence.request_id
-            self._answer(followed, RequestFailedError(f"no mask for request {request_id}: {why}"))
+            self._answer(followed, _failed(followed, why))
 
     def _answer(self, followed: Followed, answer: Answer) -> None:
         with self._lock:
             followed.answer, followed.num_answered = answer, followed.num_asked
+
+
+def _failed(followed: Followed, why: str) -> RequestFailedError:
+    return RequestFailedError(f"no mask for request {followed.sequence.request_id}: {why}")
 
 
 def _too_slow(how: str) -> RequestError:

@@ -141,10 +141,10 @@ def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
     stubbed: GrammarMatching,
 ) -> None:
     engine = engine_of(stubbed, 1)
-    free = engine.add(request("free", b"", 60))
     turning = engine.add(request("turning", b"0.0001", 60))
     while turning.num_output_tokens < 20:
         timed_step(engine)
+    free = engine.add(request("free", b"", 50))
     child: Any = stubbed._followed["turning"].follower._child
     child.grammar = b"0.3"
     blocked_s = []
@@ -354,6 +354,41 @@ def test_a_program_that_cannot_be_started_is_an_error_of_the_request() -> None:
     helper._command = ["/does/not/exist"]
     with pytest.raises(HelperError, match=r"cannot be started: .*No such file"):
         helper.fork(2**30)
+
+
+def test_without_room_for_a_thread_only_the_request_with_a_grammar_fails(
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    engine = engine_of(stubbed, 1)
+    free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"0.0001"))
+    while engine.has_work:
+        engine.step()
+    [(failed, error)] = engine.take_failed()
+    assert failed is bad and "can't start new thread" in str(error)
+    assert free.finish_reason == "length"
+
+
+def test_a_bug_in_a_follower_costs_the_requests_of_its_grammar(
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork(memory_bytes: int) -> StubChild:
+        raise ZeroDivisionError("a bug")
+
+    engine = engine_of(stubbed, 1)
+    good = engine.add(request("good", b"0.0001", 30))
+    while good.num_output_tokens < 3:
+        timed_step(engine)
+    monkeypatch.setattr(stubbed._helper, "fork", fork)
+    bad = engine.add(request("bad", b"0.0002", 30))
+    while engine.has_work:
+        timed_step(engine)
+    [(failed, error)] = engine.take_failed()
+    assert failed is bad and "ZeroDivisionError: a bug" in str(error)
+    assert good.finish_reason == "length"
 
 
 def test_a_peer_that_does_not_read_is_late_and_one_that_is_gone_is_lost() -> None:
