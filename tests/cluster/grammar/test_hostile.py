@@ -44,7 +44,7 @@ HOSTILE = "(" * 12 + "a{1,60}" + "){1,60}" * 12
 WAIT_S = 60.0
 # What may run on the thread that runs steps, and what a busy machine may add.
 MAX_BLOCKED_S = 0.05
-NOISE_S = 0.25
+NOISE_S = 0.15
 
 
 def source(**wanted: Any) -> str:
@@ -146,7 +146,7 @@ def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
         timed_step(engine)
     free = engine.add(request("free", b"", 50))
     child: Any = stubbed._followed["turning"].follower._child
-    child.grammar = b"0.3"
+    child.grammar = b"1.0"
     blocked_s = []
     while not free.finish_reason:
         blocked_s.append(timed_step(engine))
@@ -159,14 +159,14 @@ def test_an_engine_with_nothing_but_slow_masks_neither_spins_nor_blocks(
     stubbed: GrammarMatching,
 ) -> None:
     engine = engine_of(stubbed, 1)
-    slow = engine.add(request("slow", b"0.2", 2))
+    slow = engine.add(request("slow", b"0.4", 2))
     blocked_s, began_s = [], time.monotonic()
     while not slow.finish_reason:
         blocked_s.append(timed_step(engine))
     assert slow.num_output_tokens == 2
     check_blocked(blocked_s)
-    assert time.monotonic() - began_s < 1.0
-    assert len(blocked_s) < 50
+    assert time.monotonic() - began_s < 2.0
+    assert len(blocked_s) < 100
 
 
 def test_a_slow_grammar_that_is_aborted_is_forgotten(stubbed: GrammarMatching) -> None:
@@ -281,20 +281,21 @@ def test_a_child_that_dies_at_any_byte_of_its_answers_is_replaced_once(length: i
 
 
 @pytest.mark.parametrize(
-    "garbage",
+    ("garbage", "why"),
     [
-        framed((True, None))[:8] + b"\xff" * (len(framed((True, None))) - 8),
-        b"\xff" * 64,
-        struct.pack("<Q", 3) + b"no.",
-        struct.pack("<Q", 0),
-        struct.pack("<Q", 16) + b"cmissing\nname\n..",
-        framed("not a pair"),
-        framed((True, None)) + framed((True, "not a pair of answer and seconds")),
+        (framed((True, None))[:8] + b"\xff" * (len(framed((True, None))) - 8), "2 times"),
+        (b"\xff" * 64, "2 times"),
+        (struct.pack("<Q", 3) + b"no.", "2 times"),
+        (struct.pack("<Q", 0), "2 times"),
+        (struct.pack("<Q", 16) + b"cmissing\nname\n..", "2 times"),
+        (framed("not a pair"), "too many values"),
+        (framed((True, None)) + framed((True, "not a mask and seconds")), "too many values"),
     ],
 )
-def test_a_child_that_answers_garbage_costs_one_request(garbage: bytes) -> None:
+def test_a_child_that_answers_garbage_costs_one_request(garbage: bytes, why: str) -> None:
     answer = first_mask(ScriptedHelper(garbage, garbage, ANSWER))
-    assert isinstance(answer, RequestFailedError) and "no mask for request a" in str(answer)
+    assert isinstance(answer, RequestFailedError)
+    assert "no mask for request a" in str(answer) and why in str(answer)
 
 
 FAKE_HELPER = """
