@@ -7,7 +7,8 @@ actors, a model in this process or a simulation.
 
 from __future__ import annotations
 
-from typing import Protocol
+from enum import Enum
+from typing import Final, Literal, Protocol
 
 from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
@@ -33,15 +34,31 @@ class Executor(Protocol):
         """
 
 
+class Late(Enum):
+    """The answer of `Grammars` when there is none yet."""
+
+    LATE = "late"
+
+
+LATE: Final = Late.LATE
+MaskAnswer = bytes | EaglerayError | Literal[Late.LATE] | None
+# How long a step may wait for the masks of grammars that have been quick so far.
+MASK_WAIT_S = 0.03
+
+
 class Grammars(Protocol):
     """Which tokens may come next in the outputs of sequences with a grammar. The answer depends on
     their known tokens alone; any state is only a cache.
     """
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """Per sequence: the mask of its next token, None if any token may follow, or the error that
-        leaves it without a mask.
+        leaves it without a mask. Waits for at most `limit_s`; the answers that are `LATE` then are
+        still worked on, and a later call gets them.
         """
+
+    def is_quick(self, seq: Sequence) -> bool:
+        """Whether steps may be planned that need a mask of this sequence before it is there."""
 
     def forget(self, request_id: str) -> None:
         """Forget a sequence that has ended. Does nothing for one that is not known."""
@@ -50,15 +67,23 @@ class Grammars(Protocol):
 class NoGrammars:
     """For an engine whose requests have no grammars."""
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         raise EngineError(f"this engine has no grammars, but {sequences[0]} needs one")
+
+    def is_quick(self, seq: Sequence) -> bool:
+        return True
 
     def forget(self, request_id: str) -> None:
         pass
 
 
 class Engine:
-    """Requests in, tokens out, one `step` at a time. One thread."""
+    """Requests in, tokens out, one `step` at a time. One thread.
+
+    Sequences with a grammar run ahead as all others do as long as it is quick. Otherwise a sequence
+    is held from each step that samples for it until its next mask is there. If a mask is late, the
+    token is sampled without it and dropped.
+    """
 
     def __init__(
         self,
@@ -73,6 +98,7 @@ class Engine:
         self.grammars = grammars or NoGrammars()
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}  # until their masks are there
         self._failed: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:
@@ -105,10 +131,11 @@ class Engine:
 
     def start(self) -> None:
         """Submit a step if there is none, and its mask. Errors pass through as those of `step`."""
+        self._resume_held()
         submitted = self.scheduler.submitted
         if submitted:
             self._mask(submitted[0])
-        elif plan := self.scheduler.schedule():
+        elif plan := self._schedule():
             self._mask(submitted[0])
             self.executor.launch(plan)
 
@@ -128,18 +155,20 @@ class Engine:
 
     def step(self) -> StepOutput | None:
         """Submit what can be submitted, then wait for the oldest unread step; None when there was
-        none.
+        none, after a short wait if masks are missing.
 
         Errors of the executor pass through; they end the epoch.
         """
         self.start()
         submitted = self.scheduler.submitted
         while submitted and len(submitted) <= self.num_steps_ahead:
-            plan = self.scheduler.schedule()
+            plan = self._schedule()
             if plan is None:
                 break
             self.executor.launch(plan)
         if not submitted:
+            if self._held:
+                self.grammars.masks(list(self._held.values()), MASK_WAIT_S)
             return None
         output = self.scheduler.apply(self.executor.result(submitted[0].step_id))
         for seq in output.finished:
@@ -154,9 +183,37 @@ class Engine:
         failed, self._failed = self._failed, []
         return failed
 
+    def _schedule(self) -> StepPlan | None:
+        """Plan the next step. Asks for the masks that can be known already, and holds sequences
+        whose grammars are not quick.
+        """
+        plan = self.scheduler.schedule()
+        if plan is None or not plan.masked:
+            return plan
+        constrained = [s for s in self.scheduler.submitted[-1].sampling_sequences if s.grammar]
+        if known := [seq for seq in constrained if seq.num_pending == 1]:
+            self.grammars.masks(known, 0.0)
+        for seq in constrained:
+            if not self.grammars.is_quick(seq):
+                self.scheduler.hold(seq)
+                self._held[seq.request_id] = seq
+        return plan
+
+    def _resume_held(self) -> None:
+        """Resume the held sequences whose next mask is there; end those that cannot have one."""
+        known = [seq for seq in self._held.values() if not seq.num_pending]
+        answers = self.grammars.masks(known, 0.0) if known else []
+        for seq, answer in zip(known, answers, strict=True):
+            if isinstance(answer, EaglerayError):
+                self._fail(seq, answer)
+            elif answer is not LATE:
+                del self._held[seq.request_id]
+                self.scheduler.resume(seq)
+
     def _mask(self, step: Submitted) -> None:
         """Send the mask of the oldest unread step, if it needs one and does not have it: every
-        token before it is known now. Ends the sequences for which there can be no mask.
+        token before it is known now. Ends the sequences for which there can be no mask, and
+        retracts those whose mask is late.
         """
         if step.has_mask:
             return
@@ -164,14 +221,21 @@ class Engine:
         of_row = {
             row: seq
             for row, seq in enumerate(step.sampling_sequences)
-            if seq.grammar and seq.status is not SequenceStatus.FINISHED
+            if seq.grammar
+            and seq.status is not SequenceStatus.FINISHED
+            and step.step_id >= seq.valid_from_step
         }
-        answers = self.grammars.masks(list(of_row.values())) if of_row else []
+        sequences = list(of_row.values())
+        if quick := [seq for seq in sequences if self.grammars.is_quick(seq)]:
+            self.grammars.masks(quick, MASK_WAIT_S)
+        answers = self.grammars.masks(sequences, 0.0) if sequences else []
         rows, masks = ints(), list[bytes]()
         for (row, seq), answer in zip(of_row.items(), answers, strict=True):
             if isinstance(answer, EaglerayError):
-                self._failed.append((seq, answer))
-                self.finish(seq.request_id, "error")
+                self._fail(seq, answer)
+            elif answer is LATE:
+                self.scheduler.retract(seq)
+                self._held[seq.request_id] = seq
             elif answer is not None:
                 rows.append(row)
                 masks.append(answer)
@@ -179,9 +243,14 @@ class Engine:
             StepMask(step_id=step.step_id, epoch=step.epoch, rows=rows, masks=tuple(masks))
         )
 
+    def _fail(self, seq: Sequence, error: EaglerayError) -> None:
+        self._failed.append((seq, error))
+        self.finish(seq.request_id, "error")
+
     def _forget(self, ended: list[Sequence]) -> None:
         for seq in ended:
             if seq.grammar:
+                self._held.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
 
     def start_epoch(self) -> list[Sequence]:
@@ -189,6 +258,7 @@ class Engine:
         is an executor for it. Returns the sequences that end here (see `Scheduler.start_epoch`).
         """
         convicted = self.scheduler.start_epoch()
+        self._held.clear()
         for seq in convicted:
             self._sequences.pop(seq.request_id, None)
         self._forget(convicted)
@@ -200,3 +270,7 @@ class Engine:
         known = {id(seq) for seq in self._sequences.values()}
         queued = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
         assert known == queued, f"{len(known)} sequences known, {len(queued)} queued"
+        held = {seq.request_id for seq in self._sequences.values() if seq.is_held}
+        assert held <= self._held.keys() <= self._sequences.keys(), (
+            f"held are {held}, to be resumed {self._held.keys()}"
+        )

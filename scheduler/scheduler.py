@@ -20,9 +20,13 @@ fails alone, after four crashes. If it gets tokens between its crashes (its prom
 kill), four more convict it: a rank that dies by chance hits a sequence again before its next few
 tokens far more often than before its next one.
 
+A sequence whose mask is not there in time is held (`hold`): it keeps its slot and blocks, but no
+step runs it until the mask has come, so the others do not wait. If a step that needs the mask was
+submitted before, the token of that step is void (`retract`).
+
 At most one running sequence is in the middle of its prompt, and it is the last one, so every other
-sequence makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors,
-time or Ray. One thread.
+sequence that is not held makes progress in every step. Owns sequences and the `BlockManager`. Never
+touches tensors, time or Ray. One thread.
 """
 
 from __future__ import annotations
@@ -174,6 +178,28 @@ class Scheduler:
         if seq in self.suspects:
             self.suspects.remove(seq)
 
+    def hold(self, seq: Sequence) -> None:
+        """Leave a sequence out of the steps that are planned from now on, until `resume`, or until
+        it gives up its slot.
+        """
+        seq.is_held = True
+
+    def resume(self, seq: Sequence) -> None:
+        """Let steps run a sequence again."""
+        seq.is_held = False
+
+    def retract(self, seq: Sequence) -> None:
+        """Hold a sequence, and drop what the steps in flight sample for it. It continues after its
+        known tokens, whose KV is in its blocks by then: its row is released and admitted again in
+        place, as one that is cached to its end.
+        """
+        seq.valid_from_step = self._next_step_id
+        seq.num_pending = 0
+        seq.num_total = len(seq.token_ids)
+        if seq.status is RUNNING:
+            seq.num_computed = seq.num_total - 1
+            seq.must_restart = seq.is_held = True
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
@@ -184,6 +210,8 @@ class Scheduler:
         """Plan the next step and account for it as submitted; None if nothing can run until a
         result is read.
         """
+        if self.suspects and _waits_for_mask(self.suspects[0]):
+            self._line_up_again(self.suspects.pop(0))  # nobody waits for it
         step = _Step(budget=self.limits.max_num_batched_tokens)
         if self.suspects and self.suspects[0].status is WAITING:
             self.waiting.remove(self.suspects[0])  # no other sequence has a slot
@@ -247,7 +275,7 @@ class Scheduler:
         so_far = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
         self.stats.rank_seconds = tuple(map(add, so_far, result.rank_seconds))
         output = StepOutput([], [])
-        self._take_tokens(sequences, tokens, output)
+        self._take_tokens(submitted.step_id, sequences, tokens, output)
         if result.logprobs is not None:
             by_sequence = dict(zip(sequences, result.logprobs, strict=True))
             output.logprobs = [by_sequence[seq] for seq in output.sequences]
@@ -285,6 +313,7 @@ class Scheduler:
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
             seq.last_step_id = -1
+            seq.valid_from_step = 0
         self.suspects = [seq for seq in self.waiting if seq.strikes >= SUSPECT_STRIKES]
         self.block_manager.clear_index()
         self._released_slots.clear()
@@ -316,7 +345,10 @@ class Scheduler:
         if not self.submitted:
             return []
         oldest = self.submitted[0].step_id
-        return [*self.running, *(seq for seq in self.waiting if seq.last_step_id >= oldest)]
+        return [
+            *(seq for seq in self.running if not _is_idle(seq, oldest)),
+            *(seq for seq in self.waiting if seq.last_step_id >= oldest),
+        ]
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
@@ -341,6 +373,10 @@ class Scheduler:
             return
         del self.suspects[0]
         seq.strikes = seq.strikes_without_token = 0
+        self._line_up_again(seq)
+
+    def _line_up_again(self, seq: Sequence) -> None:
+        """After it ran alone, a sequence waits among the others."""
         if seq.status is RUNNING:
             self.running.remove(seq)
             self._give_back(seq)
@@ -364,7 +400,7 @@ class Scheduler:
         while index < len(running) and budget > 0:
             seq = running[index]
             total = seq.num_total
-            if total >= seq.max_total:  # the token that ends it is in flight
+            if total >= seq.max_total or seq.is_held:  # the token that ends it is in flight
                 index += 1
                 continue
             num_new = total - seq.num_computed
@@ -377,6 +413,8 @@ class Scheduler:
                 break  # it was the latest arrival and was itself preempted
             index += 1
             budget -= num_new
+            if seq.must_restart:
+                self._restart(seq, step)
             slots.append(seq.slot)
             num_new_tokens.append(num_new)
             seq.num_computed = computed
@@ -390,6 +428,14 @@ class Scheduler:
             if num_new > 1 or computed % block_size == 0:
                 manager.publish(seq, min(computed, len(seq.token_ids)))
         step.budget = budget
+
+    def _restart(self, seq: Sequence, step: _Step) -> None:
+        """Release the row of a running sequence and admit it again in its slot and blocks, so that
+        the ranks forget what was retracted.
+        """
+        seq.must_restart = False
+        self._released_slots.append(seq.slot)
+        step.admitted.append((seq, seq.num_total))
 
     def _pace(self, step: _Step, budget: int) -> int:
         """The budget that is left for prompts beside the rows planned so far."""
@@ -506,7 +552,7 @@ class Scheduler:
     # -- results -----------------------------------------------------------------------------------
 
     def _take_tokens(
-        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
     ) -> None:
         """Append each token to its sequence and end those that are done. Hot: runs once per sampled
         token.
@@ -514,8 +560,8 @@ class Scheduler:
         block_size = self.limits.block_size
         kept, kept_tokens = output.sequences, output.token_ids
         for seq, token in zip(sequences, tokens, strict=True):
-            if seq.status is FINISHED:
-                continue  # it ran one step too many
+            if seq.status is FINISHED or step_id < seq.valid_from_step:
+                continue  # it ran one step too many, or without its mask
             token_ids = seq.token_ids
             token_ids.append(token)
             seq.num_pending -= 1
@@ -550,6 +596,7 @@ class Scheduler:
         self._released_slots.append(seq.slot)
         seq.slot = NO_SLOT
         seq.num_computed = 0
+        seq.must_restart = seq.is_held = False
 
     # -- laws --------------------------------------------------------------------------------------
 
@@ -563,7 +610,8 @@ class Scheduler:
             assert seq.status is RUNNING and seq.slot != NO_SLOT, (
                 f"in the running queue but not running: {seq}"
             )
-            assert 0 < seq.num_computed <= seq.num_total <= seq.max_total, (
+            least = 0 if seq.must_restart else 1
+            assert least <= seq.num_computed <= seq.num_total <= seq.max_total, (
                 f"token counts are out of order: {seq}"
             )
             assert len(seq.block_table) * limits.block_size >= seq.num_computed, (
@@ -593,6 +641,15 @@ class Scheduler:
             f"in the middle of its prompt, but not last: {in_prompt}"
         )
         self.block_manager.check(self.running)
+
+
+def _is_idle(seq: Sequence, oldest: int) -> bool:
+    """Whether a running sequence is in no step from `oldest` on, the oldest unread one."""
+    return _waits_for_mask(seq) and seq.valid_from_step <= oldest
+
+
+def _waits_for_mask(seq: Sequence) -> bool:
+    return seq.is_held and not seq.num_pending
 
 
 def _arrival(seq: Sequence) -> int:

@@ -40,8 +40,10 @@ class Sequence:
         "cache_salt",
         "finish_reason",
         "grammar",
+        "is_held",
         "last_step_id",
         "max_total",
+        "must_restart",
         "num_cached_tokens",
         "num_computed",
         "num_pending",
@@ -58,6 +60,7 @@ class Sequence:
         "strikes_without_token",
         "token_ids",
         "tokens_at_strike",
+        "valid_from_step",
     )
 
     def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
@@ -86,6 +89,10 @@ class Sequence:
         # Crashes it took part in since it last got a few tokens without one, or a single token.
         self.strikes = self.strikes_without_token = 0
         self.tokens_at_strike = self.num_total  # or where it began
+        # See `Scheduler.hold` and `Scheduler.retract`.
+        self.is_held = False
+        self.must_restart = False
+        self.valid_from_step = 0  # what earlier steps of this epoch sample for it is void
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,6 +18,7 @@ from cluster.client.outputs import Generation, RequestOutput, Sink
 from cluster.client.prompts import Prompt, as_list, one_each
 from cluster.client.requests import RequestBuilder
 from cluster.client.streams import ChunkStream, Relay
+from cluster.grammar.compiler import MAX_SLOW
 from scheduler.errors import RequestError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
@@ -60,7 +61,8 @@ class Client:
         self.builder = builder
         self._link = link
         self._reach = reach
-        self._compiling = ThreadPoolExecutor(1, "grammars")
+        # More threads than grammars that are slow to compile may be under way.
+        self._compiling = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
         link.after_news(self._wake_relays)
         self._named: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()

@@ -1,33 +1,110 @@
-"""The parent's side of a helper process (`process.py`): calls with a time limit, after which the
-process is killed.
+"""The parent's side of the helper process (`process.py`) and of its children: calls with a time
+limit, after which a child is killed.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.grammar.pipes import read_message, write_message
+from cluster.grammar.pipes import Pipe, PipeError
 from configs.paths import CHECKOUT
 
 START_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 256
+LOOK_S = 0.05
+SLOW_NICENESS = 15
+# A process that gets no share of the processors: how much longer than its limit it may take.
+MAX_STRETCH = 6.0
 
 
 class HelperError(Exception):
-    """The helper refused a call; the message is the helper's."""
+    """The helper refused a call, or cannot be started; the message says why."""
 
 
 class HelperLostError(Exception):
-    """The helper died, or did not answer in time and was killed."""
+    """A child has died, or what it answered is not an answer."""
+
+
+class HelperLateError(Exception):
+    """A child did not answer in time."""
+
+
+class Child:
+    """A child of the helper. One thread; any may `close`."""
+
+    def __init__(self, helper: Helper, pipe: Pipe, pid: int) -> None:
+        self._helper, self._pipe = helper, pipe
+        self.pid = pid
+
+    def call(self, limit_s: float, name: str, *arguments: Any) -> Any:
+        """The one answer to a call. Raises as `answers`."""
+        [answer] = self.answers(limit_s, 1, name, *arguments)
+        return answer
+
+    def answers(
+        self, limit_s: float, count: int, name: str, *arguments: Any, yields: bool = False
+    ) -> Iterator[Any]:
+        """The `count` answers to a call, each of which may take the child `limit_s` of a
+        processor's time. With `yields`, a child that is slow leaves the processors to others from
+        then on. Raises `HelperError`, and `HelperLostError` and `HelperLateError`, after which the
+        child must be closed.
+        """
+        try:
+            self._pipe.send((name, arguments), limit_s * MAX_STRETCH)
+            for _ in range(count):
+                is_done, answer = self._receive(limit_s, yields=yields)
+                if not is_done:
+                    raise HelperError(answer)
+                yield answer
+        except PipeError as error:
+            raise HelperLostError(f"its process has ended: {error}") from None
+        except TimeoutError:
+            raise HelperLateError from None
+
+    def close(self) -> None:
+        """Kill the child."""
+        self._pipe.close()
+        self._helper.end(self.pid)
+
+    def _receive(self, limit_s: float, *, yields: bool) -> Any:
+        """The next message. A busy machine is not the child's fault, so its own time counts."""
+        began_s, began_cpu_s = time.monotonic(), self._cpu_s()
+        look_s = min(LOOK_S, limit_s)
+        while True:
+            try:
+                return self._pipe.receive(look_s)
+            except TimeoutError:
+                cpu_s, wall_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
+                if cpu_s >= limit_s or wall_s >= MAX_STRETCH * limit_s:
+                    raise
+                if yields and cpu_s > LOOK_S / 2:
+                    self._yield_processors()
+
+    def _yield_processors(self) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, self.pid, SLOW_NICENESS)
+        except OSError as error:
+            raise PipeError(str(error)) from None  # it has ended
+
+    def _cpu_s(self) -> float:
+        """The time that the child has spent on processors. Raises `PipeError` if it has ended."""
+        try:
+            return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
+        except OSError as error:
+            raise PipeError(str(error)) from None
 
 
 class Helper:
-    """One helper process. It is started by the first call, and again by the first call after it was
+    """The helper process. It is started by the first call, and again by the first call after it was
     lost. Any thread may call; the calls wait for each other.
     """
 
@@ -39,61 +116,102 @@ class Helper:
             *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._commands: socket.socket | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
         """The process id, None while there is no process."""
-        return None if self._process is None else self._process.pid
-
-    def call(self, limit_s: float, name: str, *arguments: Any) -> Any:
-        """Make a call and return its result. Raises `HelperError` and `HelperLostError`."""
-        with self._lock:
-            self._start()
-            return self._ask(limit_s, name, arguments)
+        process = self._process
+        return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the process, which takes seconds, so that the next call does not have to. Raises as
-        `call`.
+        """Start the process, which takes seconds, so that the next call does not have to. Raises
+        `HelperError`.
         """
         with self._lock:
             self._start()
 
+    def fork(self, memory_bytes: int) -> Child:
+        """A new child, which may use so many bytes of memory. Raises `HelperError`."""
+        with self._lock:
+            for is_last in (False, True):
+                self._start()
+                ours, theirs = socket.socketpair()
+                try:
+                    answer = self._command_child(f"fork {memory_bytes}", theirs)
+                except OSError as error:  # the helper was lost since; another one is tried
+                    ours.close()
+                    self._stop()
+                    if is_last:
+                        raise HelperError(f"the process for grammars was lost: {error}") from None
+                    continue
+                finally:
+                    theirs.close()
+                if answer.isdigit():
+                    return Child(self, Pipe(ours), int(answer))
+                ours.close()
+                raise HelperError(answer)
+        raise AssertionError("the last attempt returns or raises")
+
+    def end(self, pid: int) -> None:
+        """Kill a child, if it is one of this process."""
+        with self._lock:
+            if self._process is not None:
+                try:
+                    self._command_child(f"end {pid}")
+                except OSError:
+                    self._stop()  # all children end with it
+
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one, with all children. No call starts it again."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # whatever another thread waits for
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
         process, self._process = self._process, None
+        commands, self._commands = self._commands, None
+        if commands is not None:
+            commands.close()
         if process is not None:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
 
     def _start(self) -> None:
-        if self._process is None:
-            if not self._tokenizer.exists():
-                raise HelperError(
-                    f"the machine {socket.gethostname()} has no {self._tokenizer}, which grammars"
-                    " need: copy the checkpoint to the same path, or share the folder"
-                )
-            self._process = subprocess.Popen(
-                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        if self._is_closed:
+            raise HelperError("the engine has been stopped")
+        if self._process is not None:
+            return
+        if not self._tokenizer.exists():
+            raise HelperError(
+                f"the machine {socket.gethostname()} has no {self._tokenizer}, which grammars"
+                " need: copy the checkpoint to the same path, or share the folder"
             )
-            self._ask(START_TIMEOUT_S, "ready", ())
-
-    def _ask(self, limit_s: float, name: str, arguments: tuple[Any, ...]) -> Any:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        clock = threading.Timer(limit_s, process.kill)
-        clock.start()
         try:
-            write_message(process.stdin, (name, arguments))
-            is_done, answer = read_message(process.stdout)
-        except (OSError, EOFError):
-            self.close()
-            raise HelperLostError(f"{name} did not end within {limit_s:g} s, or crashed") from None
-        finally:
-            clock.cancel()
-        if not is_done:
-            raise HelperError(answer)
-        return answer
+            self._commands, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(self._command, cwd=CHECKOUT, stdin=theirs.fileno())
+            self._answer(START_TIMEOUT_S)
+        except OSError as error:
+            self._stop()
+            raise HelperError(f"the process for grammars cannot be started: {error}") from None
+
+    def _command_child(self, command: str, *sent: socket.socket) -> str:
+        assert self._commands is not None
+        self._commands.settimeout(COMMAND_TIMEOUT_S)
+        socket.send_fds(self._commands, [command.encode()], [each.fileno() for each in sent])
+        return self._answer(COMMAND_TIMEOUT_S)
+
+    def _answer(self, limit_s: float) -> str:
+        """Raises `OSError`."""
+        assert self._commands is not None
+        self._commands.settimeout(limit_s)
+        answer = self._commands.recv(MAX_ANSWER_BYTES)
+        if not answer:
+            raise OSError("it has ended")
+        return answer.decode()

@@ -1,21 +1,22 @@
-"""Which tokens constrained outputs may contain next: a helper process follows them through their
-grammars.
-
-A matcher is a function of the known tokens of its sequence, so whatever happens to the helper, or
-to the ranks, another one gets all tokens again and goes on.
+"""Which tokens constrained outputs may contain next. Nothing here waits longer than it is told to:
+followers ask child processes for the masks, each on a thread of its own (`follower.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from cluster.grammar.helper import Helper, HelperError, HelperLostError
-from scheduler.errors import EaglerayError, RequestFailedError
+from cluster.grammar.follower import Followed, Follower
+from cluster.grammar.helper import Helper, HelperError
+from scheduler.engine import LATE, MaskAnswer
 from scheduler.sequence import Sequence
 
-MASK_TIMEOUT_S = 5.0
+MAX_IDLE = 8  # followers that are kept for the next request with the same grammar
 
 
 class GrammarMatching:
@@ -26,69 +27,87 @@ class GrammarMatching:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
         """See `Helper`."""
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
-        self._num_sent: dict[str, int] = {}  # output tokens that the helper knows
-        self._ended: list[str] = []
+        self._lock = threading.Lock()
+        self._missing: set[Followed] = set()  # what `masks` waits for
+        self._complete = threading.Condition(self._lock)  # nothing is missing
+        self._followers: dict[bytes, Follower] = {}  # by grammar
+        self._idle: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
+        self._followed: dict[str, Followed] = {}  # by request id
+        self._numbers = itertools.count()
 
     def start(self) -> None:
         """Start the helper if it does not run. Takes seconds, so it must not be called on the
         thread that runs steps. If it fails, the requests that need the helper fail later.
         """
-        with contextlib.suppress(HelperError, HelperLostError):
+        with contextlib.suppress(HelperError):
             self._helper.start()
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """See `Grammars`."""
-        try:
-            return self._ask(sequences)
-        except HelperLostError:
-            return [self._alone(seq) for seq in sequences]
+        with self._lock:
+            asked = [self._ask(seq) for seq in sequences]
+            if limit_s > 0:
+                self._missing = {f for f in asked if not _is_answered(f)}
+                self._complete.wait_for(lambda: not self._missing, limit_s)
+                for followed in self._missing:
+                    followed.follower.is_quick = False  # until it has caught up
+                self._missing.clear()
+            return [f.answer if _is_answered(f) else LATE for f in asked]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        """See `Grammars`."""
+        followed = self._followed.get(seq.request_id)
+        return followed is not None and followed.follower.is_quick
 
     def forget(self, request_id: str) -> None:
         """See `Grammars`."""
-        if self._num_sent.pop(request_id, None) is not None:
-            self._ended.append(request_id)
+        followed = self._followed.pop(request_id, None)
+        if followed is None:
+            return
+        follower, grammar = followed.follower, followed.follower.grammar
+        with self._lock:
+            follower.forget(followed)
+            if follower.num_followed == 0:
+                self._idle[grammar] = self._followers.pop(grammar)
+                if not follower.is_quick:
+                    self._idle.pop(grammar).close()
+                elif len(self._idle) > MAX_IDLE:
+                    self._idle.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        """End the helper."""
+        """End the helper and all followers."""
+        with self._lock:
+            for follower in (*self._followers.values(), *self._idle.values()):
+                follower.close()
         self._helper.close()
 
-    def _alone(self, seq: Sequence) -> bytes | EaglerayError | None:
-        """After the helper was lost: ask for one sequence at a time. Sequences that lose it again
-        are at fault.
-        """
-        try:
-            return self._ask([seq])[0]
-        except HelperLostError:
-            return RequestFailedError(
-                f"the grammar of request {seq.request_id} takes longer than {MASK_TIMEOUT_S:g} s"
-                " per token; all other requests go on"
-            )
+    def _ask(self, seq: Sequence) -> Followed:
+        """The caller holds the lock."""
+        followed = self._followed.get(seq.request_id)
+        if followed is None:
+            follower = self._follower(seq.grammar)
+            follower.num_followed += 1
+            followed = Followed(next(self._numbers), seq, follower)
+            self._followed[seq.request_id] = followed
+        if followed.num_asked != seq.num_output_tokens:
+            followed.follower.ask(followed)
+        return followed
 
-    def _ask(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
-        wanted = []
-        for seq in sequences:
-            sent = self._num_sent.get(seq.request_id)
-            grammar = seq.grammar if sent is None else b""
-            new = seq.token_ids[seq.num_prompt_tokens + (sent or 0) :]
-            wanted.append((seq.request_id, grammar, new))
-        ended, self._ended = self._ended, []
-        try:
-            answers = self._helper.call(MASK_TIMEOUT_S, "masks", wanted, ended)
-        except HelperLostError:
-            self._num_sent.clear()
-            raise
-        except HelperError as error:  # it is not known how far the helper got
-            self._helper.close()
-            self._num_sent.clear()
-            return [
-                RequestFailedError(f"no mask for request {seq.request_id}: {error}")
-                for seq in sequences
-            ]
-        for seq in sequences:
-            self._num_sent[seq.request_id] = seq.num_output_tokens
-        return [
-            RequestFailedError(f"request {seq.request_id}: {answer}")
-            if isinstance(answer, str)
-            else answer
-            for seq, answer in zip(sequences, answers, strict=True)
-        ]
+    def _follower(self, grammar: bytes) -> Follower:
+        """The follower of a grammar, a new one if there is none."""
+        follower = self._followers.get(grammar) or self._idle.pop(grammar, None)
+        if follower is None:
+            follower = Follower(self._helper, grammar, self._lock, self._take)
+        self._followers[grammar] = follower
+        return follower
+
+    def _take(self, answered: list[Followed]) -> None:
+        """Note answers. The caller holds the lock."""
+        if self._missing:
+            self._missing.difference_update(answered)
+            if not self._missing:
+                self._complete.notify()
+
+
+def _is_answered(followed: Followed) -> bool:
+    return followed.num_answered == followed.sequence.num_output_tokens

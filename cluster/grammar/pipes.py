@@ -1,23 +1,87 @@
-"""Messages between a process and its helper: pickled, each after its length in 8 bytes."""
+"""Messages between a process and its helpers: pickled, each after its length in 8 bytes, over a
+socket.
+"""
 
 from __future__ import annotations
 
 import pickle
+import socket
 import struct
-from typing import IO, Any
+import time
+from typing import Any
+
+# What reading or writing raises when the peer is lost in the middle of a message.
+_LOST = (
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+_CHUNK_BYTES = 256 * 1024
+MAX_MESSAGE_BYTES = 256 * 2**20
 
 
-def read_message(stream: IO[bytes]) -> Any:
-    """The next message. Raises `EOFError` at the end of the stream."""
-    header = stream.read(8)
-    if len(header) < 8:
-        raise EOFError
-    [length] = struct.unpack("<Q", header)
-    return pickle.loads(stream.read(length))
+class PipeError(Exception):
+    """The peer is gone, or what came is not a message."""
 
 
-def write_message(stream: IO[bytes], message: Any) -> None:
-    """Raises `OSError` if nobody reads any more."""
-    data = pickle.dumps(message, protocol=5)
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
+class Pipe:
+    """One end of a socket, which it owns. One thread sends and receives; any may `close`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = bytearray()
+
+    def send(self, message: Any, limit_s: float | None = None) -> None:
+        """Raises `PipeError`, and `TimeoutError` if the peer does not read."""
+        data = pickle.dumps(message, protocol=5)
+        try:
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(struct.pack("<Q", len(data)) + data)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise PipeError(str(error)) from None
+
+    def receive(self, limit_s: float | None = None) -> Any:
+        """The next message. Raises `PipeError`, and `TimeoutError`, after which it may be called
+        again.
+        """
+        until = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            self._fill(8, until)
+            [length] = struct.unpack_from("<Q", self._received)
+            if length > MAX_MESSAGE_BYTES:
+                raise PipeError(f"a message of {length} bytes")
+            self._fill(8 + length, until)
+            data = bytes(self._received[8 : 8 + length])
+            del self._received[: 8 + length]
+            return pickle.loads(data)
+        except TimeoutError:
+            raise
+        except _LOST as error:
+            raise PipeError(str(error) or type(error).__name__) from None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _fill(self, num_bytes: int, until: float | None) -> None:
+        """Receive until so many bytes are there."""
+        while len(self._received) < num_bytes:
+            if until is not None:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left_s)
+            else:
+                self._socket.settimeout(None)
+            data = self._socket.recv(_CHUNK_BYTES)
+            if not data:
+                raise EOFError("the peer has closed its end")
+            self._received += data

@@ -1,35 +1,48 @@
-"""The program of a helper process: it compiles grammars, or follows outputs through them.
+"""The program of the helper process: it loads xgrammar once, then forks a child for each task.
 
-`python -m cluster.grammar.process TOKENIZER VOCAB_SIZE EOS_ID...` answers calls that come on its
-standard input, one after the other (`pipes.py`): (name, arguments). The answer is (True, result) or
-(False, message). xgrammar, which loads torch and transformers, is imported here alone, so whatever
-hangs or crashes in it ends only this process. It ends when its input is closed.
+`python -m cluster.grammar.process TOKENIZER VOCAB_SIZE EOS_ID...` takes commands from the socket
+that is its standard input: `fork` with another socket, on which the child answers calls, and `end`
+with the id of a child. xgrammar, which loads torch and transformers, is imported here alone; what
+hangs, crashes or needs too much memory in it ends only one child, and the next one is there within
+tens of milliseconds. The helper ends when its input is closed, and its children end with it.
+
+A call is (name, arguments); each answer is (True, result) or (False, message). Most calls have one
+answer, `masks` has one for each sequence.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
-import queue
-import sys
-import threading
-from typing import Any
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import xgrammar
 from tokenizers import Tokenizer
 
-from cluster.grammar.pipes import read_message, write_message
+from cluster.grammar.pipes import Pipe, PipeError
 
 NICENESS = 5
 MAX_COMPILED_BYTES = 16 * 2**20
+MAX_COMMAND_BYTES = 64
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_CHOSEN_FIRST = "1000"  # of all processes, when the machine is out of memory
+
+MaskAnswer = tuple[bytes | int | str | None, float]
 
 
 class Program:
-    """The calls that this process answers."""
+    """The calls that a child answers."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self._vocab_size = vocab_size
         self._info = xgrammar.TokenizerInfo(
             encoded_vocabulary(tokenizer, vocab_size),
             xgrammar.VocabType.BYTE_LEVEL,
@@ -38,15 +51,12 @@ class Program:
         )
         # However many cores there are, they belong to the ranks.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        self._compiled: dict[bytes, xgrammar.CompiledGrammar] = {}
-        self._matchers: dict[str, xgrammar.GrammarMatcher] = {}
+        self._compiled: xgrammar.CompiledGrammar | None = None
+        self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
+        self.memory_bytes = 0  # that this process may use, once it is a child
         self._mask_1W = xgrammar.allocate_token_bitmask(1, vocab_size)
-        self._equal: dict[bytes, bytes] = {}
 
-    def ready(self) -> None:
-        """Returns once everything is imported."""
-
-    def compile(self, structural_tag: str) -> bytes:
+    def compile(self, structural_tag: str) -> Iterator[bytes]:
         """The compiled form of a structural tag. Raises `ValueError` for one that is too large, and
         xgrammar's errors.
         """
@@ -56,50 +66,53 @@ class Program:
                 f"it takes {len(compiled)} bytes when compiled; at most {MAX_COMPILED_BYTES} are"
                 " possible"
             )
-        return compiled
+        yield compiled
 
-    def masks(
-        self, wanted: list[tuple[str, bytes, list[int]]], ended: list[str]
-    ) -> list[bytes | str | None]:
-        """For each (request id, compiled grammar, output tokens since the last call), which tokens
-        may come next: a mask, None for any, or an error message. The grammar is given only in the
-        first call. Rows with equal masks get the same object.
+    def load(self, compiled: bytes) -> Iterator[None]:
+        """Take the grammar of all sequences that `masks` will be called for."""
+        self._compiled = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
+        yield None
+
+    def masks(self, wanted: list[tuple[int, list[int]]], ended: list[int]) -> Iterator[MaskAnswer]:
+        """For each (number of the sequence, output tokens since the last call): which tokens may
+        come next, and the seconds of the processor that this took. A mask; None for any token; the
+        place of an earlier sequence of this call with the same mask; or an error message.
         """
-        for request_id in ended:
-            self._matchers.pop(request_id, None)
-        self._equal = {}
-        return [self._mask_or_reason(*each) for each in wanted]
+        for number in ended:
+            self._matchers.pop(number, None)
+        place_of: dict[bytes, int] = {}
+        for place, (number, token_ids) in enumerate(wanted):
+            began_s = time.process_time()
+            answer = self._mask_or_reason(number, token_ids)
+            earlier = place_of.setdefault(answer, place) if isinstance(answer, bytes) else place
+            yield (earlier if earlier < place else answer), time.process_time() - began_s
 
-    def _mask_or_reason(
-        self, request_id: str, grammar: bytes, token_ids: list[int]
-    ) -> bytes | str | None:
+    def reason(self, error: Exception) -> str:
+        """Why a call failed."""
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            return (
+                f"it needs more than {self.memory_bytes // 2**20} MiB of memory, the most that a"
+                " grammar may use; simplify it"
+            )
+        return str(error) or type(error).__name__
+
+    def _mask_or_reason(self, number: int, token_ids: list[int]) -> bytes | str | None:
         try:
-            return self._mask(request_id, grammar, token_ids)
-        except Exception as error:  # it concerns one request; the others continue
-            return f"its grammar failed: {error}"
+            return self._mask(number, token_ids)
+        except Exception as error:  # it concerns one sequence; the others continue
+            return f"its grammar failed: {self.reason(error)}"
 
-    def _mask(self, request_id: str, grammar: bytes, token_ids: list[int]) -> bytes | str | None:
-        matcher = self._matchers.get(request_id)
+    def _mask(self, number: int, token_ids: list[int]) -> bytes | str | None:
+        matcher = self._matchers.get(number)
         if matcher is None:
-            matcher = xgrammar.GrammarMatcher(self._read(grammar))
-            self._matchers[request_id] = matcher
+            assert self._compiled is not None, "`load` comes first"
+            matcher = self._matchers[number] = xgrammar.GrammarMatcher(self._compiled)
         for token_id in token_ids:
             if not matcher.accept_token(token_id):
                 return f"its grammar does not allow token {token_id}, which it has already"
         if not matcher.fill_next_token_bitmask(self._mask_1W):
             return None
-        mask = self._mask_1W.numpy().tobytes()
-        return self._equal.setdefault(mask, mask)
-
-    def _read(self, grammar: bytes) -> xgrammar.CompiledGrammar:
-        """Requests of the same grammar share one."""
-        found = self._compiled.get(grammar)
-        if found is None:
-            found = xgrammar.CompiledGrammar.deserialize_json(grammar.decode(), self._info)
-            while len(self._compiled) >= 64:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[grammar] = found
-        return found
+        return self._mask_1W.numpy().tobytes()
 
 
 def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
@@ -117,6 +130,89 @@ def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
     return tokens
 
 
+class Forks:
+    """The children of this process. One thread, and no other thread in the process: the child of a
+    fork has only the thread that forked.
+    """
+
+    def __init__(self, program: Program, commands: socket.socket) -> None:
+        self._program = program
+        self._commands = commands
+        self._pids: set[int] = set()
+
+    def serve(self) -> None:
+        """Carry out commands until there are no more."""
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._commands, MAX_COMMAND_BYTES, 1)
+            if not data:
+                return
+            name, number = data.decode().split()
+            if name == "fork":
+                [descriptor] = descriptors
+                answer = self._fork(descriptor, int(number))
+                os.close(descriptor)
+            else:
+                answer = self._end(int(number))
+            self._commands.sendall(answer.encode())
+
+    def _fork(self, descriptor: int, memory_bytes: int) -> str:
+        """The id of a new child, or why there is none."""
+        helper = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return f"no process can be started: {error}"
+        if pid == 0:
+            self._commands.close()
+            _run_child(self._program, socket.socket(fileno=descriptor), helper, memory_bytes)
+        self._pids.add(pid)
+        return str(pid)
+
+    def _end(self, pid: int) -> str:
+        """Kill a child. Its id is its own until then, because nobody else waits for it."""
+        if pid in self._pids:
+            self._pids.remove(pid)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return "ended"
+
+
+def _run_child(program: Program, calls: socket.socket, helper: int, memory_bytes: int) -> NoReturn:
+    """Answer calls until there are no more. Never returns, so that nothing of the helper's runs
+    twice.
+    """
+    try:
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == helper:
+            Path("/proc/self/oom_score_adj").write_text(_CHOSEN_FIRST)
+            os.nice(NICENESS)
+            program.memory_bytes = memory_bytes
+            _limit_memory(memory_bytes)
+            _answer_calls(program, Pipe(calls))
+    finally:
+        os._exit(0)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Allow this process so many bytes of address space in addition to what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _answer_calls(program: Program, pipe: Pipe) -> None:
+    """Answer until the other end is closed."""
+    while True:
+        try:
+            name, arguments = pipe.receive()
+            for result in getattr(program, name)(*arguments):
+                pipe.send((True, result))
+        except PipeError:
+            return
+        except Exception as error:
+            pipe.send((False, program.reason(error)))
+
+
 def main() -> None:
     """Answer until the input is closed."""
     parser = argparse.ArgumentParser()
@@ -125,30 +221,14 @@ def main() -> None:
     parser.add_argument("eos_token_ids", type=int, nargs="*")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    calls: queue.Queue[Any] = queue.Queue()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get into the answers
-    threading.Thread(target=_take_calls, args=(calls,), daemon=True).start()
-    program = Program(args.tokenizer, args.vocab_size, args.eos_token_ids)
-    os.nice(NICENESS)
-    while True:
-        name, arguments = calls.get()
-        try:
-            answer = (True, getattr(program, name)(*arguments))
-        except Exception as error:
-            answer = (False, str(error))
-        write_message(answers, answer)
-
-
-def _take_calls(calls: queue.Queue[Any]) -> None:
-    """Runs on a thread of its own, so that the end of the input ends this process whatever it is
-    doing.
-    """
-    while True:
-        try:
-            calls.put(read_message(sys.stdin.buffer))
-        except EOFError:
-            os._exit(0)
+    commands = socket.socket(fileno=os.dup(0))
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # so that no child has the socket of the commands
+    os.dup2(2, 1)  # what libraries print does not get into the output of the program
+    forks = Forks(Program(args.tokenizer, args.vocab_size, args.eos_token_ids), commands)
+    gc.freeze()  # so that collections in the children do not copy every page
+    commands.sendall(b"ready")
+    forks.serve()
 
 
 if __name__ == "__main__":

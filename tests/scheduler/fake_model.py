@@ -22,7 +22,7 @@ from random import Random
 
 import xxhash
 
-from scheduler.errors import EaglerayError
+from scheduler.engine import LATE, MaskAnswer
 from scheduler.messages import AdmittedRows, StepMask, StepPlan, StepResult, ints, mask_bytes
 from scheduler.params import Sampling
 from scheduler.sequence import Sequence
@@ -64,18 +64,39 @@ def nearest_allowed(token: int, mask: bytes | None) -> int:
 
 
 class FakeGrammars:
-    """`Grammars` of the fake grammar."""
+    """`Grammars` of the fake grammar. With an `rng`, an answer is late with `late_probability` each
+    time it is asked for, until it has been given once, and a third of the requests are not quick.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, rng: Random | None = None, late_probability: float = 0.0) -> None:
+        self.rng = rng
+        self.late_probability = late_probability
         self.known: set[str] = set()
+        self.num_late = 0
+        self._given: dict[str, int] = {}  # length of the sequence by request id
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
-        assert all(seq.grammar and seq.num_pending for seq in sequences), sequences
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
+        assert all(seq.grammar for seq in sequences), sequences
         self.known.update(seq.request_id for seq in sequences)
-        return [allowed(seq.token_ids) for seq in sequences]
+        return [self._mask(seq) for seq in sequences]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        if self.rng is None or not self.late_probability:
+            return True
+        return xxhash.xxh32_intdigest(seq.request_id.encode()) % 3 > 0
+
+    def _mask(self, seq: Sequence) -> MaskAnswer:
+        length = len(seq.token_ids)
+        is_new = self._given.get(seq.request_id) != length
+        if is_new and self.rng is not None and self.rng.random() < self.late_probability:
+            self.num_late += 1
+            return LATE
+        self._given[seq.request_id] = length
+        return allowed(seq.token_ids)
 
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)
+        self._given.pop(request_id, None)
 
 
 class Lane:
@@ -257,10 +278,10 @@ class FakeRank:
                 sampling=rows.sampling[i],
             )
             extend_digests(row.digests, tokens, row.sampling.seed)
-            assert (
-                0 <= row.num_cached_tokens <= len(tokens)
-                and row.num_cached_tokens % self.block_size == 0
-            )
+            assert 0 <= row.num_cached_tokens <= len(tokens)
+            assert row.num_cached_tokens % self.block_size == 0 or row.num_cached_tokens == len(
+                tokens
+            ), f"cached to the middle of a block, and not to the end: {row}"
             self.num_cached_tokens += row.num_cached_tokens
             self.rows[slot] = row
             self._fill_table(row, blocks)
@@ -270,12 +291,17 @@ class FakeRank:
         ), "flat arrays of other lengths"
 
     def _fill_table(self, row: Row, blocks: array[int]) -> None:
-        num_shared = row.num_cached_tokens // self.block_size
+        num_shared, num_kept = divmod(row.num_cached_tokens, self.block_size)
         for block_id in blocks[:num_shared]:
             self.num_holders[block_id] += 1
             row.block_table.append(block_id)
         for block_id in blocks[num_shared:]:
+            cells = self.blocks[block_id][: num_kept * DIGEST_BYTES]
             self._append(row, block_id)
+            if num_kept:  # the row was here before, and goes on in the block that it was filling
+                assert len(cells) == num_kept * DIGEST_BYTES, f"cells are missing: {row}"
+                self.blocks[block_id] += cells
+                num_kept = 0
 
     def _append(self, row: Row, block_id: int) -> None:
         """Add a block for new content, which no other table may name."""

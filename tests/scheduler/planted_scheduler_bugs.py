@@ -28,9 +28,9 @@ class OutputPublishedTooEarly(Scheduler):
     """
 
     def _take_tokens(
-        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
     ) -> None:
-        super()._take_tokens(sequences, tokens, output)
+        super()._take_tokens(step_id, sequences, tokens, output)
         for seq in output.sequences:
             if seq.status is SequenceStatus.RUNNING:
                 held = len(seq.block_table) * self.limits.block_size
@@ -176,14 +176,14 @@ class TokenOfEndedDelivered(Scheduler):
     """A token that arrives for a sequence that has ended is delivered."""
 
     def _take_tokens(
-        self, sequences: list[Sequence], tokens: array[int], output: StepOutput
+        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
     ) -> None:
         ended = [
             (s, t)
             for s, t in zip(sequences, tokens, strict=True)
             if s.status is SequenceStatus.FINISHED
         ]
-        super()._take_tokens(sequences, tokens, output)
+        super()._take_tokens(step_id, sequences, tokens, output)
         for seq, token in ended:
             output.sequences.append(seq)
             output.token_ids.append(token)
@@ -352,6 +352,28 @@ class MaskIsNotSent(Engine):
     def _mask(self, step: Submitted) -> None:
         if step.step_id % 2 == 0:
             super()._mask(step)
+
+
+class LateMaskIsForgotten(Scheduler):
+    """A token that was sampled without its mask is kept."""
+
+    def retract(self, seq: Sequence) -> None:
+        self.hold(seq)
+
+
+class RetractedRowIsNotReset(Scheduler):
+    """The ranks keep the token that was dropped here."""
+
+    def retract(self, seq: Sequence) -> None:
+        super().retract(seq)
+        seq.must_restart = False
+
+
+class HeldSequenceIsForgotten(Engine):
+    """A sequence whose mask was late never runs again."""
+
+    def _resume_held(self) -> None:
+        pass
 
 
 class MaskOfAnotherRow(Engine):

@@ -53,6 +53,7 @@ class Scenario:
     finish_probability: float
     num_fault_steps: int
     poison: frozenset[str]
+    late_probability: float  # of the answer when a mask is asked for
 
     @property
     def decode_poison(self) -> frozenset[str]:
@@ -87,6 +88,7 @@ def draw_scenario(rng: Random) -> Scenario:
         finish_probability=rng.choice((0.0, 0.02, 0.1)),
         num_fault_steps=rng.randint(5, 150),
         poison=frozenset(),
+        late_probability=rng.choice((0.0, 0.0, 0.1, 0.6)),
     )
     poison = rng.sample(scenario.requests, rng.choice((0, 0, 0, 0, 1, 2)))
     return replace(scenario, poison=frozenset(request.request_id for request in poison))

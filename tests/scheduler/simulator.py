@@ -10,12 +10,13 @@ sizes. Some requests are poison: every step in which they run is lost, or every 
 decode.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence makes progress in every
-step, unless its last token is in flight; no step has more tokens than the budget, or more rows than
-`max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
-delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
-until the expected end, with the expected reason; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache; poison fails after at most four crashes, or six if
-it gets tokens between them, and no other request fails unless steps were lost while it ran alone.
+step, unless its last token is in flight or its mask is late; no step has more tokens than the
+budget, or more rows than `max_num_seqs`; no more steps are unread than allowed; a row is admitted
+with exactly the tokens delivered so far, and reports correctly how many were cached; tokens are
+delivered once, in order, until the expected end, with the expected reason; nothing is delivered
+after an end from outside; whatever the prefix index names is in the cache; poison fails after at
+most four crashes, or six if it gets tokens between them, and no other request fails unless steps
+were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class SimulationReport:
     sent_again: int = 0
     refused: int = 0
     convicted: int = 0
+    late_masks: int = 0
     worst_preemptions: int = 0
     worst_percent_of_bound: int = 0
 
@@ -146,7 +148,7 @@ class Simulation:
             hash_function=self.scenario.hash_function,
         )
         self.scheduler = parts.scheduler(limits, self.manager)
-        self.grammars = FakeGrammars()
+        self.grammars = FakeGrammars(self.rng, self.scenario.late_probability)
         self.engine = parts.engine(
             self.scheduler,
             self,
@@ -170,6 +172,8 @@ class Simulation:
         while self.arriving or self.engine.has_work:
             self.num_turns += 1
             self._watch_progress()
+            if not self._faulty:
+                self.grammars.late_probability = 0.0
             self._arrive()
             self._interfere()
             self._turn()
@@ -246,7 +250,7 @@ class Simulation:
             self._start_epoch(by_poison=isinstance(error, PoisonError))
             return
         if output is None:
-            assert not self.scheduler.has_unfinished, (
+            assert not self.scheduler.has_unfinished or self.grammars.late_probability, (
                 "stuck: sequences are unfinished, but there is no step"
             )
             if self.arriving:
@@ -379,7 +383,9 @@ class Simulation:
         for sequence in self.scheduler.running:
             by_slot[sequence.slot] = self.clients[sequence.request_id]
             last_in_flight = sequence.num_total >= len(self._limit_of(sequence))
-            assert sequence.slot in moving or last_in_flight, f"does not move: {sequence}"
+            assert sequence.slot in moving or last_in_flight or sequence.is_held, (
+                f"does not move: {sequence}"
+            )
         if plan.admitted is not None:
             rows = plan.admitted
             for slot, count, cached in zip(
@@ -476,6 +482,7 @@ class Simulation:
         )
         report.preemptions = self.scheduler.stats.num_preemptions
         report.evictions = self.manager.num_evictions
+        report.late_masks = self.grammars.num_late
         if self.last_turn is not None:
             used = self.num_turns - self.calm_since
             report.worst_percent_of_bound = 100 * used // (self.last_turn - self.calm_since)

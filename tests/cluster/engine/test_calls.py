@@ -19,8 +19,8 @@ from cluster.engine.calls import StepCalls
 from cluster.engine.rank_actor import RankActor
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from configs.paths import CHECKOUT
-from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, WorkerError
+from scheduler.engine import Engine, MaskAnswer
+from scheduler.errors import WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, ints, mask_bytes
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
@@ -45,8 +45,11 @@ class AllowsAll:
     def __init__(self, vocab_size: int) -> None:
         self.mask = b"\xff" * mask_bytes(vocab_size)
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         return [self.mask for _ in sequences]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        return True
 
     def forget(self, request_id: str) -> None:
         pass

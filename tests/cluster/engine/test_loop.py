@@ -19,7 +19,7 @@ from cluster.engine.loop import (
     NewsByFrontend,
     Submit,
 )
-from scheduler.engine import Engine
+from scheduler.engine import Engine, MaskAnswer
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepPlan, StepResult, TokenLogprobs
@@ -32,9 +32,12 @@ from tests.scheduler.helpers import make_limits, make_request
 class OneIsBad:
     """Grammars, one of which cannot be followed; the others allow everything."""
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         bad = RequestFailedError("its grammar failed")
         return [bad if seq.request_id == "bad" else None for seq in sequences]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        return True
 
     def forget(self, request_id: str) -> None:
         pass
@@ -188,8 +191,8 @@ def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
 class FailsLater(OneIsBad):
     """The grammar fails at its third token: in a step for which the loop waits."""
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
-        answers = super().masks(sequences)
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
+        answers = super().masks(sequences, limit_s)
         return [
             answer if seq.num_output_tokens == 2 else None
             for seq, answer in zip(sequences, answers, strict=True)
@@ -259,7 +262,7 @@ def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
 class NoFork(OneIsBad):
     """Grammars that cannot be followed, because the machine has too many processes."""
 
-    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
 

@@ -5,11 +5,8 @@ independent validators.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,8 @@ import pytest
 
 from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar import compiler as compiler_module
 from cluster.grammar.compiler import GrammarCompiler
+from cluster.grammar.follower import MEMORY_BYTES
 from cluster.grammar.formats import (
     FORMATS,
     ToolFormat,
@@ -35,6 +32,7 @@ from cluster.grammar.helper import HelperLostError
 from cluster.grammar.matching import GrammarMatching
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.engine import MaskAnswer
 from scheduler.errors import RequestError, RequestFailedError
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling, StructuredOutputs
@@ -43,6 +41,7 @@ from scheduler.sequence import Sequence
 MODEL = ModelConfig.from_dir(Path(DEFAULT_MODEL_DIR))
 EOS = set(MODEL.eos_token_ids)
 NUM_SCHEMAS = 150
+WAIT_S = 60.0
 REGEXES = [
     r"\d{3}-\d{4}",
     r"(yes|no)!?",
@@ -90,7 +89,7 @@ def sequence(grammar: bytes, name: str = "a") -> Sequence:
     return Sequence(request, arrival=0, max_total=1002)
 
 
-def allowed_by(mask: bytes | Exception | None) -> list[int]:
+def allowed_by(mask: MaskAnswer) -> list[int]:
     """The token ids of a mask."""
     if mask is None:
         return list(range(MODEL.vocab_size))
@@ -108,7 +107,7 @@ def walk(
     seq = sequence(grammar)
     try:
         for _ in range(most):
-            allowed = allowed_by(matching.masks([seq])[0])
+            allowed = allowed_by(matching.masks([seq], WAIT_S)[0])
             assert allowed, f"nothing is allowed after {tokenizer.decode(seq.token_ids[2:])!r}"
             weights = [50 if tokenizer.decode([t]) in ('"', "}", "]", ",") else 1 for t in allowed]
             [token] = rng.choices(allowed, weights)
@@ -227,7 +226,7 @@ def test_optional_groups_of_patterns(
         assert (text in lets_through) == (re.search(pattern, text) is not None), text
         seq = sequence(grammar)
         seq.token_ids += tokenizer.encode(f'"{text}"')
-        [answer] = matching.masks([seq])
+        [answer] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         assert isinstance(answer, RequestFailedError) == (text in keeps_out), text
 
@@ -291,12 +290,12 @@ def test_possible_calls(
     start = tokenizer.encode('Well. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n')
     seq = sequence(grammar)
     seq.token_ids += start
-    text = {tokenizer.decode([token]) for token in allowed_by(matching.masks([seq])[0])}
+    text = {tokenizer.decode([token]) for token in allowed_by(matching.masks([seq], WAIT_S)[0])}
     matching.forget(seq.request_id)
     assert text and all("</tool_call>".startswith(each) for each in text)
     seq = sequence(grammar)
     seq.token_ids += tokenizer.encode('<tool_call>\n{"name": "other')
-    [answer] = matching.masks([seq])
+    [answer] = matching.masks([seq], WAIT_S)
     matching.forget(seq.request_id)
     assert isinstance(answer, RequestFailedError) and "does not allow token" in str(answer)
 
@@ -315,7 +314,7 @@ def test_the_answer_comes_after_the_reasoning(
     for before in {thoughts, "" if state is State.UNDECIDED else thoughts}:
         seq = sequence(grammar)
         seq.token_ids += tokenizer.encode(before)
-        [mask] = matching.masks([seq])
+        [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         texts = {tokenizer.decode([token]) for token in allowed_by(mask)}
         assert any(text and "yes".startswith(text) for text in texts), texts
@@ -323,7 +322,7 @@ def test_the_answer_comes_after_the_reasoning(
     if state is State.REASONING:
         seq = sequence(grammar)
         seq.token_ids += tokenizer.encode("hm")
-        [mask] = matching.masks([seq])
+        [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         assert mask is None or not EOS & {*allowed_by(mask)}, "an end without an answer"
         assert len(allowed_by(mask)) > 300, "reasoning is free"
@@ -338,18 +337,24 @@ def test_masks_are_a_function_of_known_tokens(
     tokens = tokenizer.encode('{"n": 12')
     step_by_step = sequence(grammar, "steps")
     for token in tokens:
-        matching.masks([step_by_step])
+        matching.masks([step_by_step], WAIT_S)
         step_by_step.token_ids.append(token)
     at_once = sequence(grammar, "at once")
     at_once.token_ids += tokens
-    first, second = matching.masks([step_by_step, at_once])
+    first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert first == second and first is second, "rows with equal masks share one"
-    pid = matching._helper.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    assert matching.masks([step_by_step, at_once]) == [first, first]
-    assert matching._helper.pid not in (pid, None)
-    for name in ("steps", "at once"):
+    process = matching._helper._process
+    assert process is not None
+    process.kill()  # and its children end with it
+    process.wait()
+    again = sequence(grammar, "again")
+    for seq in (step_by_step, at_once):
+        seq.token_ids += tokenizer.encode("3")
+    again.token_ids += at_once.token_ids[2:]
+    first, second = matching.masks([step_by_step, at_once], WAIT_S)
+    assert isinstance(first, bytes) and first == second == matching.masks([again], WAIT_S)[0]
+    assert matching._helper.pid not in (process.pid, None)
+    for name in ("steps", "at once", "again"):
         matching.forget(name)
 
 
@@ -454,55 +459,21 @@ def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
         compiler.compile(source_of(format_of(StructuredOutputs(json=wide))))
 
 
-def test_a_grammar_that_takes_too_long_ends_its_helper_alone(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler.compile(source_of(format_of(StructuredOutputs(choice=["warm"]))))
-    before = compiler._helper.pid
-    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.1)
-    hostile = "(" * 12 + "a{1,60}" + "){1,60}" * 12
-    began = time.monotonic()
-    with pytest.raises(RequestError, match=r"compiled: compile did not end within 0\.1 s"):
-        compiler.compile(source_of(format_of(StructuredOutputs(regex=hostile))))
-    assert time.monotonic() - began < 3.0
-    monkeypatch.undo()
-    compiler.compile(source_of(format_of(StructuredOutputs(choice=["still", "alive"]))))
-    assert compiler._helper.pid not in (before, None), "the helper was not killed"
-
-
-def test_a_grammar_that_loses_its_helper_fails_alone(
-    compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grammar = compiler.compile(source_of(format_of(StructuredOutputs(choice=["yes", "no"]))))
-    good, bad = sequence(grammar, "good"), sequence(grammar, "bad")
-    matching.masks([good])
-    call = matching._helper.call
-
-    def lose(limit_s: float, name: str, wanted: Any, ended: Any) -> Any:
-        if any(each[0] == "bad" for each in wanted):
-            matching._helper.close()
-            raise HelperLostError
-        return call(limit_s, name, wanted, ended)
-
-    monkeypatch.setattr(matching._helper, "call", lose)
-    mask, failure = matching.masks([good, bad])
-    assert isinstance(mask, bytes) and isinstance(failure, RequestFailedError)
-    monkeypatch.undo()
-    matching.forget("good")
-
-
 def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
     assert tokenizer.file is not None
     other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
-    other.masks([])
-    process = other._helper._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()  # as when the parent is killed
+    other.start()
+    process, commands = other._helper._process, other._helper._commands
+    child = other._helper.fork(MEMORY_BYTES)
+    assert process is not None and commands is not None
+    commands.close()  # as when the parent is killed
     assert process.wait(5) == 0
+    with pytest.raises(HelperLostError):
+        child.call(5.0, "load", b"")
 
 
 def test_a_machine_without_the_tokenizer_says_so(tmp_path: Path, compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(source_of(format_of(StructuredOutputs(choice=["a"]))))
     elsewhere = GrammarMatching(tmp_path / "tokenizer.json", MODEL.vocab_size, MODEL.eos_token_ids)
-    [answer] = elsewhere.masks([sequence(grammar)])
+    [answer] = elsewhere.masks([sequence(grammar)], WAIT_S)
     assert isinstance(answer, RequestFailedError) and "copy the checkpoint" in str(answer)

@@ -1,0 +1,625 @@
+"""Grammars that are slow, crash or need too much memory, and helpers that are lost: only the
+requests concerned notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.grammar import compiler as compiler_module
+from cluster.grammar import follower as follower_module
+from cluster.grammar import helper as helper_module
+from cluster.grammar.compiler import MAX_SLOW, GrammarCompiler
+from cluster.grammar.formats import format_of, source_of
+from cluster.grammar.helper import Child, Helper, HelperError, HelperLateError, HelperLostError
+from cluster.grammar.matching import GrammarMatching
+from cluster.grammar.pipes import Pipe, PipeError
+from configs.model import ModelConfig
+from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.engine import LATE, Engine
+from scheduler.errors import OverloadedError, RequestError, RequestFailedError
+from scheduler.messages import Request
+from scheduler.params import StructuredOutputs
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence as EngineSequence
+from tests.cluster.engine.test_loop import Executor
+from tests.scheduler.helpers import make_limits, make_request
+
+MODEL = ModelConfig.from_dir(Path(DEFAULT_MODEL_DIR))
+TOKENIZER = Path(DEFAULT_MODEL_DIR) / "tokenizer.json"
+HOSTILE = "(" * 12 + "a{1,60}" + "){1,60}" * 12
+WAIT_S = 60.0
+# What may run on the thread that runs steps, and what a busy machine may add.
+MAX_BLOCKED_S = 0.05
+NOISE_S = 0.15
+
+
+def source(**wanted: Any) -> str:
+    return source_of(format_of(StructuredOutputs(**wanted)))
+
+
+class StubChild:
+    """A child whose masks take as long as the grammar says: with `b"0.5"`, half a second."""
+
+    grammar = b"0"
+
+    def call(self, limit_s: float, name: str, grammar: bytes) -> None:
+        assert name == "load"
+        self.grammar = grammar
+
+    def answers(
+        self,
+        limit_s: float,
+        count: int,
+        name: str,
+        wanted: list[tuple[int, list[int]]],
+        ended: list[int],
+        *,
+        yields: bool,
+    ) -> Iterator[tuple[None, float]]:
+        assert name == "masks" and len(wanted) == count and yields
+        for _ in wanted:
+            seconds = float(self.grammar)
+            time.sleep(min(seconds, limit_s))
+            if seconds > limit_s:
+                raise HelperLateError
+            yield None, seconds
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarMatching]:
+    """Matching by stub children."""
+    matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    monkeypatch.setattr(matching._helper, "fork", lambda memory_bytes: StubChild())
+    yield matching
+    matching.close()
+
+
+def engine_of(matching: GrammarMatching, num_steps_ahead: int) -> Engine:
+    limits = make_limits(max_num_seqs=100, num_blocks=1000, max_num_batched_tokens=400)
+    executor = Executor(limits, loses=False)
+    return Engine(Scheduler(limits), executor, num_steps_ahead=num_steps_ahead, grammars=matching)
+
+
+def request(name: str, grammar: bytes, max_tokens: int = 20) -> Request:
+    made = make_request(name, [1, 2, 3], max_tokens=max_tokens)
+    return dataclasses.replace(made, grammar=grammar)
+
+
+def check_blocked(blocked_s: list[float]) -> None:
+    """Steps blocked their thread no longer than they may, apart from what a busy machine adds."""
+    assert sorted(blocked_s)[len(blocked_s) * 9 // 10] < MAX_BLOCKED_S, blocked_s
+    assert max(blocked_s) < MAX_BLOCKED_S + NOISE_S, blocked_s
+
+
+def timed_step(engine: Engine) -> float:
+    began_s = time.monotonic()
+    engine.step()
+    engine.check()
+    return time.monotonic() - began_s
+
+
+# -- masks that are slow ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps_ahead", [0, 1, 2])
+@pytest.mark.parametrize(
+    "slow", [[b"8"], [b"8"] * 3, [b"0.06"] * 64, [b"0.2", b"0.3", b"8"], [b"4.9"]]
+)
+def test_no_step_waits_for_slow_masks(
+    stubbed: GrammarMatching, slow: list[bytes], num_steps_ahead: int
+) -> None:
+    engine = engine_of(stubbed, num_steps_ahead)
+    for number, grammar in enumerate(slow):
+        engine.add(request(f"slow {number}", grammar))
+    others = [engine.add(request("free", b"")), engine.add(request("quick", b"0.0001"))]
+    blocked_s = []
+    while not all(seq.finish_reason for seq in others):
+        blocked_s.append(timed_step(engine))
+    check_blocked(blocked_s)
+    assert [seq.num_output_tokens for seq in others] == [20, 20]
+    assert sum(blocked_s) < 1.0
+
+
+def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
+    stubbed: GrammarMatching,
+) -> None:
+    engine = engine_of(stubbed, 1)
+    turning = engine.add(request("turning", b"0.0001", 60))
+    while turning.num_output_tokens < 20:
+        timed_step(engine)
+    free = engine.add(request("free", b"", 50))
+    child: Any = stubbed._followed["turning"].follower._child
+    child.grammar = b"1.0"
+    blocked_s = []
+    while not free.finish_reason:
+        blocked_s.append(timed_step(engine))
+    check_blocked(blocked_s)
+    assert sum(each > 0.02 for each in blocked_s) <= 1, blocked_s
+    assert turning.finish_reason is None
+
+
+def test_an_engine_with_nothing_but_slow_masks_neither_spins_nor_blocks(
+    stubbed: GrammarMatching,
+) -> None:
+    engine = engine_of(stubbed, 1)
+    slow = engine.add(request("slow", b"0.4", 2))
+    blocked_s, began_s = [], time.monotonic()
+    while not slow.finish_reason:
+        blocked_s.append(timed_step(engine))
+    assert slow.num_output_tokens == 2
+    check_blocked(blocked_s)
+    assert time.monotonic() - began_s < 2.0
+    assert len(blocked_s) < 100
+
+
+def test_a_slow_grammar_that_is_aborted_is_forgotten(stubbed: GrammarMatching) -> None:
+    engine = engine_of(stubbed, 1)
+    engine.add(request("slow", b"0.3", 5))
+    for _ in range(3):
+        timed_step(engine)
+    engine.finish("slow", "abort")
+    while engine.has_work:
+        timed_step(engine)
+    assert not stubbed._followed and not stubbed._followers
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "grammar"),
+    [("MASK_LIMIT_S", 0.1, b"8"), ("MASKS_LIMIT_S", 0.1, b"0.09")],
+)
+def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
+    stubbed: GrammarMatching,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: float,
+    grammar: bytes,
+) -> None:
+    monkeypatch.setattr(follower_module, limit, value)
+    engine = engine_of(stubbed, 1)
+    slow, quick = (
+        engine.add(request("slow", grammar, 30)),
+        engine.add(request("quick", b"0.0001", 30)),
+    )
+    while engine.has_work:
+        assert timed_step(engine) < MAX_BLOCKED_S + NOISE_S
+    [(failed, error)] = engine.take_failed()
+    assert failed is slow and isinstance(error, RequestError)
+    assert "the grammar is too slow" in str(error) and error.parameter == "structured_outputs"
+    assert quick.finish_reason == "length"
+
+
+def test_outputs_are_the_same_whether_masks_are_slow_or_quick(stubbed: GrammarMatching) -> None:
+    outputs = []
+    for grammar in (b"0.0001", b"0.02"):
+        engine = engine_of(stubbed, 1)
+        seq = engine.add(request("a", grammar, 10))
+        while engine.has_work:
+            timed_step(engine)
+        outputs.append(seq.token_ids)
+    assert outputs[0] == outputs[1]
+
+
+def test_quick_grammars_run_ahead(stubbed: GrammarMatching) -> None:
+    engine = engine_of(stubbed, 1)
+    seq = engine.add(request("a", b"0.0001", 40))
+    num_steps = 0
+    while engine.has_work:
+        num_steps += engine.step() is not None
+    assert seq.num_output_tokens == 40
+    assert engine.scheduler.stats.num_steps <= 42, "a token in each step, except for the first"
+
+
+# -- helpers that are lost -------------------------------------------------------------------------
+
+
+def framed(message: Any) -> bytes:
+    data = pickle.dumps(message, protocol=5)
+    return struct.pack("<Q", len(data)) + data
+
+
+class ScriptedHelper:
+    """Forks children that answer with given bytes and then close their end."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.answers = list(answers)
+        self.ended = 0
+
+    def fork(self, memory_bytes: int) -> Child:
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._serve, args=(theirs, self.answers.pop(0))).start()
+        return Child(self, Pipe(ours), os.getpid())  # type: ignore[arg-type]
+
+    def _serve(self, end: socket.socket, answer: bytes) -> None:
+        with end:
+            end.sendall(answer)
+            end.shutdown(socket.SHUT_WR)
+            while end.recv(1 << 16):
+                pass
+
+    def end(self, pid: int) -> None:
+        self.ended += 1
+
+
+ANSWER = framed((True, None)) + framed((True, (b"mask", 0.0)))
+
+
+def first_mask(helper: Any) -> Any:
+    matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    matching._helper = helper
+    seq = EngineSequence(request("a", b"grammar"), arrival=0, max_total=100)
+    [answer] = matching.masks([seq], WAIT_S)
+    with matching._lock:
+        for follower in matching._followers.values():
+            follower.close()
+    return answer
+
+
+@pytest.mark.parametrize("length", range(len(ANSWER)))
+def test_a_child_that_dies_at_any_byte_of_its_answers_is_replaced_once(length: int) -> None:
+    assert first_mask(ScriptedHelper(ANSWER[:length], ANSWER)) == b"mask"
+    answer = first_mask(ScriptedHelper(ANSWER[:length], ANSWER[:length], ANSWER))
+    assert isinstance(answer, RequestFailedError) and "no mask for request a: 2 times" in str(
+        answer
+    )
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        (framed((True, None))[:8] + b"\xff" * (len(framed((True, None))) - 8), "2 times"),
+        (b"\xff" * 64, "2 times"),
+        (struct.pack("<Q", 3) + b"no.", "2 times"),
+        (struct.pack("<Q", 0), "2 times"),
+        (struct.pack("<Q", 16) + b"cmissing\nname\n..", "2 times"),
+        (framed("not a pair"), "too many values"),
+        (framed((True, None)) + framed((True, "not a mask and seconds")), "too many values"),
+    ],
+)
+def test_a_child_that_answers_garbage_costs_one_request(garbage: bytes, why: str) -> None:
+    answer = first_mask(ScriptedHelper(garbage, garbage, ANSWER))
+    assert isinstance(answer, RequestFailedError)
+    assert "no mask for request a" in str(answer) and why in str(answer)
+
+
+FAKE_HELPER = """
+import socket, sys, time
+commands = socket.socket(fileno=0)
+{start}
+while True:
+    data, descriptors, _, _ = socket.recv_fds(commands, 64, 1)
+    if not data:
+        break
+    {answer}
+"""
+
+
+def fake_helper(start: str, answer: str) -> Helper:
+    """A helper whose process runs another program."""
+    helper = Helper(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    helper._command = [sys.executable, "-c", FAKE_HELPER.format(start=start, answer=answer)]
+    return helper
+
+
+READY = "commands.sendall(b'ready')"
+NO_PROCESS = "commands.sendall(b'no process can be started: Cannot allocate memory')"
+
+
+@pytest.mark.parametrize(
+    ("start", "answer", "message"),
+    [
+        (READY, NO_PROCESS, "no process can be started: Cannot allocate memory"),
+        (READY, "sys.exit(1)", "the process for grammars was lost"),
+        (READY, "time.sleep(5)", "the process for grammars was lost: timed out"),
+        ("sys.exit(1)", "pass", "the process for grammars cannot be started: it has ended"),
+        ("time.sleep(5)", "pass", "the process for grammars cannot be started: timed out"),
+        (READY, "commands.close(); time.sleep(5)", "the process for grammars was lost"),
+    ],
+)
+def test_without_a_child_only_the_requests_with_a_grammar_fail(
+    monkeypatch: pytest.MonkeyPatch, start: str, answer: str, message: str
+) -> None:
+    monkeypatch.setattr(helper_module, "COMMAND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(helper_module, "START_TIMEOUT_S", 1.0)
+    matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    matching._helper = fake_helper(start, answer)
+    matching.start()
+    engine = engine_of(matching, 1)
+    free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"grammar"))
+    while engine.has_work:
+        assert timed_step(engine) < MAX_BLOCKED_S + NOISE_S
+    [(failed, error)] = engine.take_failed()
+    assert failed is bad and isinstance(error, RequestFailedError) and message in str(error)
+    assert free.finish_reason == "length"
+    matching.close()
+
+
+def test_a_program_that_cannot_be_started_is_an_error_of_the_request() -> None:
+    helper = Helper(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    helper._command = ["/does/not/exist"]
+    with pytest.raises(HelperError, match=r"cannot be started: .*No such file"):
+        helper.fork(2**30)
+
+
+def test_without_room_for_a_thread_only_the_request_with_a_grammar_fails(
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    engine = engine_of(stubbed, 1)
+    free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"0.0001"))
+    while engine.has_work:
+        engine.step()
+    [(failed, error)] = engine.take_failed()
+    assert failed is bad and "can't start new thread" in str(error)
+    assert free.finish_reason == "length"
+
+
+def test_a_bug_in_a_follower_costs_the_requests_of_its_grammar(
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork(memory_bytes: int) -> StubChild:
+        raise ZeroDivisionError("a bug")
+
+    engine = engine_of(stubbed, 1)
+    good = engine.add(request("good", b"0.0001", 30))
+    while good.num_output_tokens < 3:
+        timed_step(engine)
+    monkeypatch.setattr(stubbed._helper, "fork", fork)
+    bad = engine.add(request("bad", b"0.0002", 30))
+    while engine.has_work:
+        timed_step(engine)
+    [(failed, error)] = engine.take_failed()
+    assert failed is bad and "ZeroDivisionError: a bug" in str(error)
+    assert good.finish_reason == "length"
+
+
+def test_a_peer_that_does_not_read_is_late_and_one_that_is_gone_is_lost() -> None:
+    ours, theirs = socket.socketpair()
+    pipe = Pipe(ours)
+    with pytest.raises(TimeoutError):
+        pipe.send(b"x" * 2**24, 0.05)
+    theirs.close()
+    with pytest.raises(PipeError):
+        pipe.send(b"x")
+    with pytest.raises(PipeError):
+        pipe.receive()
+    pipe.close()
+
+
+# -- real children ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    made.compile(source(choice=["warm"]))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def matching() -> Iterator[GrammarMatching]:
+    made = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    made.start()
+    yield made
+    made.close()
+
+
+def followed(grammar: bytes, name: str) -> EngineSequence:
+    return EngineSequence(request(name, grammar), arrival=0, max_total=100)
+
+
+def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
+    compiler: GrammarCompiler, matching: GrammarMatching
+) -> None:
+    grammars = [compiler.compile(source(choice=[text, "no"])) for text in ("yes", "ja")]
+    sequences = [followed(grammar, f"r{i}") for i, grammar in enumerate(grammars)]
+    before = matching.masks(sequences, WAIT_S)
+    child = matching._followed["r0"].follower._child
+    assert child is not None and all(isinstance(mask, bytes) for mask in before)
+    os.kill(child.pid, signal.SIGSTOP)
+    for seq in sequences:
+        matching.forget(seq.request_id)
+    again = [followed(grammar, f"again {i}") for i, grammar in enumerate(grammars)]
+    assert matching.masks(again, 0.5) == [LATE, before[1]], "only one is late"
+    os.kill(child.pid, signal.SIGKILL)
+    assert matching.masks(again, WAIT_S) == before
+    for seq in again:
+        matching.forget(seq.request_id)
+
+
+def test_the_time_of_real_masks_is_limited(
+    compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MASKS_LIMIT_S", -1.0)
+    grammar = compiler.compile(source(regex="[a-z]{1,30}"))
+    [answer] = matching.masks([followed(grammar, "slow")], WAIT_S)
+    matching.forget("slow")
+    assert isinstance(answer, RequestError) and "too slow" in str(answer)
+
+
+def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> None:
+    child = compiler._helper.fork(2**30)
+    began_s = time.monotonic()
+    with pytest.raises(HelperLateError):
+        child.call(0.2, "compile", source(regex=HOSTILE))
+    child.close()
+    assert time.monotonic() - began_s < 2.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+    with pytest.raises(HelperLostError):
+        child.call(0.2, "compile", "")
+
+
+def wide(count: int) -> str:
+    names = {f"property {i}": {"type": "integer"} for i in range(count)}
+    return source(json={"type": "object", "properties": names})
+
+
+@pytest.mark.parametrize("memory_bytes", [2**25, 2**26, 2**27])
+def test_memory_is_limited_and_the_error_says_so(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
+) -> None:
+    monkeypatch.setattr(compiler_module, "MEMORY_BYTES", memory_bytes)
+    with pytest.raises(
+        RequestError, match=f"needs more than {memory_bytes // 2**20} MiB of memory"
+    ):
+        compiler.compile(wide(1500 - memory_bytes // 2**25))
+    monkeypatch.undo()
+    compiler.compile(source(choice=["alive", str(memory_bytes)]))
+
+
+def test_masks_that_need_too_much_memory_fail_alone(
+    compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "MEMORY_BYTES", 2**24)
+    grammar = compiler.compile(wide(60))
+    [answer] = matching.masks([followed(grammar, "large")], WAIT_S)
+    matching.forget("large")
+    assert isinstance(answer, RequestFailedError) and "needs more than 16 MiB of memory" in str(
+        answer
+    )
+
+
+def test_children_are_chosen_first_when_the_machine_has_no_memory(
+    compiler: GrammarCompiler,
+) -> None:
+    child = compiler._helper.fork(2**30)
+    child.call(5.0, "compile", source(choice=["a"]))
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
+    child.close()
+
+
+def count_forks(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, fork: Callable[[int], Any]
+) -> list[int]:
+    """Let `fork` make the children; returns a list with an entry for each from now on."""
+    forks: list[int] = []
+
+    def counted(memory_bytes: int) -> Any:
+        forks.append(memory_bytes)
+        return fork(memory_bytes)
+
+    monkeypatch.setattr(compiler._helper, "fork", counted)
+    return forks
+
+
+def test_refusals_are_remembered_for_a_while(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = source(json={"$ref": "#/$defs/not here"})
+    with pytest.raises(RequestError) as first:
+        compiler.compile(bad)
+    forks = count_forks(compiler, monkeypatch, compiler._helper.fork)
+    with pytest.raises(RequestError) as second:
+        compiler.compile(bad)
+    assert str(first.value) == str(second.value) and not forks
+    monkeypatch.setattr(compiler_module, "REFUSED_FOR_S", 0.0)
+    with pytest.raises(RequestError):
+        compiler.compile(bad)
+    assert forks
+
+
+def test_refusals_take_a_limited_place(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "_MAX_REFUSALS", 2)
+    for number in range(4):
+        with pytest.raises(RequestError):
+            compiler.compile(source(json={"$ref": f"#/$defs/{number}"}))
+    assert len(compiler._refusals) == 2
+
+
+def _is_refused(compiler: GrammarCompiler, structural_tag: str) -> bool:
+    return compiler_module._digest(structural_tag) in compiler._refusals
+
+
+class StubCompiling:
+    """A child that compiles a grammar with "slow" in its source in an hour, others at once."""
+
+    def call(self, limit_s: float, name: str, structural_tag: str) -> bytes:
+        assert name == "compile"
+        if "slow" in structural_tag:
+            time.sleep(limit_s)
+            raise HelperLateError
+        return structural_tag.encode()
+
+    def close(self) -> None:
+        pass
+
+
+def in_threads(compiler: GrammarCompiler, sources: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """(threads that compile, where their results will be)"""
+    results: list[Any] = []
+
+    def compile_one(structural_tag: str) -> None:
+        try:
+            results.append(compiler.compile(structural_tag))
+        except (RequestError, OverloadedError) as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=compile_one, args=(each,)) for each in sources]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.05)
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 1.5)
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    monkeypatch.setattr(compiler._helper, "fork", lambda memory_bytes: StubCompiling())
+    slow = [f"slow {number}" for number in range(MAX_SLOW + 2)]
+    threads, results = in_threads(compiler, slow)
+    began_s = time.monotonic()
+    for number in range(10):
+        assert compiler.compile(f"quick {number}") == f"quick {number}".encode()
+    assert time.monotonic() - began_s < 1.5, "none waited until a slow one was refused"
+    for thread in threads:
+        thread.join(60)
+    overloaded = [str(each) for each in results if isinstance(each, OverloadedError)]
+    too_slow = [str(each) for each in results if isinstance(each, RequestError)]
+    assert (len(overloaded), len(too_slow)) == (2, MAX_SLOW)
+    assert all("takes longer than 1.5 s; simplify it" in each for each in too_slow)
+    assert all("try again later" in each for each in overloaded)
+    began_s = time.monotonic()
+    with pytest.raises(RequestError, match="simplify it"):
+        compiler.compile(next(each for each in slow if _is_refused(compiler, each)))
+    assert time.monotonic() - began_s < 0.05, "it is known to be slow"
+
+
+def test_the_same_grammar_sent_many_times_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.05)
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.1)
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    forks = count_forks(compiler, monkeypatch, lambda memory_bytes: StubCompiling())
+    threads, results = in_threads(compiler, ["slow"] * 3 + ["quick"] * 5)
+    for thread in threads:
+        thread.join(60)
+    assert results.count(b"quick") == 5
+    assert len(forks) <= 1 + 3 + 1, (
+        "one for the quick one, and one after the first of the slow ones"
+    )
