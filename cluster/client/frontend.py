@@ -70,7 +70,8 @@ class Frontend:
         from it; it returns a new driver, or raises. `answer_limit_s`: how long the driver may take
         beyond what it was asked to wait. `on_dead` gets the requests that the driver had, and the
         reason, if there will be no other driver; without it they fail. It runs on the polling
-        thread.
+        thread. With it, the engine is somebody else's and outlives this frontend, so it is told of
+        every request that it no longer needs to run, even after `close`.
         """
         self._driver = driver
         self._is_reachable = is_reachable
@@ -115,9 +116,12 @@ class Frontend:
                 pass  # that driver has been replaced since
         except BaseException as error:
             self._forget(generations)
-            if isinstance(error, NoAnswerError) or not isinstance(error, EaglerayError):
-                # The driver may still receive them.
-                self._finish([r.request_id for r in requests], "abort", after=submitted)
+            is_refused = isinstance(error, EaglerayError) and not isinstance(error, NoAnswerError)
+            was_closed = self._closed and self._on_dead is not None
+            if not is_refused or was_closed:  # the driver may have them, or receive them later
+                request_ids = [request.request_id for request in requests]
+                self._finish(request_ids, "abort")  # Ray drops the next one if a call was lost
+                self._finish(request_ids, "abort", after=submitted)
             raise
 
     def abort(self, generations: list[Generation]) -> None:
@@ -163,8 +167,9 @@ class Frontend:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._sender.shutdown(wait=False)
         self._fail_all(EngineDeadError("the engine was shut down"))
+        if self._on_dead is None:
+            self._sender.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
         """Wait for the polling thread after `close`, once the driver is gone."""
@@ -190,12 +195,20 @@ class Frontend:
             self._check_reachable()
 
     def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
-        """Submit, and try again if the call was lost: the driver takes no request twice."""
+        """Submit, again if the call was lost: the driver takes no request twice."""
+
+        def submit() -> Any:
+            submitted.append(driver.submit.remote(self._id, requests))
+            return submitted[-1]
+
+        self._call_again(submit, "submit requests")
+
+    def _call_again(self, make_call: Callable[[], Any], what: str) -> None:
+        """Make a call until it is not lost, and wait for its answer."""
         until = time.monotonic() + self._answer_limit_s
         while True:
             try:
-                submitted.append(driver.submit.remote(self._id, requests))
-                call(submitted[-1], "submit requests", self._answer_limit_s)
+                call(make_call(), what, self._answer_limit_s)
                 return
             except LostCallError:
                 if time.monotonic() > until:
@@ -215,7 +228,8 @@ class Frontend:
         """Tell the driver that these requests are no longer needed, once the calls `after` have
         ended. Does not wait.
         """
-        if request_ids and not self._closed and self._is_reachable():
+        has_ended = self._closed and self._on_dead is None
+        if request_ids and not has_ended and self._is_reachable():
             finish = self._driver.finish.remote
             with contextlib.suppress(RuntimeError):  # it was closed just now
                 self._sender.submit(finish, request_ids, reason, self._id, *after)
@@ -253,7 +267,7 @@ class Frontend:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
         driver = self._driver
         try:
-            call(driver.stats.remote(), "read the counters", self._answer_limit_s)
+            self._call_again(driver.stats.remote, "read the counters")
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:
@@ -324,14 +338,14 @@ class Frontend:
             self._revive(driver, error)
         except EaglerayError as failure:
             with self._changed:
-                request_ids = list(self._active)
                 self._ended = None  # there will be no other driver; a new request tries again
             if self._on_dead is None:
                 self._fail_all(failure)
             else:
-                self._on_dead(self._take_accepted(), failure)
-            if not isinstance(error, DriverDiedError):  # it may still run them
-                self._finish(request_ids, "abort")
+                generations = self._take_accepted()
+                if not isinstance(error, DriverDiedError):  # it may still run them
+                    self.finish(generations)
+                self._on_dead(generations, failure)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -380,6 +394,8 @@ class Frontend:
         for generation in generations:
             generation.fail(error)
         self._news_handled()
+        if not isinstance(error, EngineDeadError):  # the driver may still run them
+            self.finish(generations)
 
     def _news_handled(self) -> None:
         for callback in self._after_news:

@@ -62,9 +62,11 @@ class ApiReplica:
             limits, link = self._engine.report.limits, self._engine.frontend
         else:
             limits = await _limits_of(engines, config)
-            self._pool = link = EnginePool(engines, limits.block_size, config.engine.stuck_after_s)
-        reach = self._pool.reach if self._pool is not None else None
-        self._client = Client(setup.request_builder(limits), link, reach)
+            self._pool = link = EnginePool(
+                engines, limits.block_size, config.engine.stuck_after_s, lease_limit_s=120.0
+            )
+        send = self._pool.send if self._pool is not None else None
+        self._client = Client(setup.request_builder(limits), link, send)
         self._api = Api(
             self._client,
             setup.tokenizer,
