@@ -22,9 +22,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from cluster.timeouts import CALL_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
-
-CALL_TIMEOUT_S = 30.0
 
 
 class NoAnswerError(EngineError):

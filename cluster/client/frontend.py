@@ -27,20 +27,21 @@ from typing import Any
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.news import unpack
 from cluster.ray_errors import (
-    CALL_TIMEOUT_S,
     DriverDiedError,
     LostCallError,
     NoAnswerError,
     call,
 )
+from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, EngineStats, Request
 from scheduler.records import StepRecord
 
 logger = logging.getLogger("eagleray")
 
-POLL_WAIT_S = 5.0
 LOST_CALL_PAUSE_S = 0.2
+# A driver that answers after this time has served, although there was no news from it.
+SERVED_S = 10.0
 
 Replace = Callable[[Any, EaglerayError, bool], Any]
 OnDead = Callable[[list[Generation], EaglerayError], None]
@@ -88,6 +89,10 @@ class Frontend:
         self._accepted: set[str] = set()  # requests that the driver has taken
         self._ended: Any = None  # a driver that has died
         self._has_news = False  # from the present driver
+        self._driver_since_s = time.monotonic()
+        self.death: EngineDeadError | None = (
+            None  # why there is no driver, if none could be started
+        )
         self._changed = threading.Condition()
         self._reviving = threading.Lock()
         self._closed = False
@@ -271,7 +276,8 @@ class Frontend:
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:
-            self._has_news = True  # it had served for a while before
+            has_served = time.monotonic() - self._driver_since_s > SERVED_S
+            self._has_news = self._has_news or has_served
 
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
@@ -280,8 +286,7 @@ class Frontend:
         with self._reviving:
             while self._driver is driver:
                 self._check_reachable()
-                new = self._replace_driver(driver, error, self._has_news)
-                self._has_news = False
+                new = self._replaced(driver, error)
                 with self._changed:
                     self._check_reachable()
                     self._driver, self._acknowledged = new, 0
@@ -295,6 +300,17 @@ class Frontend:
                 else:
                     ids = (output.request.request_id for output in again)
                     self._finish([i for i in ids if i not in self._active], "abort")
+
+    def _replaced(self, driver: Any, error: EaglerayError) -> Any:
+        """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""
+        try:
+            new = self._replace_driver(driver, error, self._has_news)
+        except EngineDeadError as death:
+            self.death = death
+            raise
+        self.death, self._has_news = None, False
+        self._driver_since_s = time.monotonic()
+        return new
 
     # -- polling thread ----------------------------------------------------------------------------
 

@@ -29,11 +29,11 @@ from cluster.serve.leases import LeaseCall
 from cluster.serve.prefixes import PrefixTable, prefix_hashes, session_hash
 from cluster.serve.router import Wanted
 from cluster.serve.senders import EngineSender
+from cluster.timeouts import POOL_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
-ANSWER_TIMEOUT_S = 2.0
 PAUSE_S = 0.2
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
 
@@ -125,11 +125,11 @@ class EnginePool:
 
     def stats(self) -> EngineStats:
         """The counters of all engines, added up. Raises `OverloadedError` if none answers."""
-        return merged(self._run(self.all_stats(), ANSWER_TIMEOUT_S))
+        return merged(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of one of the engines: those of several do not fit into one list."""
-        [found] = self._run(self._ask("records", seconds), ANSWER_TIMEOUT_S)[:1] or [[]]
+        [found] = self._run(self._ask("records", seconds), POOL_STATS_TIMEOUT_S)[:1] or [[]]
         records: list[StepRecord] = found
         return records
 
@@ -307,7 +307,7 @@ class EnginePool:
         """The answers of the engines that give one in time."""
         asked = self._engines.broadcast(method, *args)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(POOL_STATS_TIMEOUT_S):
                 answers = await asked.results_async(return_exceptions=True)
         except TimeoutError:
             return []

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.engine import watch as watch_module
-from cluster.engine.watch import ANSWER_S, ASK_IDLE_AFTER_S, HEARTBEAT_S, Watch
+from cluster.engine.watch import ASK_IDLE_AFTER_S, Watch
+from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from workers.progress import Progress
 
 STUCK_AFTER_S = 5.0
