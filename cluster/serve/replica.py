@@ -87,7 +87,8 @@ class ApiReplica:
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
             ),
         )
-        self._listens_itself, self._drain_limit_s = config.listen is not None, config.drain_timeout_s
+        self._listens_itself = config.listen is not None
+        self._drain_limit_s = config.drain_timeout_s
         self._api.gather_metrics = self._gather_metrics
         replica = serve.get_replica_context().replica_id.unique_id
         self._reporting = asyncio.create_task(
