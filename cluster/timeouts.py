@@ -36,7 +36,7 @@ NODE_TIMEOUT_S = 150.0
 
 # Ray Serve asks a replica whether it is healthy, and ends it after so many failed answers in a row.
 # The replica answers from what it knows, so asking often costs nothing.
-HEALTH_PERIOD_S = 2.0
+HEALTH_PERIOD_S = 1.0
 NUM_FAILED_CHECKS = 3
 MIN_HEALTH_TIMEOUT_S = 10.0
 # By how much the limit of Ray Serve is longer than that of the driver.
@@ -51,6 +51,10 @@ ENGINE_STATS_TIMEOUT_S = 1.0
 POOL_STATS_TIMEOUT_S = 1.5
 API_STATS_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 5.0
+
+# How often a program that serves looks at its application, and how long it waits for an answer.
+WATCH_PERIOD_S = 1.0
+CONTROLLER_TIMEOUT_S = 5.0
 
 # The end of an application: how long the driver may take to end its ranks, then how long Ray Serve
 # may take to end the replicas, after which they are killed.

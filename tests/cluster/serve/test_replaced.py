@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from ray import serve
 
+from cluster.serve.application import application
+from configs.engine import EngineConfig
+from configs.paths import DEFAULT_MODEL_DIR
+from configs.serve import ServeConfig
 from tests.cluster.processes import command_of, family, wait_until
-from tests.cluster.serve.served import LONG, Program
+from tests.cluster.serve.served import LONG, Program, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "cpu")
@@ -43,7 +51,12 @@ class Streams:
         self._running = [self._threads.submit(self._follow, each) for each in range(NUM_STREAMS)]
 
     def _follow(self, number: int) -> None:
-        asked = LONG | {"max_tokens": NUM_TOKENS, "stream": True, "temperature": 1.0, "seed": number}
+        asked = LONG | {
+            "max_tokens": NUM_TOKENS,
+            "stream": True,
+            "temperature": 1.0,
+            "seed": number,
+        }
         with httpx.stream("POST", f"{self._url}/v1/completions", json=asked, timeout=90) as got:
             for line in got.iter_lines():
                 if line.startswith("data: {"):
@@ -88,3 +101,84 @@ def test_streams_outlive_a_driver_whose_model_takes_long_to_load_again(
     assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
     assert streams.ends == ["length"] * NUM_STREAMS
     assert named(program, "ray::ServeReplica") == replicas
+
+
+def what_is_left(program: Program) -> str:
+    """What it has said since it was ready; it has ended, and so have all its processes."""
+    assert program.process.stdout is not None
+    said = program.process.stdout.read()
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
+    assert "Traceback" not in said, said
+    return said
+
+
+def test_a_server_whose_engine_cannot_start_again_says_why_and_ends(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL_DIR, model)
+    program = start(*SMALL, "--model", str(model))
+    program.wait_until_ready()
+    next(model.glob("*.safetensors")).unlink()
+    [driver] = named(program, "ray::Driver")
+    os.kill(driver, signal.SIGKILL)
+    assert program.process.wait(60) == 1
+    said = what_is_left(program).splitlines()
+    assert said[-1].startswith("error: the engine was lost and could not be started again: ")
+    assert "holds no *.safetensors file" in said[-1]
+    assert any(line.startswith("a replica is lost, Ray Serve starts another one") for line in said)
+
+
+def test_a_server_whose_replica_is_killed_again_and_again_goes_on(
+    start: Callable[..., Program],
+) -> None:
+    program = start(*SMALL)
+    program.wait_until_ready()
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{program.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    for _ in range(2):
+        ours = named(program, "ray::ServeReplica")
+        for replica in ours:
+            os.kill(replica, signal.SIGKILL)
+        wait_until(lambda ours=ours: not named(program, "ray::ServeReplica") & ours, "its end")  # type: ignore[misc]
+        wait_until(answers, "the next replica", 60)
+        assert program.process.poll() is None
+    program.process.send_signal(signal.SIGTERM)
+    assert program.process.wait(30) == 0
+    said = what_is_left(program)
+    assert said.count("a replica is lost") == said.count("every replica serves again") == 2
+
+
+def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(
+    start: Callable[..., Program],
+) -> None:
+    program = start(*SMALL, "--drain-timeout-s", "1")
+    program.wait_until_ready()
+    [replica] = named(program, "ray::ServeReplica")
+    os.kill(replica, signal.SIGSTOP)
+    program.process.send_signal(signal.SIGTERM)
+    assert program.process.wait(30) == 0
+    assert "not every replica could be drained" in what_is_left(program)
+
+
+def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
+    served: tuple[str, Any],
+) -> None:
+    """As when another program ends the application, of which this one knows nothing."""
+    port = free_port()
+    engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
+    config = ServeConfig(engine=engine, listen=("127.0.0.1", port))
+    serve.run(application(config), name="direct", route_prefix="/direct")
+    streams = Streams(f"http://127.0.0.1:{port}")
+    wait_until(streams.all_run, "streaming", 30)
+    ending = threading.Thread(target=serve.delete, args=("direct",))
+    ending.start()
+    streams.wait(60)
+    ending.join(60)
+    assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
+    assert "direct" not in serve.status().applications
