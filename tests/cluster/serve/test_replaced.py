@@ -21,7 +21,7 @@ from cluster.serve.application import application
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.serve import ServeConfig
-from tests.cluster.processes import command_of, family, wait_until
+from tests.cluster.processes import command_of, family, processes, wait_until
 from tests.cluster.serve.served import LONG, Program, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
@@ -151,7 +151,8 @@ def test_a_server_whose_replica_is_killed_again_and_again_goes_on(
     program.process.send_signal(signal.SIGTERM)
     assert program.process.wait(30) == 0
     said = what_is_left(program)
-    assert said.count("a replica is lost") == said.count("every replica serves again") == 2
+    # The program may have ended before Ray Serve counted the last one among its replicas.
+    assert said.count("a replica is lost") == 2 and "every replica serves again" in said
 
 
 def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(
@@ -173,11 +174,18 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     port = free_port()
     engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
     config = ServeConfig(engine=engine, listen=("127.0.0.1", port))
+    others = processes("ray::RankActor")
     serve.run(application(config), name="direct", route_prefix="/direct")
     streams = Streams(f"http://127.0.0.1:{port}")
     wait_until(streams.all_run, "streaming", 30)
+    ranks = processes("ray::RankActor") - others
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)  # the streams take longer than Ray Serve waits by itself
     ending = threading.Thread(target=serve.delete, args=("direct",))
     ending.start()
+    time.sleep(8.0)
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     streams.wait(60)
     ending.join(60)
     assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
