@@ -14,12 +14,10 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
-    DeploymentStatus,
-    DeploymentStatusTrigger,
-    ReplicaState,
     ServeInstanceDetails,
 )
 from ray.util import list_named_actors
@@ -134,7 +132,8 @@ def reason_of(overview: ApplicationStatusOverview) -> str:
 
 
 def _controller() -> Any:
-    return serve.context._get_global_client()._controller
+    client: Any = serve.context._get_global_client()
+    return client._controller
 
 
 def _first_line(error: Exception) -> str:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RaySystemError
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
-    DeploymentStatus,
     DeploymentStatusOverview,
-    DeploymentStatusTrigger,
-    ReplicaState,
 )
 
 from cluster.serve import lifetime

@@ -361,7 +361,7 @@ def test_an_engine_that_hangs_delays_no_request_to_another(
         await asyncio.sleep(0.3)
         leases.drivers = {"healthy": healthy, "hung": hung}
         began_s = time.monotonic()
-        await client.submit_async([["healthy"]])
+        await client.submit_async("healthy")
         took_s = time.monotonic() - began_s
         assert not any(each.done() for each in waiting)
         await asyncio.gather(*waiting)  # once the hung engine has not answered, all go on
