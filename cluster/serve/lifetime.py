@@ -18,6 +18,7 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger,
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
+    DeploymentDetails,
     ServeInstanceDetails,
 )
 from ray.util import list_named_actors
@@ -66,6 +67,26 @@ class Application:
             self._is_lost = True
             logger.warning("a replica is lost, Ray Serve starts another one: %s", reason)
 
+    def finish(self) -> None:
+        """Have Ray Serve end it once its requests have finished. Raises `EngineError` if that takes
+        longer than its replicas may take, or if Serve does not answer.
+        """
+        try:
+            details = _serve_details(CONTROLLER_TIMEOUT_S).applications[self._name]
+            limit_s = END_TIMEOUT_S + max(
+                _finishing_s(each) for each in details.deployments.values()
+            )
+            _controller().delete_apps.remote([self._name])
+        except GetTimeoutError:
+            raise EngineError(
+                f"Ray Serve did not answer within {CONTROLLER_TIMEOUT_S:g} s; try again"
+            ) from None
+        if not self._has_ended(limit_s):
+            raise EngineError(
+                f"the application {self._name!r} has not ended within {limit_s:g} s; 'launch.py"
+                " status' shows what is left of it"
+            )
+
     def end(self) -> bool:
         """Have Ray Serve end it. What does not end in time is killed. Returns whether it has ended;
         raises nothing.
@@ -103,12 +124,21 @@ class Application:
 
     def _overview(self, limit_s: float = CONTROLLER_TIMEOUT_S) -> ApplicationStatusOverview | None:
         """`serve.status` of this application, None if there is none. Raises `GetTimeoutError`."""
-        found = ray.get(_controller().get_serve_instance_details.remote(), timeout=limit_s)
-        details = ServeInstanceDetails(**found)
+        details = _serve_details(limit_s)
         overview: ApplicationStatusOverview | None = details._get_status().applications.get(
             self._name
         )
         return overview
+
+
+def _serve_details(limit_s: float) -> ServeInstanceDetails:
+    found = ray.get(_controller().get_serve_instance_details.remote(), timeout=limit_s)
+    return ServeInstanceDetails(**found)
+
+
+def _finishing_s(deployment: DeploymentDetails) -> float:
+    """How long the running requests of a replica may take before Serve kills it."""
+    return float(deployment.deployment_config.graceful_shutdown_timeout_s)
 
 
 def _has_given_up(overview: ApplicationStatusOverview) -> bool:

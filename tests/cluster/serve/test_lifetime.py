@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ray.serve.schema import (
 
 from cluster.serve import lifetime
 from cluster.serve.lifetime import Application
+from cluster.timeouts import END_TIMEOUT_S
 from scheduler.errors import EngineError
 
 LOST = "A replica's health check failed."
@@ -101,3 +103,32 @@ def test_a_controller_that_does_not_answer_ends_nothing(monkeypatch: pytest.Monk
 def test_a_ray_that_is_gone_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="Ray Serve is gone"):
         watch(monkeypatch, RaySystemError("the connection was lost"))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_ends_an_application_waits_as_long_as_its_requests_may_take(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    limits, deleted = list[float](), list[list[str]]()
+    config = SimpleNamespace(graceful_shutdown_timeout_s=300.0)
+    api, engine = (
+        SimpleNamespace(deployment_config=config),
+        SimpleNamespace(deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=20.0)),
+    )
+    found = SimpleNamespace(deployments={"api": api, "engine": engine})
+    details = SimpleNamespace(applications={"eagleray": found})
+    remote = SimpleNamespace(delete_apps=SimpleNamespace(remote=deleted.append))
+
+    def has_ended(_: Application, limit_s: float) -> bool:
+        limits.append(limit_s)
+        return ends
+
+    monkeypatch.setattr(lifetime, "_serve_details", lambda limit_s: details)
+    monkeypatch.setattr(lifetime, "_controller", lambda: remote)
+    monkeypatch.setattr(Application, "_has_ended", has_ended)
+    if ends:
+        Application("eagleray").finish()
+    else:
+        with pytest.raises(EngineError, match="has not ended within 305 s"):
+            Application("eagleray").finish()
+    assert deleted == [["eagleray"]] and limits == [300 + END_TIMEOUT_S]

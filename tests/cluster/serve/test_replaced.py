@@ -22,7 +22,7 @@ from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.serve import ServeConfig
 from tests.cluster.processes import command_of, family, processes, wait_until
-from tests.cluster.serve.served import LONG, Program, free_port
+from tests.cluster.serve.served import LONG, Program, free_port, stats_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "cpu")
@@ -100,6 +100,23 @@ def test_streams_outlive_a_driver_whose_model_takes_long_to_load_again(
     streams.wait(60)
     assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
     assert streams.ends == ["length"] * NUM_STREAMS
+    assert named(program, "ray::ServeReplica") == replicas
+
+
+def test_one_of_several_engines_is_not_ended_while_its_model_loads_again(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    program = start(*SMALL, "--replicas", "2", EAGLERAY_FAULTS=str(tmp_path))
+    program.wait_until_ready()
+    replicas = named(program, "ray::ServeReplica")
+    (tmp_path / "load.0").write_text("stop")
+    os.kill(min(named(program, "ray::Driver")), signal.SIGKILL)
+    wait_until((tmp_path / "load.0.fired").exists, "the next load", 30)
+    time.sleep(35.0)  # three health checks that find no answer within 10 s
+    for rank in named(program, "ray::RankActor"):
+        if state_of(rank) == "T":
+            os.kill(rank, signal.SIGCONT)
+    wait_until(lambda: stats_of(program.url)["eagleray_ready"] == 2, "both engines", 30)
     assert named(program, "ray::ServeReplica") == replicas
 
 
