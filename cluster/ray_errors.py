@@ -1,9 +1,11 @@
-"""The one place that turns Ray's errors into ours.
+"""The one place that turns Ray's errors into ours, by the kinds of `error_kinds.py`.
 
 a remote function raised one of our errors      that error itself
+it found no room, memory or process             NoRoomError, an OverloadedError
 it raised anything else                         EngineError with the cause
 no answer in time                               NoAnswerError
-the connection was lost                         LostCallError, a NoAnswerError
+the connection, or an object, was lost          LostCallError, a NoAnswerError
+no room for the arguments or the answer         NoRoomError
 the actor has died                              DriverDiedError, an EngineDeadError
 Ray was shut down                               EngineDeadError
 """
@@ -11,19 +13,15 @@ Ray was shut down                               EngineDeadError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from cluster.error_kinds import Kind, kind_of
 from cluster.timeouts import CALL_TIMEOUT_S
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 
 
 class NoAnswerError(EngineError):
@@ -32,8 +30,12 @@ class NoAnswerError(EngineError):
     """
 
 
+class NoRoomError(OverloadedError):
+    """There is no room for a message at the moment: Ray's object store and the disk are full."""
+
+
 class DriverDiedError(EngineDeadError):
-    """The driver's process is gone. Its owner may start another one."""
+    """The process that was called is gone. The owner of a driver may start another one."""
 
 
 class LostCallError(NoAnswerError):
@@ -56,13 +58,42 @@ def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
         cause = cause_of(error)
         if isinstance(cause, EaglerayError):
             raise cause from None
+        if kind_of(cause) is Kind.NO_ROOM:
+            raise _ours(cause, what) from error
         raise EngineError(f"could not {what}: {cause}") from error
-    except ActorUnavailableError as error:
-        raise LostCallError(f"could not {what}: the connection was lost ({error})") from None
-    except RayActorError as error:
-        raise DriverDiedError(f"could not {what}: the driver has died ({error})") from error
     except RayError as error:
-        raise EngineDeadError(f"could not {what}: {error}") from error
+        raise _ours(error, what) from error
+
+
+def made(method: Any, what: str, *arguments: Any) -> Any:
+    """The ref of a call of an actor's method. What keeps it from being made is raised as by `call`;
+    large arguments need room.
+    """
+    try:
+        return method.remote(*arguments)
+    except Exception as error:
+        if not kind_of(error).may_pass:
+            raise
+        raise _ours(error, what) from error
+
+
+def was_lost(ended: Future[Any]) -> bool:
+    """Whether a call has ended because it was lost, and not its actor."""
+    error = ended.exception()
+    return error is not None and kind_of(error) is Kind.LOST_CALL
+
+
+def _ours(error: Exception, what: str) -> EaglerayError:
+    kind = kind_of(error)
+    if kind is Kind.LOST_CALL:
+        return LostCallError(f"could not {what}: the connection was lost ({error})")
+    if kind is Kind.NO_ROOM:
+        return NoRoomError(
+            f"could not {what}: there is no room for it at the moment, try again later ({error})"
+        )
+    if kind is Kind.LOST_PEER:
+        return DriverDiedError(f"could not {what}: the process has died ({error})")
+    return EngineDeadError(f"could not {what}: {error}")
 
 
 def cause_of(error: Exception) -> Exception:

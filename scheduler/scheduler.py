@@ -13,10 +13,12 @@ submitted plan: a sequence that has finished meanwhile drops its token, a preemp
 Because every rank runs the steps in order, blocks and slots can be reused as soon as they are given
 back here. An end by length is known in advance, so no step runs past it.
 
-A crash is a strike for the sequences that ran (`start_epoch`). With two strikes a sequence is a
-suspect: it runs alone until it has a token, which clears it; two more crashes alone convict it. So
-a request that kills a rank fails alone, after at most four crashes, and no other request fails with
-it.
+A crash is a strike for the sequences that ran (`start_epoch`); `CLEARING_TOKENS` tokens without a
+crash clear a sequence. With two strikes it is a suspect: it runs alone until it is cleared. Two
+more crashes alone without a token convict it, so a request that kills a rank whenever it runs
+fails alone, after four crashes. If it gets tokens between its crashes (its prompt runs, its decodes
+kill), four more convict it: a rank that dies by chance hits a sequence again before its next few
+tokens far more often than before its next one.
 
 At most one running sequence is in the middle of its prompt, and it is the last one, so every other
 sequence makes progress in every step. Owns sequences and the `BlockManager`. Never touches tensors,
@@ -48,7 +50,9 @@ from scheduler.pace import Pace
 from scheduler.records import StepRecord, StepRecords
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
-SUSPECT_STRIKES, CONVICTED_STRIKES = 2, 4
+CLEARING_TOKENS = 4
+# Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
+SUSPECT_STRIKES, CONVICTED_WITH_TOKENS, CONVICTED_STRIKES = 2, 6, 4
 RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
 
 
@@ -318,17 +322,25 @@ class Scheduler:
         """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
         for seq in blamed:
             has_moved = len(seq.token_ids) > seq.tokens_at_strike
-            seq.strikes = 1 if has_moved else seq.strikes + 1
+            seq.strikes = 1 if _is_cleared(seq) else seq.strikes + 1
+            seq.strikes_without_token = 1 if has_moved else seq.strikes_without_token + 1
             seq.tokens_at_strike = len(seq.token_ids)
-        return [seq for seq in blamed if seq.strikes >= CONVICTED_STRIKES]
+        return [
+            seq
+            for seq in blamed
+            if seq.strikes_without_token >= CONVICTED_STRIKES
+            or seq.strikes >= CONVICTED_WITH_TOKENS
+        ]
 
     def _clear_suspects(self) -> None:
-        """A sequence that has ended or got a token is no longer suspect; it waits in line again."""
+        """A sequence that has ended or got enough tokens is no longer suspect; it waits in line
+        again.
+        """
         seq = self.suspects[0]
-        if seq.status is not FINISHED and len(seq.token_ids) <= seq.tokens_at_strike:
+        if seq.status is not FINISHED and not _is_cleared(seq):
             return
         del self.suspects[0]
-        seq.strikes = 0
+        seq.strikes = seq.strikes_without_token = 0
         if seq.status is RUNNING:
             self.running.remove(seq)
             self._give_back(seq)
@@ -585,6 +597,11 @@ class Scheduler:
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
+
+
+def _is_cleared(seq: Sequence) -> bool:
+    """Whether it has come far enough since its last strike for that to count no more."""
+    return len(seq.token_ids) - seq.tokens_at_strike >= CLEARING_TOKENS
 
 
 def _masked(step: _Step) -> bytes:

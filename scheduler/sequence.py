@@ -55,6 +55,7 @@ class Sequence:
         "status",
         "stop_token_ids",
         "strikes",
+        "strikes_without_token",
         "token_ids",
         "tokens_at_strike",
     )
@@ -82,8 +83,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # from the first admission
         self.num_preemptions = 0
         self.last_step_id = -1  # the last step it may have run in, once it has given up its slot
-        self.strikes = 0  # crashes it took part in since it last got a token
-        self.tokens_at_strike = -1
+        # Crashes it took part in since it last got a few tokens without one, or a single token.
+        self.strikes = self.strikes_without_token = 0
+        self.tokens_at_strike = self.num_total  # or where it began
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,24 +13,26 @@ with its tokens, and the streams continue.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import pickle
 import threading
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cluster.client.outputs import Generation, OutputFollower
+from cluster.error_kinds import kind_of, reason_of
 from cluster.news import unpack
 from cluster.ray_errors import (
     DriverDiedError,
     LostCallError,
     NoAnswerError,
+    NoRoomError,
     call,
+    made,
+    was_lost,
 )
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
@@ -97,12 +99,13 @@ class Frontend:
         self._reviving = threading.Lock()
         self._closed = False
         self._acknowledged = 0
+        self._no_room_since_s: float | None = None  # for answers to polls
         self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
         """Send the requests of these generations, all or none, with the tokens they have. Raises
-        `RequestError`, `EngineDeadError`.
+        `RequestError`, `EngineDeadError`, `OverloadedError`.
         """
         outputs = [
             (generation, output)
@@ -110,7 +113,7 @@ class Frontend:
             for output in generation.outputs
             if output.completion.finish_reason is None
         ]
-        requests = [_continued(output) for _, output in outputs]
+        requests = [output.continued() for _, output in outputs]
         with self._changed:
             self._check_reachable()
             for generation, output in outputs:
@@ -121,9 +124,9 @@ class Frontend:
                 pass  # that driver has been replaced since
         except BaseException as error:
             self._forget(generations)
-            is_refused = isinstance(error, EaglerayError) and not isinstance(error, NoAnswerError)
+            has_refused = isinstance(error, EaglerayError) and not kind_of(error).may_pass
             was_closed = self._closed and self._on_dead is not None
-            if not is_refused or was_closed:  # the driver may have them, or receive them later
+            if not has_refused or was_closed:  # the driver may have them, or receive them later
                 request_ids = [request.request_id for request in requests]
                 self._finish(request_ids, "abort")  # Ray drops the next one if a call was lost
                 self._finish(request_ids, "abort", after=submitted)
@@ -158,14 +161,18 @@ class Frontend:
     def stats(self) -> EngineStats:
         """The driver's counters. Raises `EngineDeadError`, `NoAnswerError`."""
         self._check_reachable()
-        counters: EngineStats = call(self._driver.stats.remote(), "read the counters")
+        counters: EngineStats = self._call(
+            self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
+        )
         return counters
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`. Raises as `stats`."""
         self._check_reachable()
-        found: list[StepRecord] = call(self._driver.records.remote(seconds), "read the records")
-        return found
+        records: list[StepRecord] = self._call(
+            self._driver.records, "read the records", seconds, limit_s=CALL_TIMEOUT_S
+        )
+        return records
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
@@ -199,26 +206,27 @@ class Frontend:
                 submitted.clear()
             self._check_reachable()
 
-    def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
-        """Submit, again if the call was lost: the driver takes no request twice."""
-
-        def submit() -> Any:
-            submitted.append(driver.submit.remote(self._id, requests))
-            return submitted[-1]
-
-        self._call_again(submit, "submit requests")
-
-    def _call_again(self, make_call: Callable[[], Any], what: str) -> None:
-        """Make a call until it is not lost, and wait for its answer."""
-        until = time.monotonic() + self._answer_limit_s
+    def _call(
+        self, method: Any, what: str, *arguments: Any, limit_s: float, refs: list[Any] | None = None
+    ) -> Any:
+        """The answer of a method of the driver, which takes nothing twice: a call that was lost, or
+        for which there was no room, is made again. The ref of each call goes to `refs`.
+        """
+        until = time.monotonic() + limit_s
         while True:
             try:
-                call(make_call(), what, self._answer_limit_s)
-                return
-            except LostCallError:
+                ref = made(method, what, *arguments)
+                if refs is not None:
+                    refs.append(ref)
+                return call(ref, what, limit_s)
+            except (LostCallError, NoRoomError):
                 if time.monotonic() > until:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
+
+    def _call_submit(self, driver: Any, requests: list[Request], submitted: list[Any]) -> None:
+        what, limit_s = "submit requests", self._answer_limit_s
+        self._call(driver.submit, what, self._id, requests, limit_s=limit_s, refs=submitted)
 
     def _accept(self, driver: Any, requests: list[Request]) -> bool:
         """Note that the driver has these requests. False if it is no longer the driver."""
@@ -233,11 +241,25 @@ class Frontend:
         """Tell the driver that these requests are no longer needed, once the calls `after` have
         ended. Does not wait.
         """
+        if request_ids:
+            self._on_sender(self._send_finish, self._driver, request_ids, reason, *after)
+
+    def _on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call to the driver on the sender's thread."""
+        with contextlib.suppress(RuntimeError):  # it was closed just now
+            self._sender.submit(make_call, *arguments)
+
+    def _send_finish(self, driver: Any, request_ids: list[str], reason: str, *after: Any) -> None:
         has_ended = self._closed and self._on_dead is None
-        if request_ids and not has_ended and self._is_reachable():
-            finish = self._driver.finish.remote
-            with contextlib.suppress(RuntimeError):  # it was closed just now
-                self._sender.submit(finish, request_ids, reason, self._id, *after)
+        if has_ended or not self._is_reachable():
+            return
+
+        def make_again_if_lost(ended: Future[None]) -> None:
+            if was_lost(ended) and driver is self._driver:
+                self._on_sender(self._send_finish, driver, request_ids, reason, *after)
+
+        ended = driver.finish.remote(request_ids, reason, self._id, *after).future()
+        ended.add_done_callback(make_again_if_lost)
 
     def _forget(self, generations: list[Generation]) -> None:
         with self._changed:
@@ -253,11 +275,17 @@ class Frontend:
 
     def follow(self) -> None:
         """From now on, notice the death of the driver even when there are no requests."""
-        driver = self._driver
-        ended = driver.wait_for_end.remote().future()
-        ended.add_done_callback(lambda _: self._note_end(driver))
+        self._follow(self._driver)
 
-    def _note_end(self, driver: Any) -> None:
+    def _follow(self, driver: Any) -> None:
+        if driver is self._driver and not self._closed and self._is_reachable():
+            ended = driver.wait_for_end.remote().future()
+            ended.add_done_callback(lambda ended: self._note_end(driver, ended))
+
+    def _note_end(self, driver: Any, ended: Future[None]) -> None:
+        if was_lost(ended):
+            self._on_sender(self._follow, driver)
+            return
         with self._changed:
             self._ended = driver
             self._changed.notify_all()
@@ -272,7 +300,7 @@ class Frontend:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
         driver = self._driver
         try:
-            self._call_again(driver.stats.remote, "read the counters")
+            self._call(driver.stats, "read the counters", limit_s=self._answer_limit_s)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:
@@ -294,7 +322,7 @@ class Frontend:
                 try:
                     self.follow()
                     if again:
-                        self._call_submit(new, [_continued(output) for output in again], [])
+                        self._call_submit(new, [output.continued() for output in again], [])
                 except (DriverDiedError, NoAnswerError) as failure:
                     driver, error = new, failure
                 else:
@@ -332,15 +360,18 @@ class Frontend:
             self._check_reachable()
             if driver is self._ended:
                 raise DriverDiedError("the driver has died")
-            reply = driver.poll.remote(self._id, acknowledged, POLL_WAIT_S)
+            reply = made(driver.poll, "poll the driver", self._id, acknowledged, POLL_WAIT_S)
             limit_s = POLL_WAIT_S + self._answer_limit_s
             deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
+            self._no_room_since_s = None
             if driver is self._driver:  # otherwise its requests were sent to the next one
                 self._acknowledged = deltas.up_to
                 self._has_news = self._has_news or bool(deltas.request_ids)
                 self._take(deltas)
         except LostCallError:  # nothing is lost: the next poll brings its content again
             time.sleep(LOST_CALL_PAUSE_S)
+        except NoRoomError as error:
+            self._wait_for_room(error)
         except (DriverDiedError, NoAnswerError) as error:
             self._revive_or_fail(driver, error)
         except EaglerayError as error:
@@ -349,10 +380,26 @@ class Frontend:
             logger.exception("the polling thread failed")
             self._fail_all(_frontend_failed(error))
 
+    def _wait_for_room(self, error: NoRoomError) -> None:
+        """An answer did not arrive because the object store is full. The next poll brings its
+        content again, but the requests do not wait for ever.
+        """
+        now_s = time.monotonic()
+        self._no_room_since_s = self._no_room_since_s or now_s
+        if now_s - self._no_room_since_s > self._answer_limit_s:
+            self._no_room_since_s = None
+            self._fail_all(error)
+        else:
+            time.sleep(LOST_CALL_PAUSE_S)
+
     def _revive_or_fail(self, driver: Any, error: EaglerayError) -> None:
         try:
             self._revive(driver, error)
-        except EaglerayError as failure:
+        except Exception as raised:
+            failure = raised
+            if not isinstance(failure, EaglerayError):  # a bug must not leave callers waiting
+                logger.exception("the driver could not be replaced")
+                failure = _frontend_failed(raised)
             with self._changed:
                 self._ended = None  # there will be no other driver; a new request tries again
             if self._on_dead is None:
@@ -384,10 +431,12 @@ class Frontend:
                 except Exception as error:  # from a sink or a tokenizer; other requests go on
                     logger.exception("request %s failed in the frontend", request_id)
                     generation.fail(_frontend_failed(error))
-                    failed += generation.request_ids
-                    self._forget([generation])
+                    failed.append(request_id)
                 if output.completion.finish_reason is not None:
                     self._drop(request_id)
+                if generation.has_failed:  # with it, all its outputs
+                    failed += (i for i in generation.request_ids if i in self._active)
+                    self._forget([generation])
         self._news_handled()
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
@@ -402,32 +451,22 @@ class Frontend:
     def _fail_all(self, error: EaglerayError) -> None:
         if self._on_dead is not None:  # requests being submitted may still go elsewhere
             generations = self._take_accepted()
+            request_ids = [i for generation in generations for i in generation.request_ids]
         else:
             with self._changed:
                 generations = list({id(g): g for g, _ in self._active.values()}.values())
+                request_ids = list(self._active)
                 self._active.clear()
                 self._accepted.clear()
         for generation in generations:
             generation.fail(error)
         self._news_handled()
-        if not isinstance(error, EngineDeadError):  # the driver may still run them
-            self.finish(generations)
+        self._finish(request_ids, "abort")  # the driver may be alive
 
     def _news_handled(self) -> None:
         for callback in self._after_news:
             callback()
 
 
-def _continued(output: OutputFollower) -> Request:
-    """The request with the tokens that have been received."""
-    request = output.request
-    if not output.completion.token_ids:
-        return request
-    done = array("i", output.completion.token_ids)
-    return dataclasses.replace(
-        request, token_ids=request.token_ids[: request.num_prompt_tokens] + done
-    )
-
-
 def _frontend_failed(error: Exception) -> EngineError:
-    return EngineError(f"the frontend failed: {type(error).__name__}: {error}")
+    return EngineError(f"the frontend failed: {reason_of(error)}")

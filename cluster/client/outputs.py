@@ -5,6 +5,8 @@ at the end.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
@@ -104,6 +106,14 @@ class OutputFollower:
         self._add(tokens, logprobs, reason, news.num_cached_tokens)
         return stopped_at is not None and news.finish_reason is None
 
+    def continued(self) -> Request:
+        """The request with the tokens that have been received."""
+        request, done = self.request, self.completion.token_ids
+        if not done:
+            return request
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        return dataclasses.replace(request, token_ids=prompt + array("i", done))
+
     def abort(self) -> None:
         """End here; the last chunk says "abort"."""
         self._add([], None, "abort", 0)
@@ -183,6 +193,12 @@ class Generation:
     @property
     def completions(self) -> list[CompletionOutput]:
         return [output.completion for output in self.outputs]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error."""
+        done = self.done
+        return done.done() and not done.cancelled() and done.exception() is not None
 
     def take(self, output: OutputFollower, news: News) -> bool:
         """Pass news to one of the outputs; see `OutputFollower.take`."""

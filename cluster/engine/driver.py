@@ -26,12 +26,13 @@ from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
 from cluster.engine.supervisor import Supervisor
 from cluster.engine.worker_group import RankHandle, RankMaker
+from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
 from cluster.limits import limits_of
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, EngineDeadError
+from scheduler.errors import EngineDeadError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats, Request
 from scheduler.records import StepRecord
@@ -226,9 +227,7 @@ class Driver:
 
     def _die(self, error: Exception) -> None:
         """End every request with the error, and end the ranks. Any thread."""
-        reason = (
-            str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
-        )
+        reason = reason_of(error)
         logger.error("the engine stops: %s", reason, exc_info=error)
         assert self._event_loop is not None and self._supervisor is not None
         self._event_loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.error_kinds import kind_of, reason_of
 from cluster.news import News
 from scheduler.engine import Engine, Executor
-from scheduler.errors import EaglerayError, RequestFailedError, StepTimeoutError, WorkerError
+from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs
-from scheduler.scheduler import StepOutput
+from scheduler.scheduler import CLEARING_TOKENS, SUSPECT_STRIKES, StepOutput
 from scheduler.sequence import Sequence
 
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
@@ -156,19 +157,21 @@ class EngineLoop:
             self._obey(self._inbox.popleft())
         if self._has_ranks:
             self._step()
-        for seq, reason in self.engine.take_failed():  # also if the step was lost
-            self._fail(seq, reason)
+        self._tell_failed()  # also if the step was lost
 
     def _step(self) -> None:
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
         try:
             self.engine.start()
+            self._tell_failed()
             self._wait_for_requests()
             output = self.engine.step()
-        except (WorkerError, StepTimeoutError) as error:  # anything else is a bug
+        except Exception as error:
+            if not kind_of(error).may_pass:
+                raise
             if not self._stopping:
-                self._on_lost(self.engine.scheduler.epoch, str(error))
+                self._on_lost(self.engine.scheduler.epoch, reason_of(error))
                 self._lose_ranks()
             return
         if output is None:
@@ -198,10 +201,18 @@ class EngineLoop:
         self._has_ranks, self.busy_since_s = False, None
         for seq in self.engine.start_epoch():
             convicted = RequestFailedError(
-                f"ranks failed {seq.strikes} times while request {seq.request_id} ran without"
-                " getting a token, twice when it ran alone; all other requests go on"
+                f"ranks failed {seq.strikes} times while request {seq.request_id} ran, and it got"
+                f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
+                f" {seq.strikes - SUSPECT_STRIKES} times it ran alone; all other requests go on"
             )
             self._fail(seq, convicted)
+
+    def _tell_failed(self) -> None:
+        """Tell of the sequences that have failed by themselves. Always done before the next command
+        is obeyed: until then, their requests have owners, and their ids are not used again.
+        """
+        for seq, error in self.engine.take_failed():
+            self._fail(seq, error)
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
         """Tell the frontend of a request why it has failed."""
@@ -243,17 +254,23 @@ class EngineLoop:
             self._has_ranks = True
             return
         for request in command.requests:
-            self._owners[request.request_id] = command.frontend_id
-            if request.news_interval != 1:
-                if not self._kept:
-                    self._checkpoint_s = time.monotonic()
-                num_sent = len(request.token_ids) - request.num_prompt_tokens
-                self._kept[request.request_id] = _Kept(request.news_interval, num_sent)
-            seq = self.engine.add(request)
-            if seq.finish_reason is not None:  # it was sent again with all its tokens
-                end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
-                self._forget(request.request_id)
-                self._deliver({command.frontend_id: {request.request_id: end}})
+            try:
+                self._add(request, command.frontend_id)
+            except RequestError as error:  # the driver has checked it, but it concerns no other
+                refusal = News(first_index=0, finish_reason="error", error=error)
+                self._deliver({command.frontend_id: {request.request_id: refusal}})
+
+    def _add(self, request: Request, frontend_id: str) -> None:
+        seq = self.engine.add(request)
+        if seq.finish_reason is not None:  # it was sent again with all its tokens
+            end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
+            self._deliver({frontend_id: {request.request_id: end}})
+            return
+        self._owners[request.request_id] = frontend_id
+        if request.news_interval != 1:
+            if not self._kept:
+                self._checkpoint_s = time.monotonic()
+            self._kept[request.request_id] = _Kept(request.news_interval, seq.num_output_tokens)
 
     def _news(self, output: StepOutput) -> NewsByFrontend:
         """The tokens and endings of a step."""

@@ -26,11 +26,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_errors import NoAnswerError, call
+from cluster.error_kinds import kind_of
+from cluster.ray_errors import NoAnswerError, call, made
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import living_nodes
 from cluster.timeouts import NODE_TIMEOUT_S
-from scheduler.errors import EngineDeadError, EngineError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 
 IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -176,7 +177,7 @@ def on_node(
             runtime_env=actor_environment(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        answer = there.remote(*arguments)
+        answer = made(there, what, *arguments)
         while not ray.wait([answer], timeout=LOOK_S)[0]:
             if not _is_alive(node_id):
                 return None
@@ -184,8 +185,9 @@ def on_node(
                 raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s")
         try:
             return call(answer, what)
-        except EngineDeadError:  # the node, or the process there, has died meanwhile
-            if time.monotonic() > until:
+        except EaglerayError as error:  # the node, or the process there, has died meanwhile
+            is_over = isinstance(error, EngineDeadError) or kind_of(error).may_pass
+            if not is_over or time.monotonic() > until:
                 raise
             time.sleep(LOOK_S)
     return None

@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import ray
@@ -20,12 +20,13 @@ import ray
 from cluster.engine.cores import Claim, CoreShare, bind, usable_cores
 from cluster.engine.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
+from scheduler.errors import WorkerError
 from workers.progress import Progress
 from workers.report import WorkerReport
 
 if TYPE_CHECKING:
     from cluster.resources.placement import Place
-    from scheduler.messages import StepPlan
+    from scheduler.messages import StepMask, StepPlan
     from workers.worker import Worker
 
 LOOK_AT_CORES_S = 2.0
@@ -65,7 +66,8 @@ class RankActor:
         self._ready = threading.Event()  # everything is imported by then
         self._computing = ThreadPoolExecutor(1, "rank")
         self._turn = threading.Condition()
-        self._next_step = 0
+        self._next_step = self._next_mask = 0
+        self._replies: dict[int, Future[bytes]] = {}  # of steps that may be asked for again, by id
         if self._is_spare:
             threading.Thread(target=self._warm, name="warm", daemon=True).start()
         else:
@@ -143,15 +145,30 @@ class RankActor:
         return dataclasses.replace(self._worker.progress)
 
     @ray.method(concurrency_group="steps")
-    def step(self, data: bytes) -> bytes:
+    def step(self, *pieces: bytes) -> bytes:
         """Run a step in its turn: the threads of a concurrency group may start out of order. Raises
-        what the step raised.
+        what the step raised. If the call is made again, the step runs once.
 
         Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on unchanged,
         and its own pickling is slower.
         """
         worker = self._imported()
-        plan: StepPlan = pickle.loads(data)
+        plan: StepPlan = pickle.loads(b"".join(pieces))
+        with self._turn:
+            reply = self._replies.get(plan.step_id)
+            if reply is None and plan.step_id < self._next_step:
+                raise WorkerError(f"the result of step {plan.step_id} has been read")  # by now
+            if is_first := reply is None:
+                reply = self._replies[plan.step_id] = Future()
+                self._replies.pop(plan.step_id - self._config.num_steps_ahead - 2, None)
+        if is_first:
+            try:
+                reply.set_result(self._run(worker, plan))
+            except Exception as error:
+                reply.set_exception(error)
+        return reply.result()
+
+    def _run(self, worker: Worker, plan: StepPlan) -> bytes:
         with self._turn:
             limit_s = self._config.engine.step_timeout_s
             self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
@@ -162,9 +179,16 @@ class RankActor:
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
 
     @ray.method(concurrency_group="masks")
-    def mask(self, data: bytes) -> None:
-        """Give a step its mask, a pickled `StepMask`."""
-        self._imported().mask(pickle.loads(data))
+    def mask(self, *pieces: bytes) -> None:
+        """Give a step its mask, a pickled `StepMask`. The masks come in order of the steps; one
+        that comes again is known.
+        """
+        mask: StepMask = pickle.loads(b"".join(pieces))
+        with self._turn:
+            is_known = mask.step_id < self._next_mask
+            self._next_mask = max(self._next_mask, mask.step_id + 1)
+        if not is_known:
+            self._imported().mask(mask)
 
     def _follow(self, share: CoreShare, cores: tuple[int, ...]) -> None:
         """Give cores to engines that start, and take those of engines that end."""

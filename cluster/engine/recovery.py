@@ -69,6 +69,17 @@ class Recovery:
         self._due_s = now_s + delay_s
         self.state = State.BACKOFF if delay_s else State.ASSEMBLING
 
+    def is_too_late(self, why: str) -> bool:
+        """Whether to stop trying, because what has to come next, such as the end of the last
+        epoch, has failed for too long; the last time because of `why`.
+        """
+        now_s = self.clock()
+        if now_s - self._first_fault_s <= self.give_up_after_s:
+            return False
+        self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
+        self.state = State.DEAD
+        return True
+
     def wait_s(self) -> float:
         """Seconds until the next attempt is due."""
         return max(0.0, self._due_s - self.clock()) if self.state is State.BACKOFF else 0.0

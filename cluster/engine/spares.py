@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.engine.worker_group import RankHandle, RankMaker, end_ranks
+from cluster.error_kinds import kind_of, reason_of
 
 # Spares are made when the engine has served for a while, because a program that generates once and
 # ends needs none, and when it has no work, because starting processes takes time on the cores of
@@ -40,15 +41,25 @@ class Spares:
         """Make spares if it is time, and see whether they are ready."""
         due_s = self._latest_s if is_busy else self._due_s
         if self._wanted and not self._spares and time.monotonic() >= due_s:
-            places = self._maker.placement.places()
-            spares = [self._maker.create(place, places) for place in places]
-            self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
-            self._spares = spares
+            try:
+                self._make()
+            except Exception as error:  # such as a node that is missing
+                if not kind_of(error).may_pass:
+                    raise
+                why = reason_of(error).split("\n")[0]
+                logger.warning("spares are made later: %s", why)
+                self._due_s = self._latest_s = time.monotonic() + DELAY_S
         if self._warming:
             done, _ = ray.wait(list(self._warming), num_returns=len(self._warming), timeout=0)
             for ref in done:
                 with contextlib.suppress(RayError):  # it has died; `take` will see
                     self._warming.pop(ref).process = ray.get(ref)
+
+    def _make(self) -> None:
+        places = self._maker.placement.places()
+        spares = [self._maker.create(place, places) for place in places]
+        self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
+        self._spares = spares
 
     def ready(self) -> list[RankHandle]:
         """The spares that could take over at once. Any thread."""

@@ -23,16 +23,18 @@ from cluster.engine.processes import end_marked
 from cluster.engine.recovery import Recovery, State
 from cluster.engine.report import EngineReport
 from cluster.engine.worker_group import RankMaker
+from cluster.error_kinds import kind_of, reason_of
 from cluster.ray_errors import call
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
 from cluster.timeouts import SHUTDOWN_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
-from scheduler.errors import ClientError, ConfigError, EaglerayError, EngineDeadError
+from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, EngineError
 from workers.configuration import has_cuda, resolve_config
 
 MAX_IDLE_DEATHS = 5
+END_PAUSE_S = 0.5
 
 logger = logging.getLogger("eagleray")
 
@@ -151,8 +153,7 @@ class DriverOwner:
         recovery = Recovery(time.monotonic, limit_s)
         recovery.fault(str(error))
         while True:
-            self._end_processes()
-            self.placement.take_over()
+            self._end_for_certain(recovery)
             recovery.fenced()
             while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
                 time.sleep(min(0.1, recovery.wait_s()))
@@ -165,10 +166,11 @@ class DriverOwner:
                     self._config, self.placement, self._engine_id, num_blocks
                 )
                 self.start()
-            except ClientError as failure:
-                raise EngineDeadError(str(failure)) from failure
-            except EaglerayError as failure:
-                recovery.fault(str(failure))
+            except Exception as failure:
+                kind = kind_of(failure)
+                if not (kind.may_pass or isinstance(failure, EngineError)):
+                    raise EngineDeadError(reason_of(failure)) from failure
+                recovery.fault(reason_of(failure))
             else:
                 return self.driver
 
@@ -178,6 +180,25 @@ class DriverOwner:
         with contextlib.suppress(EaglerayError):  # it may be dead; whatever is left is ended next
             call(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
         self._end_processes()
+
+    def _end_for_certain(self, recovery: Recovery) -> None:
+        """End the driver and its ranks. Tries again if, for example, a node does not answer. Raises
+        `EngineDeadError` when it has done so for too long.
+        """
+        while True:
+            try:
+                self._end_processes()
+                self.placement.take_over()
+                return
+            except Exception as failure:
+                why = reason_of(failure)
+                if not kind_of(failure).may_pass:
+                    raise EngineDeadError(f"the last driver could not be ended: {why}") from failure
+                if self._is_stopped or recovery.is_too_late(why):
+                    report = recovery.report()
+                    raise EngineDeadError(f"no driver could be started: {report}") from failure
+                logger.warning("the driver is not replaced yet: %s", why.split("\n")[0])
+                time.sleep(END_PAUSE_S)
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)

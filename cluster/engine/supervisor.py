@@ -19,8 +19,9 @@ from cluster.engine.recovery import Recovery, State
 from cluster.engine.spares import Spares
 from cluster.engine.watch import Watch
 from cluster.engine.worker_group import GroupReport, RankHandle, RankMaker, WorkerGroup
+from cluster.error_kinds import Kind, kind_of, reason_of
 from cluster.timeouts import HEARTBEAT_S, Timeouts
-from scheduler.errors import ClientError, EaglerayError, EngineDeadError
+from scheduler.errors import EaglerayError, EngineDeadError
 
 ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been killed
 
@@ -62,6 +63,8 @@ class Supervisor:
         self._first: GroupReport | None = None
         self._spares = self.make_spares(maker, self._options.spares)
         self._failed: tuple[int, str] | None = None  # epoch and reason, from the engine's thread
+        self._why = ""  # why the present epoch was lost
+        self._is_serving = False  # the engine's thread has the present group
         self._epoch = 0
         self._applied = 0  # the last epoch of which a result was applied
         self._assembling = ThreadPoolExecutor(1, "assemble")
@@ -82,6 +85,7 @@ class Supervisor:
         except BaseException:
             self._group.close()
             raise
+        self._is_serving = True
         return self._group, self._first
 
     def watch(self) -> None:
@@ -146,12 +150,27 @@ class Supervisor:
             try:
                 if not self._stopping:
                     self.turn()
-            except Exception as error:  # a process that cannot be ended, or a bug in this class
+            except Exception as error:  # a process that does not die, or a bug in this class
                 logger.exception("the supervisor failed")
-                self._die(str(error))
+                self._die(reason_of(error))
 
     def turn(self) -> None:
-        """Look at the group once, and do whatever follows."""
+        """Look at the group once, and do whatever follows. Whatever may pass by itself, such as a
+        node that does not answer, is tried again with a later turn.
+        """
+        try:
+            self._turn()
+        except Exception as error:
+            if not kind_of(error).may_pass:
+                raise
+            why = reason_of(error)
+            logger.warning("the supervisor tries again: %s", why.split("\n")[0])
+            if self.recovery.fault(why):
+                self._why = why
+            elif self.recovery.is_too_late(why):
+                self._die(f"no result for too long; {self.recovery.report()}")
+
+    def _turn(self) -> None:
         recovery = self.recovery
         if recovery.state is State.SERVING:
             assert self._group is not None and self._watch is not None
@@ -164,6 +183,8 @@ class Supervisor:
                 self._spares.look(is_busy=self._has_work())
             else:
                 self._lose(why)
+        elif recovery.state is State.FENCING:  # an earlier turn could not finish that
+            self._fence()
         elif recovery.state is State.ASSEMBLING:
             self._look_at_assembly()
         elif recovery.state is State.BACKOFF and recovery.retry():
@@ -175,19 +196,26 @@ class Supervisor:
         return failed[1] if failed is not None and failed[0] == self._group.epoch else None
 
     def _lose(self, why: str) -> None:
-        """End this epoch: every process of it is dead before the next begins."""
-        group = self._group
+        """End this epoch."""
+        assert self._group is not None
+        if self.recovery.fault(why):
+            logger.warning("epoch %d is lost: %s", self._group.epoch, why)
+            self._why = why
+            self._fence()
+
+    def _fence(self) -> None:
+        """Every process of this epoch is dead before the next begins. May be done again if it
+        fails.
+        """
+        group, began_s = self._group, time.monotonic()
         assert group is not None
-        if not self.recovery.fault(why):
-            return
-        began_s = time.monotonic()
-        logger.warning("epoch %d is lost: %s", group.epoch, why)
         group.close()  # the engine's thread may wait for a step of it, which fails now
         if self._assembly is not None:
             self._assembly.exception(ASSEMBLY_END_S)
             self._assembly = None
-        else:
-            self._on_lost(group.epoch, why)
+        if self._is_serving:
+            self._is_serving = False
+            self._on_lost(group.epoch, self._why)
             self._epoch += 1
         self._watch = None
         self.recovery.fenced()
@@ -211,11 +239,11 @@ class Supervisor:
             error = assembly.exception()
             if error is None:
                 self._serve(group)
-            elif isinstance(error, ClientError):  # such as a checkpoint that has changed
+            elif kind_of(error) is Kind.CALLER:  # such as a checkpoint that has changed
                 self._lose(str(error))
                 self._die(str(error))
             else:
-                self._lose(f"the next group could not be assembled: {error}")
+                self._lose(f"the next group could not be assembled: {reason_of(error)}")
             return
         if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
             self._watch = self._watch_of(group)
@@ -223,7 +251,7 @@ class Supervisor:
             self._lose(why)
 
     def _serve(self, group: WorkerGroup) -> None:
-        self._assembly = None
+        self._assembly, self._is_serving = None, True
         if self._watch is None:
             self._watch = self._watch_of(group)
         self.recovery.assembled()

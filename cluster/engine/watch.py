@@ -1,9 +1,10 @@
 """Whether the ranks of one epoch are alive and make progress.
 
-The death of a rank fails a call that never returns; for ranks on this node, the kernel reports it
-sooner. A heartbeat asks each rank for its progress. *Stuck* is not slow: it means that work is
-outstanding and for `stuck_after_s` no counter of any rank has moved, or that a rank has not
-answered at all for that long. How long a step or a load takes does not matter.
+The death of a rank fails a call that never returns, and is made again if it is lost; for ranks on
+this node, the kernel reports the death sooner. A heartbeat asks each rank for its progress. *Stuck*
+is not slow: it means that work is outstanding and for `stuck_after_s` no counter of any rank has
+moved, or that a rank has not answered at all for that long. How long a step or a load takes does
+not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from cluster.engine.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.engine.worker_group import WorkerGroup
+from cluster.ray_errors import was_lost
 from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
@@ -38,6 +40,7 @@ class _Pulse:
     moved_s: float
     asked_s: float | None = None  # since when a question is unanswered
     is_asked: bool = False  # and that call has not ended
+    is_followed: bool = False  # a call waits for its end
     progress: Progress | None = None
 
 
@@ -58,9 +61,7 @@ class Watch:
         self._dead: list[tuple[int, str]] = []
         self._here = on_this_node([handle.process for handle in group.ranks])
         watch_here(self._here, self._is_gone)
-        for rank, handle in enumerate(group.ranks):
-            ended = handle.actor.wait_for_end.remote().future()
-            ended.add_done_callback(functools.partial(self._ended, rank))
+        self._follow()
 
     @property
     def answers(self) -> bool:
@@ -77,6 +78,7 @@ class Watch:
         if self._dead:
             rank, why = self._dead[0]
             return f"rank {rank} died: {why}"
+        self._follow()
         now_s = self._clock()
         stalled_s = now_s - self._looked_s - HEARTBEAT_S
         self._looked_s = now_s
@@ -101,6 +103,14 @@ class Watch:
             if now_s - moved_s > self._stuck_after_s:
                 return self._report(self._furthest_behind(), "has not moved")
         return None
+
+    def _follow(self) -> None:
+        """Have a call wait for the end of each rank."""
+        for rank, pulse in enumerate(self._pulses):
+            if not pulse.is_followed:
+                pulse.is_followed = True
+                ended = self.group.ranks[rank].actor.wait_for_end.remote().future()
+                ended.add_done_callback(functools.partial(self._ended, rank))
 
     def _is_doubtful(self, rank: int) -> bool:
         """Whether a rank may be stuck although it has no work."""
@@ -134,6 +144,10 @@ class Watch:
         self._wake()
 
     def _ended(self, rank: int, ended: Any) -> None:
+        if was_lost(ended):
+            self._pulses[rank].is_followed = False  # the next look makes the call again
+            self._wake()
+            return
         why = str(ended.exception() or "it has ended")
         if self._dead:  # known already; Ray may say more, such as that there was too little memory
             logger.info("Ray says of rank %d: %s", rank, why)

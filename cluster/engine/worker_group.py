@@ -1,8 +1,8 @@
 """The ranks of one epoch as Ray actors, and the executor that sends them plans.
 
-One call per step and rank brings the plan and takes the result. A plan is pickled once; a large one
-(long prompts) is put into the object store once and passed as a ref. The group waits for the result
-of every rank, so the death of any of them is noticed, and their digests must agree.
+One call per step and rank brings the plan and takes the result (`calls.py`). The group waits for
+the result of every rank, so the death of any of them is noticed, and their digests must agree. A
+call that was lost on its way to a living rank, or whose answer was, is made again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from cluster.engine.calls import StepCalls
 from cluster.engine.processes import ProcessId, end_all
 from cluster.engine.rank_actor import RankActor
+from cluster.error_kinds import Kind, kind_of
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import Timeouts
@@ -27,8 +29,8 @@ from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeou
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.report import GRACE_S, WorkerReport
 
-INLINE_PLAN_BYTES = 64 * 1024
 LOOK_S = 1.0
+LOST_CALL_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ class WorkerGroup:
         self._config = maker.config
         self._spares = [*spares, *[None] * (maker.size - len(spares))]
         self.ranks = [*ranks]
-        self._pending: dict[int, list[ray.ObjectRef[Any]]] = {}
+        self._pending: dict[int, StepCalls] = {}  # by step id
         self._is_closed = False
 
     def start(
@@ -174,21 +176,19 @@ class WorkerGroup:
 
     def launch(self, plan: StepPlan) -> None:
         """Send a plan to every rank."""
-        data = _packed(plan)
         if not self._is_closed:
-            self._pending[plan.step_id] = [rank.actor.step.remote(data) for rank in self.ranks]
+            self._calls_of(plan.step_id).send_plan(plan)
 
     def mask(self, mask: StepMask) -> None:
         """Send a mask to every rank. A rank that does not get it fails its step."""
-        data = _packed(mask)
         if not self._is_closed:
-            for rank in self.ranks:
-                rank.actor.mask.remote(data)
+            self._calls_of(mask.step_id).send_mask(mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Wait until a step has ended on one of the ranks, for at most `limit_s`."""
-        if refs := self._pending.get(step_id):
-            ray.wait(refs, num_returns=1, timeout=limit_s, fetch_local=False)
+        calls = self._pending.get(step_id)
+        if calls is not None and calls.steps:
+            ray.wait(calls.steps, num_returns=1, timeout=limit_s, fetch_local=False)
 
     def result(self, step_id: int) -> StepResult:
         """Wait for a step on every rank; the result of the step before has already been read.
@@ -196,11 +196,10 @@ class WorkerGroup:
         Raises `WorkerError` or `StepTimeoutError`, naming rank and step. The limit leaves a late
         rank enough time to report that it is late.
         """
-        limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
-        refs = self._pending.pop(step_id, None)
-        if refs is None:
+        calls = self._pending.pop(step_id, None)
+        if calls is None or not calls.steps:
             raise WorkerError(f"step {step_id} was not run: epoch {self.epoch} has ended")
-        answers = self._all(refs, f"step {step_id}", limit_s)
+        answers = self._answers(calls, f"step {step_id}")
         results: list[StepResult] = [pickle.loads(data) for data in answers]
         digests = [result.digest for result in results]
         if len(set(digests)) > 1:
@@ -216,6 +215,29 @@ class WorkerGroup:
         """
         self._is_closed = True
         end_ranks(self.ranks)
+
+    def _calls_of(self, step_id: int) -> StepCalls:
+        """The calls of a step; its mask may be sent before or after its plan."""
+        if step_id not in self._pending:
+            self._pending[step_id] = StepCalls([rank.actor for rank in self.ranks])
+        return self._pending[step_id]
+
+    def _answers(self, calls: StepCalls, what: str) -> list[bytes]:
+        """The answers to the calls of a step, by rank. Calls that were lost are made again while
+        there is time.
+        """
+        limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
+        until_s = time.monotonic() + limit_s
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            try:
+                return self._all(calls.refs, what, limit_s, left_s)[: len(calls.steps)]
+            except LostCallsError as error:
+                if self._is_closed or not left_s:
+                    raise
+                time.sleep(LOST_CALL_PAUSE_S)
+                for index in error.indices:
+                    calls.make_again(index)
 
     def _spare_at(self, place: Place) -> RankHandle | None:
         """The spare of a rank, if it is on the node where the rank has to be now."""
@@ -267,27 +289,42 @@ class WorkerGroup:
             for rank, ref in enumerate(refs)
         )
 
-    def _all(self, refs: Seq[ray.ObjectRef[Any]], what: str, limit_s: float) -> list[Any]:
-        """The values of one ref per rank. Raises our errors in place of Ray's."""
+    def _all(
+        self,
+        refs: Seq[ray.ObjectRef[Any]],
+        what: str,
+        limit_s: float,
+        left_s: float | None = None,
+    ) -> list[Any]:
+        """The values of refs, one per rank or several times that. Raises our errors in place of
+        Ray's. `left_s`: what is left of the limit.
+        """
         try:
-            values: list[Any] = ray.get(list(refs), timeout=limit_s)
+            values: list[Any] = ray.get(list(refs), timeout=limit_s if left_s is None else left_s)
             return values
         except GetTimeoutError:
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            late = [rank for rank, ref in enumerate(refs) if ref not in done]
+            late = {i % self._maker.size for i, ref in enumerate(refs) if ref not in done}
             if not late:  # the last one has just come
                 return self._all(refs, what, limit_s)
             raise StepTimeoutError(
-                f"{what} did not finish within {limit_s:g} s on rank {late}"
+                f"{what} did not finish within {limit_s:g} s on rank {sorted(late)}"
             ) from None
         except RayError as error:
             raise _explained(error, refs, what) from error
 
 
-def _packed(message: StepPlan | StepMask) -> Any:
-    """The argument of a call to an actor. Rows with the same mask share it in a pickle."""
-    data = pickle.dumps(message, protocol=5)
-    return ray.put(data) if len(data) > INLINE_PLAN_BYTES else data
+class LostCallsError(WorkerError):
+    """Calls to living ranks were lost, or their answers were; they may be made again. `indices`:
+    those of their refs.
+    """
+
+    def __init__(self, message: str, indices: list[int]) -> None:
+        super().__init__(message)
+        self.indices = indices
+
+    def __reduce__(self) -> tuple[type[LostCallsError], tuple[str, list[int]]]:
+        return type(self), (str(self), self.indices)
 
 
 def end_ranks(ranks: Seq[RankHandle]) -> None:
@@ -301,6 +338,9 @@ def _explained(error: Exception, refs: Seq[ray.ObjectRef[Any]], what: str) -> Ea
     """The cause, with the message of each rank that failed. Errors that the user can fix come
     first.
     """
+    lost = failures(refs, patience_s=0.0)
+    if lost and all(kind_of(cause) is Kind.LOST_CALL for cause in lost.values()):
+        return LostCallsError(f"{what} failed: {next(iter(lost.values()))}", list(lost))
     by_rank = failures(refs, patience_s=1.0)
     for cause in by_rank.values():
         if isinstance(cause, ClientError):

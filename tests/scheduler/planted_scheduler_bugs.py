@@ -264,6 +264,16 @@ class ConvictsSuspects(Scheduler):
         return [seq for seq in blamed if seq.strikes >= 2]
 
 
+class AnyTokenClears(Scheduler):
+    """A request that kills ranks when it decodes may do so once for each of its tokens."""
+
+    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
+        for seq in blamed:
+            if len(seq.token_ids) > seq.tokens_at_strike:
+                seq.strikes = 0
+        return super()._strike(blamed)
+
+
 class BlamesWaiting(Scheduler):
     """Sequences that did not run get strikes too."""
 

@@ -15,8 +15,9 @@ import xxhash
 
 from scheduler.block_manager import HashFunction
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, ints
+from scheduler.messages import Request, StepPlan, ints
 from scheduler.params import Sampling
+from scheduler.sequence import Sequence
 from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, grammar_of, salt_of
 
 BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)
@@ -41,7 +42,7 @@ WEAK_HASHES: tuple[HashFunction, ...] = (_constant, _few_values, _last_token_onl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Sizes, requests in order of arrival, how often each fault occurs until `num_fault_steps`, and
-    the ids of requests that end every step in which they run.
+    the ids of requests that end every step in which they run (`decode_poison`: or decode).
     """
 
     limits: SchedulerLimits
@@ -52,6 +53,24 @@ class Scenario:
     finish_probability: float
     num_fault_steps: int
     poison: frozenset[str]
+
+    @property
+    def decode_poison(self) -> frozenset[str]:
+        """Those of the poison that only decodes: they get a token from each run of their prompt."""
+        return frozenset(name for name in self.poison if int(name.removeprefix("request-")) % 2)
+
+    def poison_in(self, plan: StepPlan, running: list[Sequence]) -> frozenset[str]:
+        """The requests that end the step of this plan."""
+        names = {seq.slot: seq.request_id for seq in running}
+        admitted = set(plan.admitted.slots) if plan.admitted else set[int]()
+        decoding = {
+            names[slot]
+            for slot, num_new in zip(plan.slots, plan.num_new_tokens, strict=True)
+            if num_new == 1 and slot not in admitted
+        }
+        return self.poison.intersection(names[slot] for slot in plan.slots) - (
+            self.decode_poison - decoding
+        )
 
 
 def draw_scenario(rng: Random) -> Scenario:

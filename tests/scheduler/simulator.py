@@ -6,15 +6,16 @@ again; steps are lost, which ends their epoch; results arrive up to two steps la
 comes out is compared with an undisturbed run of its request (`fake_model.generate`), and the laws
 below are checked on the way. A violation raises AssertionError with the seed in its message. When
 arrivals and faults are over, everything must finish within a number of steps that follows from the
-sizes. Some requests are poison: every step in which they run is lost.
+sizes. Some requests are poison: every step in which they run is lost, or every one in which they
+decode.
 
 Laws, besides `Engine.check` and those of `FakeRank`: every running sequence makes progress in every
 step, unless its last token is in flight; no step has more tokens than the budget, or more rows than
 `max_num_seqs`; no more steps are unread than allowed; a row is admitted with exactly the tokens
 delivered so far, and reports correctly how many were cached; tokens are delivered once, in order,
 until the expected end, with the expected reason; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache; poison fails after at most four crashes, and no
-other request fails unless steps were lost while it ran alone.
+whatever the prefix index names is in the cache; poison fails after at most four crashes, or six if
+it gets tokens between them, and no other request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.scheduler import CONVICTED_STRIKES, Scheduler, StepOutput
+from scheduler.scheduler import (
+    CLEARING_TOKENS,
+    CONVICTED_STRIKES,
+    CONVICTED_WITH_TOKENS,
+    Scheduler,
+    StepOutput,
+)
 from scheduler.sequence import Sequence, SequenceStatus
 from tests.scheduler.fake_model import (
     DIGEST_BYTES,
@@ -105,7 +112,8 @@ class Client:
     ended: bool = False
     num_cached_tokens: int | None = None  # from the first admission
     num_crashes: int = 0  # that it caused
-    num_losses: int = 0  # steps lost without its fault since its last token
+    num_losses: int = 0  # steps lost without its fault since it got a few tokens without any
+    num_tokens_at_loss: int = 0
 
 
 def run_seed(
@@ -149,6 +157,7 @@ class Simulation:
             limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
         )
         self.lane = Lane(self.rank)
+        self.is_poisoned = False  # a rank has died in a step that was launched
         self.arriving = deque(self.scenario.requests)
         self.clients: dict[str, Client] = {}
         self.report = SimulationReport(seeds=1)
@@ -166,8 +175,10 @@ class Simulation:
             self._turn()
             if self.look_inside:
                 self.engine.check()
-                # A step that waits for its mask has not yet stored what is published.
-                if self.num_turns % INDEX_CHECK_INTERVAL == 0 and not self.lane.waiting:
+                # A step that waits for its mask has not yet stored what is published, and a dead
+                # rank stores nothing.
+                has_stored = not (self.lane.waiting or self.is_poisoned)
+                if self.num_turns % INDEX_CHECK_INTERVAL == 0 and has_stored:
                     self._check_index()
         self._check_end()
         return self.report
@@ -177,8 +188,10 @@ class Simulation:
     def launch(self, plan: StepPlan) -> None:
         self._audit(plan)
         self._maybe_lose()
-        self._lose_to_poison(plan)
-        self.lane.launch(plan)
+        if not self.is_poisoned:
+            self._lose_to_poison(plan)
+        if not self.is_poisoned:
+            self.lane.launch(plan)
 
     def mask(self, mask: StepMask) -> None:
         assert mask.epoch == self.scheduler.epoch
@@ -195,6 +208,8 @@ class Simulation:
     def result(self, step_id: int) -> StepResult:
         self._maybe_lose()
         results = self.lane.results
+        if self.is_poisoned and not results:
+            raise PoisonError
         assert results and results[0].step_id == step_id, (
             f"result of step {step_id} is not the oldest"
         )
@@ -205,14 +220,17 @@ class Simulation:
             raise StepLostError
 
     def _lose_to_poison(self, plan: StepPlan) -> None:
-        slots = {seq.slot: seq.request_id for seq in self.scheduler.running}
-        poison = self.scenario.poison.intersection(slots[slot] for slot in plan.slots)
+        poison = self.scenario.poison_in(plan, self.scheduler.running)
         for request_id in poison:
             client = self.clients[request_id]
             client.num_crashes += 1
-            assert client.num_crashes <= CONVICTED_STRIKES, f"crashed too often: {client}"
-        if poison:
+            most = CONVICTED_STRIKES
+            if request_id in self.scenario.decode_poison:
+                most = CONVICTED_WITH_TOKENS
+            assert client.num_crashes <= most, f"crashed too often: {client}"
+        if poison and self.rng.random() < 0.3:
             raise PoisonError
+        self.is_poisoned = bool(poison)  # the results of the steps before can still be read
 
     @property
     def _faulty(self) -> bool:
@@ -239,12 +257,14 @@ class Simulation:
 
     def _start_epoch(self, *, by_poison: bool) -> None:
         """The ranks start again, while clients come and go."""
-        if not by_poison:
-            for sequence in self.scheduler.running:
-                self.clients[sequence.request_id].num_losses += 1
+        for sequence in self.scheduler.running:
+            client = self.clients[sequence.request_id]
+            client.num_losses += not by_poison
+            client.num_tokens_at_loss = len(client.tokens)
         self.report.lost_steps += len(self.scheduler.submitted)
         self.report.epochs_lost += 1
         self.lane.clear()
+        self.is_poisoned = False
         self.rank.restart(self.rng)
         self._arrive()
         self._interfere()
@@ -323,7 +343,8 @@ class Simulation:
                 f" {sequence}"
             )
             client.tokens.append(token)
-            client.num_losses = 0
+            if len(client.tokens) - client.num_tokens_at_loss >= CLEARING_TOKENS:
+                client.num_losses = 0
             if len(client.tokens) == len(client.expected):
                 complete.append(sequence)
         assert complete == output.finished, (
@@ -432,7 +453,7 @@ class Simulation:
                     num_tokens = len(self._limit_of(client.sequence)) - len(client.tokens)
                     bound += num_chunks + num_tokens + self.scenario.num_steps_ahead + 2
             # Each crash starts everything again, and each suspect runs alone.
-            bound *= 1 + 2 * CONVICTED_STRIKES * len(self.scenario.poison)
+            bound *= 1 + 2 * CONVICTED_WITH_TOKENS * len(self.scenario.poison)
             self.calm_since, self.last_turn = self.num_turns, self.num_turns + bound
         assert self.last_turn is None or self.num_turns <= self.last_turn, (
             "not live: unfinished after the last turn"

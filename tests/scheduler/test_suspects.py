@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from scheduler.scheduler import Scheduler
+from random import Random
+
+import pytest
+
+from scheduler.scheduler import (
+    CLEARING_TOKENS,
+    CONVICTED_STRIKES,
+    CONVICTED_WITH_TOKENS,
+    Scheduler,
+)
 from scheduler.sequence import Sequence, SequenceStatus
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
@@ -33,13 +42,21 @@ def test_one_crash_makes_nobody_a_suspect() -> None:
     assert [seq.strikes for seq in sequences] == [1, 1, 1] and not scheduler.suspects
 
 
-def test_after_two_crashes_each_runs_alone_until_it_has_a_token() -> None:
+def run_alone(scheduler: Scheduler, name: str) -> None:
+    """Run the first suspect until it is cleared."""
+    for _ in range(CLEARING_TOKENS - 1):
+        run_step(scheduler)
+        assert running(scheduler) == [name]
+    run_step(scheduler)
+    assert running(scheduler) == []  # it waits in line again
+
+
+def test_after_two_crashes_each_runs_alone_until_it_has_a_few_tokens() -> None:
     scheduler, _ = three()
     crash(scheduler)
     crash(scheduler)
     for name in "abc":
-        run_step(scheduler)
-        assert running(scheduler) == []  # it waits in line again
+        run_alone(scheduler, name)
         assert all(seq.request_id != name for seq in scheduler.suspects)
     run_step(scheduler)
     assert running(scheduler) == ["a", "b", "c"]
@@ -49,21 +66,88 @@ def test_whoever_crashes_twice_alone_is_convicted_and_the_others_go_on() -> None
     scheduler, [a, b, c] = three()
     crash(scheduler)
     crash(scheduler)
-    run_step(scheduler)  # a is fine
+    run_alone(scheduler, "a")
     assert crash(scheduler) == []  # b
     assert crash(scheduler) == ["b"]
     assert (b.status, b.finish_reason) == (SequenceStatus.FINISHED, "error")
-    run_step(scheduler)  # c is fine
+    run_alone(scheduler, "c")
     run_step(scheduler)
     assert running(scheduler) == ["a", "c"] and (a.strikes, c.strikes) == (0, 0)
 
 
-def test_a_crash_after_a_token_starts_the_count_again() -> None:
+def test_a_crash_after_a_few_tokens_starts_the_count_again() -> None:
     scheduler, sequences = three()
-    for _ in range(6):
-        run_step(scheduler)
+    for _ in range(3):
+        for _ in range(CLEARING_TOKENS):
+            run_step(scheduler)
         assert crash(scheduler) == []
     assert [seq.strikes for seq in sequences] == [1, 1, 1]
+
+
+def long_ones(num: int, num_tokens: int) -> tuple[Scheduler, list[Sequence]]:
+    """A scheduler with requests of 5 tokens that generate `num_tokens`."""
+    limits = make_limits(num_blocks=4 * num_tokens, max_model_len=2 * num_tokens)
+    scheduler = Scheduler(limits)
+    return scheduler, [
+        scheduler.add(make_request(f"{i}", range(i, i + 5), max_tokens=num_tokens))
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", range(CLEARING_TOKENS))
+def test_whoever_gets_a_few_tokens_before_each_crash_is_convicted_too(num_tokens: int) -> None:
+    """A row that kills ranks only when it decodes gets a token from its prompt each time."""
+    scheduler, [bad, *others] = long_ones(3, 500)
+    num_crashes, num_run = 0, 0  # tokens of the bad one in this epoch
+    while bad.status is not SequenceStatus.FINISHED:
+        before = bad.num_output_tokens
+        plan = must_schedule(scheduler)
+        if bad.status is SequenceStatus.RUNNING and num_run >= num_tokens:
+            scheduler.start_epoch()
+            scheduler.check()
+            num_crashes, num_run = num_crashes + 1, 0
+            assert num_crashes <= CONVICTED_WITH_TOKENS, "it is never convicted"
+        else:
+            give(scheduler, *[9] * sum(plan.samples))
+            num_run += bad.num_output_tokens - before
+    assert num_crashes == (CONVICTED_WITH_TOKENS if num_tokens else CONVICTED_STRIKES)
+    assert bad.finish_reason == "error"
+    while scheduler.has_unfinished:
+        run_step(scheduler)
+    assert [seq.finish_reason for seq in others] == ["length"] * 2
+
+
+def test_crashes_without_a_token_among_those_with_a_few_do_not_start_the_count_again() -> None:
+    """The death of a rank can be faster than the result of the step before."""
+    scheduler, [bad, *_] = long_ones(3, 500)
+    convicted: list[Sequence] = []
+    for num_crashes in range(CONVICTED_WITH_TOKENS):
+        assert not convicted
+        if num_crashes % 2:
+            run_step(scheduler)
+        must_schedule(scheduler)
+        convicted = scheduler.start_epoch()
+    assert convicted == [bad] and bad.finish_reason == "error"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_hundred_random_kills_convict_nobody(seed: int) -> None:
+    """Eight requests at a time, 160 tokens each; ranks die every 40 steps on average."""
+    rng, num_kills, num_ended = Random(seed), 0, 0
+    scheduler = Scheduler(
+        make_limits(num_blocks=600, max_model_len=256, max_num_batched_tokens=2048)
+    )
+    while num_kills < 200:
+        while len(scheduler.running) + len(scheduler.waiting) < 8:
+            num_ended += 1
+            prompt = [rng.randrange(9) for _ in range(rng.randint(1, 60))]
+            scheduler.add(make_request(f"{num_ended}", prompt, max_tokens=160))
+        plan = must_schedule(scheduler)
+        if rng.random() < 1 / 40:
+            num_kills += 1
+            assert scheduler.start_epoch() == []
+        else:
+            give(scheduler, *[9] * sum(plan.samples))
 
 
 def test_whoever_did_not_run_is_not_blamed() -> None:
@@ -90,17 +174,16 @@ def test_a_suspect_that_is_aborted_lets_the_next_one_run() -> None:
     assert running(scheduler) == ["b"]
 
 
-def test_a_suspect_with_a_long_prompt_stays_alone_until_its_first_token() -> None:
+def test_a_suspect_with_a_long_prompt_stays_alone_until_its_first_tokens() -> None:
     scheduler = Scheduler(make_limits(max_num_batched_tokens=8))
     scheduler.add(make_request("long", range(20)))
     scheduler.add(make_request("short", range(3)))
     crash(scheduler)
     crash(scheduler)
     for _ in range(2):
-        run_step(scheduler)
+        run_step(scheduler)  # its prompt
         assert running(scheduler) == ["long"]
-    run_step(scheduler)
-    assert running(scheduler) == []
+    run_alone(scheduler, "long")
 
 
 def test_whoever_was_preempted_while_its_step_was_under_way_is_blamed_too() -> None:

@@ -9,14 +9,15 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError, OutOfDiskError
 
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError, NoRoomError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
 from tests.cluster.client.byte_tokenizer import ids
@@ -43,12 +44,14 @@ class MortalDriver(FakeDriver):
         self.wait_for_end = self  # `.remote().future()`
 
     def remote(self, *arguments: Any) -> Any:
-        if arguments:
-            super().remote(*arguments)
-        return self
+        return super().remote(*arguments) if arguments else self
 
     def future(self) -> Future[None]:
         return self.end
+
+    def lose_the_call_that_waits_for_the_end(self) -> None:
+        end, self.end = self.end, Future()
+        end.set_exception(ActorUnavailableError("lost", None))
 
     def die(self) -> None:
         self.poll_failure = self.refusal = DEAD
@@ -103,6 +106,19 @@ def ask(frontend: Frontend, builder: RequestBuilder, chunks: list[Chunk]) -> Gen
 
 def tokens_of(request: Request) -> list[int]:
     return request.token_ids[request.num_prompt_tokens :].tolist()
+
+
+def test_a_driver_is_not_dead_because_the_call_that_waits_for_its_end_was_lost(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    for _ in range(3):
+        owner.drivers[0].lose_the_call_that_waits_for_the_end()
+    generation = ask(frontend, builder, [])
+    owner.drivers[0].put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert generation.done.result(WAIT_S) is None
+    assert len(owner.drivers) == 1
+    owner.drivers[0].die()  # it is still followed
+    wait_until(lambda: len(owner.drivers) == 2)
 
 
 def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arrival(
@@ -285,3 +301,132 @@ def test_a_health_check_that_is_lost_on_the_way_replaces_no_driver(
     owner.drivers[0].stats = Remote(lost_once)  # type: ignore[attr-defined]
     frontend.check()
     assert num_calls == 2 and len(owner.drivers) == 1
+
+
+class Forgetful:
+    """A method whose first answers are lost."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost = num_lost
+
+    def remote(self, *arguments: Any) -> Any:
+        def answer() -> str:
+            if self.num_lost:
+                self.num_lost -= 1
+                raise LostCallError("the connection was lost")
+            return "an answer"
+
+        return answer
+
+
+@pytest.mark.parametrize("question", ["stats", "records", "check"])
+def test_a_question_that_is_lost_is_asked_again_and_the_driver_stays(
+    owner: Owner, frontend: Frontend, question: str
+) -> None:
+    driver: Any = owner.drivers[0]
+    driver.stats, driver.records = Forgetful(2), Forgetful(2)
+    arguments = [1.0] if question == "records" else []
+    assert getattr(frontend, question)(*arguments) in ("an answer", None)
+    assert len(owner.drivers) == 1
+
+
+FULL = OutOfDiskError("store and disk are full")
+
+
+class FullStore:
+    """A method that is not called while there is no room for its arguments."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+        self.is_full = True
+        self.num_tries = 0
+
+    def remote(self, *arguments: Any) -> Any:
+        self.num_tries += 1
+        if self.is_full:
+            raise FULL
+        return self.method.remote(*arguments)
+
+
+def test_requests_for_which_there_is_no_room_now_are_sent_later(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
+    threading.Timer(0.1, lambda: setattr(store, "is_full", False)).start()
+    generation = ask(frontend, builder, [])
+    assert [r.request_id for r in driver.requests] == generation.request_ids
+    assert store.num_tries > 1 and len(owner.drivers) == 1
+
+
+def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver_serves_on(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
+    frontend._answer_limit_s = 0.1
+    with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
+        ask(frontend, builder, [])
+    assert not frontend._active and len(owner.drivers) == 1
+    store.is_full = False
+    generation = ask(frontend, builder, [])
+    driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert generation.done.result(WAIT_S) is None
+
+
+def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+    frontend._answer_limit_s = 0.1
+    second = MortalDriver()
+    store = second.submit = FullStore(second.submit)  # type: ignore[assignment]
+    frontend._replace_driver = lambda *_: second
+    owner.drivers[0].die()
+    with pytest.raises(OverloadedError, match="try again later"):
+        generation.done.result(WAIT_S)
+    store.is_full = False
+    later = ask(frontend, builder, [])
+    second.put(later.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert later.done.result(WAIT_S) is None
+
+
+def test_answers_for_which_there_is_no_room_now_are_asked_for_later(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    driver.poll_failure = NoRoomError("no room")
+    generation = ask(frontend, builder, [])
+    driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    threading.Timer(0.1, lambda: setattr(driver, "poll_failure", None)).start()
+    assert generation.done.result(WAIT_S) is None and len(owner.drivers) == 1
+
+
+def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    frontend._answer_limit_s = 0.1
+    driver.poll_failure = NoRoomError("no room; try again later")
+    generation = ask(frontend, builder, [])
+    with pytest.raises(OverloadedError, match="no room"):
+        generation.done.result(WAIT_S)
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
+    assert len(owner.drivers) == 1 and frontend._thread.is_alive()
+
+
+def test_an_owner_that_fails_to_replace_the_driver_does_not_end_the_polling_thread(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+
+    def fail(*_: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    frontend._replace_driver = fail
+    owner.drivers[0].die()
+    with pytest.raises(EngineError, match="Resource temporarily unavailable"):
+        generation.done.result(WAIT_S)
+    frontend._replace_driver = owner.replace
+    again = ask(frontend, builder, [])
+    assert [r.request_id for r in owner.drivers[1].requests] == again.request_ids

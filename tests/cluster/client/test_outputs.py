@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
@@ -318,12 +321,20 @@ class FakeDriver:
         self.last_sent = 0
         self.acknowledged: list[tuple[int, int]] = []  # with the number of the previous reply
         self.told: list[tuple[list[str], str]] = []
+        self.lost_finishes = 0
         self.changed = threading.Condition()
         self.submit, self.poll = Remote(self._submit), Remote(self._poll)
         self.finish = self  # `finish.remote` is not waited for
 
-    def remote(self, request_ids: list[str], reason: str, frontend_id: str, *after: object) -> None:
-        self.told.append((request_ids, reason))
+    def remote(self, request_ids: list[str], reason: str, frontend_id: str, *after: object) -> Any:
+        ended: Future[None] = Future()
+        if self.lost_finishes:
+            self.lost_finishes -= 1
+            ended.set_exception(ActorUnavailableError("the connection was lost", None))
+        else:
+            self.told.append((request_ids, reason))
+            ended.set_result(None)
+        return SimpleNamespace(future=lambda: ended)
 
     def put(self, request_id: str, first_index: int, *token_ids: int, **fields: Any) -> None:
         with self.changed:
@@ -478,6 +489,15 @@ def test_an_abort_tells_the_driver_and_keeps_what_there_is(
     wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
 
 
+def test_the_driver_hears_of_an_abort_although_the_call_was_lost(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
+    driver.lost_finishes = 3
+    generation = ask()
+    frontend.abort([generation])
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
+
+
 def test_an_abort_after_the_end_changes_nothing(
     ask: Ask, frontend: Frontend, driver: FakeDriver
 ) -> None:
@@ -505,6 +525,38 @@ def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
     driver.poll_failure = EngineError("could not poll the driver")
     with pytest.raises(EngineError, match="could not poll the driver"):
         generation.done.result(timeout=WAIT_S)
+
+
+def test_when_one_of_n_outputs_fails_the_others_are_ended_in_the_driver(
+    ask: Ask, frontend: Frontend, driver: FakeDriver
+) -> None:
+    generation = ask(SamplingParams(n=3))
+    first, second, third = generation.request_ids
+    driver.put(first, 0, *ids("Hello"), finish_reason="length")
+    driver.put(second, 0, finish_reason="error", error=EngineError("its grammar failed"))
+    with pytest.raises(EngineError, match="its grammar failed"):
+        generation.done.result(timeout=WAIT_S)
+    wait_until(lambda: driver.told == [([third], "abort")])
+    assert frontend._active == {} and not frontend._accepted
+
+
+def test_a_request_that_fails_alone_is_not_ended_again(ask: Ask, driver: FakeDriver) -> None:
+    failed, other = ask(), ask()
+    driver.put(failed.request_ids[0], 0, finish_reason="error", error=EngineError("no"))
+    driver.put(other.request_ids[0], 0, *ids("a"), finish_reason="length")
+    other.done.result(timeout=WAIT_S)
+    assert driver.told == []
+
+
+@pytest.mark.parametrize("failure", [EngineError("could not poll"), KeyError("a bug")])
+def test_requests_that_fail_because_a_poll_did_do_not_run_on_in_the_driver(
+    ask: Ask, driver: FakeDriver, failure: Exception
+) -> None:
+    generation = ask(SamplingParams(n=2))
+    driver.poll_failure = failure
+    with pytest.raises(EngineError):
+        generation.done.result(timeout=WAIT_S)
+    wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
 
 
 def test_nobody_waits_on_when_the_polling_thread_ends(

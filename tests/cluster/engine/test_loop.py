@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from cluster.engine.loop import LEAD_S, LEAD_SHARE, EngineLoop, Lost, NewsByFrontend, Submit
+from cluster.engine.loop import (
+    LEAD_S,
+    LEAD_SHARE,
+    Command,
+    EngineLoop,
+    Finish,
+    Lost,
+    NewsByFrontend,
+    Submit,
+)
 from scheduler.engine import Engine
-from scheduler.errors import EaglerayError, RequestFailedError, WorkerError
+from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
@@ -172,3 +183,143 @@ def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
     assert executor.events == ["wait 2", "launch 3 admits 0", "result 2"]
     loop.turn()
     assert executor.events[3:] == [] and loop.engine.scheduler.epoch == 1
+
+
+class FailsLater(OneIsBad):
+    """The grammar fails at its third token: in a step for which the loop waits."""
+
+    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+        answers = super().masks(sequences)
+        return [
+            answer if seq.num_output_tokens == 2 else None
+            for seq, answer in zip(sequences, answers, strict=True)
+        ]
+
+
+def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[EngineLoop, list[NewsByFrontend]]:
+    """A loop in which the grammar of "bad" fails; these commands come while it waits for that
+    step.
+    """
+    limits, told = make_limits(), list[NewsByFrontend]()
+    executor = Slow(limits)
+
+    def die(error: Exception) -> None:
+        raise error
+
+    loop = EngineLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
+    requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
+    requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
+    loop.post(Submit(frontend_id="f", requests=requests))
+    loop.turn()
+    loop.turn()
+    told.clear()
+    executor.meanwhile = [partial(loop.post, command) for command in reversed(meanwhile)]
+    loop.turn()
+    assert not executor.meanwhile, "the loop did not wait"
+    return loop, told
+
+
+def errors_in(told: list[NewsByFrontend], request_id: str) -> list[EaglerayError]:
+    news = [by_request.get(request_id) for each in told for by_request in each.values()]
+    return [item.error for item in news if item is not None and item.error is not None]
+
+
+def test_a_request_that_fails_may_be_ended_by_its_frontend_in_the_same_step() -> None:
+    loop, told = loop_whose_grammar_fails(Finish(request_ids=["bad"], reason="abort"))
+    loop.turn()
+    assert loop.engine.num_unfinished == 1, "the other request goes on"
+    assert not errors_in(told, "good")
+
+
+def test_the_failure_of_a_request_is_not_taken_for_one_of_its_successor_with_the_same_id() -> None:
+    again = make_request("bad", [1, 2, 3], max_tokens=3)
+    loop, told = loop_whose_grammar_fails(
+        Finish(request_ids=["bad"], reason="abort"), Submit(frontend_id="g", requests=[again])
+    )
+    for _ in range(5):
+        loop.turn()
+    of_successor = [each["g"]["bad"] for each in told if "g" in each]
+    assert [item.error for item in of_successor] == [None] * 3
+    assert of_successor[-1].finish_reason == "length"
+
+
+def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
+    loop, _ = slow_loop(2)
+    told: list[NewsByFrontend] = []
+    loop._deliver = told.append
+    twice = Submit(frontend_id="g", requests=[make_request("r0", [5, 6]), make_request("b", [7])])
+    loop.post(twice)
+    loop.turn()
+    [error] = errors_in(told, "r0")
+    assert isinstance(error, RequestError) and "'r0' is in use" in str(error)
+    assert "g" not in (owner for name, owner in loop._owners.items() if name == "r0")
+    assert loop.engine.num_unfinished == 3, "the requests beside it run"
+
+
+class NoFork(OneIsBad):
+    """Grammars that cannot be followed, because the machine has too many processes."""
+
+    def masks(self, sequences: list[Sequence]) -> list[bytes | EaglerayError | None]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+class NoStore(Executor):
+    """Plans that cannot be sent."""
+
+    def __init__(self, limits: SchedulerLimits, error: Exception) -> None:
+        super().__init__(limits, loses=False)
+        self.error = error
+
+    def launch(self, plan: StepPlan) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ObjectStoreFullError("full"),
+        OutOfDiskError("full"),
+        ConnectionResetError("gone"),
+        EOFError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Exception) -> None:
+    limits, lost = make_limits(), list[str]()
+    loop = EngineLoop(
+        Engine(Scheduler(limits), NoStore(limits, error)),
+        lambda news: None,
+        lambda error: None,
+        on_lost=lambda epoch, why: lost.append(why),
+    )
+    loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
+    loop.turn()
+    assert lost == [f"{type(error).__name__}: {error}"]
+    assert loop.engine.num_unfinished == 1 and loop.engine.scheduler.epoch == 1
+
+
+def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> None:
+    limits, lost = make_limits(), list[str]()
+    engine = Engine(Scheduler(limits), Executor(limits, loses=False), grammars=NoFork())
+    loop = EngineLoop(
+        engine,
+        lambda news: None,
+        lambda error: None,
+        on_lost=lambda epoch, why: lost.append(why),
+    )
+    constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
+    loop.post(Submit(frontend_id="f", requests=[constrained]))
+    loop.turn()
+    assert "Resource temporarily unavailable" in lost[0] and engine.num_unfinished == 1
+
+
+def test_a_bug_in_a_step_ends_the_engine() -> None:
+    limits = make_limits()
+    loop = EngineLoop(
+        Engine(Scheduler(limits), NoStore(limits, KeyError("a"))),
+        lambda news: None,
+        lambda error: None,
+    )
+    loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
+    with pytest.raises(KeyError):
+        loop.turn()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.engine import watch as watch_module
 from cluster.engine.watch import ASK_IDLE_AFTER_S, Watch
@@ -21,15 +22,24 @@ class FakeRank:
     """An actor whose answers are given by the test."""
 
     def __init__(self) -> None:
-        self.ended: Future[None] = Future()
+        self.ends: list[Future[None]] = []
         self.asked: list[Future[Progress]] = []
         self.at = Progress(phase="steps")
         self.answers = True
         self.actor = SimpleNamespace(
-            wait_for_end=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: self.ended)),
+            wait_for_end=SimpleNamespace(remote=lambda: SimpleNamespace(future=self._follow)),
             progress=SimpleNamespace(remote=lambda: SimpleNamespace(future=self._ask)),
         )
         self.process = None
+
+    @property
+    def ended(self) -> Future[None]:
+        """The last call that waits for its end."""
+        return self.ends[-1]
+
+    def _follow(self) -> Future[None]:
+        self.ends.append(Future())
+        return self.ended
 
     def _ask(self) -> Future[Progress]:
         asked: Future[Progress] = Future()
@@ -81,6 +91,18 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
     assert world.watch.look(None) == "rank 1 died: its process has ended"
     world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
     assert "Ray says of rank 1: too little memory" in caplog.text
+
+
+def test_a_lost_call_that_waits_for_the_end_is_made_again_and_not_a_death(world: World) -> None:
+    for num_lost in range(1, 4):
+        world.ranks[1].ended.set_exception(ActorUnavailableError("lost", None))
+        assert world.woken == num_lost and world.watch.answers
+        assert world.watch.look(None) is None
+        assert [len(rank.ends) for rank in world.ranks] == [1, 1 + num_lost]
+    world.ranks[1].ended.set_exception(ActorDiedError())
+    assert not world.watch.answers
+    why = world.watch.look(None)
+    assert why is not None and why.startswith("rank 1 died: The actor died")
 
 
 def test_an_idle_group_that_answers_is_fine_for_ever(world: World) -> None:

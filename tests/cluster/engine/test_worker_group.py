@@ -16,7 +16,8 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError
 
-from cluster.engine import worker_group
+from cluster.engine import calls, worker_group
+from cluster.engine.calls import StepCalls
 from cluster.engine.rank_actor import SWITCH_INTERVAL_S, RankActor
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
@@ -59,7 +60,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     """Admissions go through the object store here, decodes inline: a small argument must not
     overtake a large one.
     """
-    monkeypatch.setattr(worker_group, "INLINE_PLAN_BYTES", 400)
+    monkeypatch.setattr(calls, "INLINE_BYTES", 400)
     config = config_of(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9
     )
@@ -187,7 +188,8 @@ def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> Work
     placement: Any = None
     config = config_of(small_model.path, tensor_parallel_size=2, **options)
     group = WorkerGroup(RankMaker(config, placement, "test"))
-    group._pending[7] = refs
+    group._pending[7] = StepCalls([None] * len(refs))
+    group._pending[7].steps = refs
     return group
 
 
@@ -215,12 +217,12 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
 def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    get, calls = ray.get, 0
+    get, num_calls = ray.get, 0
 
     def get_too_late(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
             raise GetTimeoutError
         return get(*args, **options)
 
@@ -229,7 +231,7 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
     ]
     monkeypatch.setattr(ray, "get", get_too_late)
     assert group_with(small_model, done).result(7).token_ids.tolist() == [3]
-    assert calls == 2
+    assert num_calls == 2
 
 
 def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_for_fewer(

@@ -25,8 +25,8 @@ class PoisonedRank(RankActor):
         self._poisoned: dict[int, str] = {}  # action by slot
 
     @ray.method(concurrency_group="steps")
-    def step(self, data: bytes) -> bytes:
-        plan: StepPlan = pickle.loads(data)
+    def step(self, *pieces: bytes) -> bytes:
+        plan: StepPlan = pickle.loads(b"".join(pieces))
         for slot in plan.released:
             self._poisoned.pop(slot, None)
         is_last = self._rank == self._config.engine.tensor_parallel_size - 1
@@ -45,7 +45,7 @@ class PoisonedRank(RankActor):
                 raise RuntimeError("this request cannot be computed")
             time.sleep(1e6)
         run: Any = super().step
-        result: bytes = run(data)
+        result: bytes = run(*pieces)
         return result
 
 

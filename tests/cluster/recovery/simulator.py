@@ -4,7 +4,8 @@ Real: scheduler, engine, engine loop, supervisor, state machine, mailboxes, the 
 its frontends, the frontend and its outputs. Simulated, from one random number generator per seed:
 ranks (`tests.scheduler.fake_model`), their deaths and how late these are noticed, hangs, groups
 that cannot be assembled or die while they are, calls that are lost before or after they are carried
-out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs them.
+out, news and aborts that are late, drivers that die or stop, requests that kill whoever runs or
+decodes them.
 
 Laws: every request ends, exactly once; its tokens are those of an undisturbed run, and its stream
 has each of them once; only poison fails, unless ranks were lost while a request ran alone; no group
@@ -43,7 +44,7 @@ from configs.engine import EngineConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult
-from scheduler.scheduler import CONVICTED_STRIKES, Scheduler
+from scheduler.scheduler import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS, Scheduler
 from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
@@ -105,6 +106,7 @@ class Group:
         self.epoch = epoch
         self.ranks: list[Any] = []
         self.is_closed = self.is_dead = self.hangs = False
+        self.is_dying = False  # it is dead once the steps before have been read
         self._lane: Lane | None = None
         self.world.groups.append(self)
 
@@ -125,14 +127,14 @@ class Group:
         return GroupReport(num_blocks=limits.num_blocks, seconds={}, lines=())
 
     def launch(self, plan: StepPlan) -> None:
-        if self.is_closed or self.is_dead:
+        if self.is_closed or self.is_dead or self.is_dying:
             return
-        running = {seq.slot: seq.request_id for seq in self.world.driver.scheduler.running}
-        guilty = self.world.poison.intersection(running[slot] for slot in plan.slots)
+        guilty = self.world.scenario.poison_in(plan, self.world.driver.scheduler.running)
         for request_id in guilty:
             self.world.crashes[request_id] = self.world.crashes.get(request_id, 0) + 1
         if guilty:
-            self.is_dead = True
+            self.is_dying = True
+            self.is_dead = self.world.rng.random() < 0.3
             return
         assert self._lane is not None, "a group that was not started runs a step"
         self._lane.launch(plan)
@@ -147,6 +149,7 @@ class Group:
 
     def result(self, step_id: int) -> StepResult:
         if self.is_closed or self.is_dead or self._lane is None or not self._lane.results:
+            self.is_dead = self.is_dead or self.is_dying
             raise WorkerError(f"step {step_id} failed: rank 1 died")
         return self._lane.results.popleft()
 
@@ -257,7 +260,16 @@ class Driver:
         collected = self.frontends.collect(frontend_id, acknowledged, 0.0)
         return pickle.dumps(EVENT_LOOP.run_until_complete(collected))
 
-    def _finish(self, request_ids: list[str], reason: str, frontend_id: str, *_: Any) -> None:
+    def _finish(self, request_ids: list[str], reason: str, frontend_id: str, *_: Any) -> Any:
+        ended: Future[None] = Future()
+        if self.world.happens("call_lost"):
+            ended.set_exception(LostCallError("could not finish: lost"))
+        else:
+            ended.set_result(None)
+            self._finish_now(request_ids, reason, frontend_id)
+        return SimpleNamespace(future=lambda: ended)
+
+    def _finish_now(self, request_ids: list[str], reason: str, frontend_id: str) -> None:
         if self.is_alive:
             self.frontends.remove(frontend_id, request_ids)
             self.loop.post(Finish(request_ids=request_ids, reason=reason))
@@ -350,7 +362,7 @@ class World:
             self.is_calm = self.num_turns > FAULTY_TURNS
             if self.is_calm and not self.arriving and bound is None:
                 tokens = sum(self.scenario.limits.max_total_tokens for _ in self.clients)
-                bound = self.num_turns + 3000 + 60 * tokens * (1 + 8 * len(self.poison))
+                bound = self.num_turns + 3000 + 60 * tokens * (1 + 12 * len(self.poison))
             assert bound is None or self.num_turns < bound, "not live"
             if (now := self._progress()) != before or not self.is_calm:
                 last_change, before = self.num_turns, now
@@ -440,11 +452,15 @@ class World:
                 assert guilty or innocent_may, f"{request.request_id} failed: {error}"
                 assert isinstance(error, RequestFailedError), f"{type(error)}: {error}"
             elif not client.is_aborted:
-                assert request.request_id not in self.poison, "poison did not fail"
+                always = self.poison - self.scenario.decode_poison
+                assert request.request_id not in always, "poison did not fail"
                 assert (done.token_ids, done.finish_reason) == (expected, reason), "incomplete"
         num_drivers = 1 + sum(group.epoch == 0 for group in self.groups[1:])
         for request_id, count in self.crashes.items():
-            assert count <= CONVICTED_STRIKES * num_drivers, f"{request_id} crashed {count} times"
+            most = CONVICTED_STRIKES
+            if request_id in self.scenario.decode_poison:
+                most = CONVICTED_WITH_TOKENS
+            assert count <= most * num_drivers, f"{request_id} crashed {count} times"
 
 
 def run_seed(seed: int, parts: Parts | None = None) -> None:

@@ -266,11 +266,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--steps-ahead", type=int, default=1)
-    parser.add_argument("--lose-calls", type=float, default=0.0, help="share of Ray's actor calls")
+    parser.add_argument("--lose-calls", type=int, default=0, help="percent of Ray's actor calls")
     parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
     args = parser.parse_args()
     if args.lose_calls:
-        # Ray's own fault injection: the request, or the reply, of a call does not arrive.
+        # Ray's own fault injection: the request, or the reply, of a call does not arrive. In whole
+        # percent; Ray takes a share for 0.
         lost = {"req_failure_prob": args.lose_calls, "resp_failure_prob": args.lose_calls}
         methods = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, **lost}}
         os.environ["RAY_testing_rpc_failure"] = json.dumps(methods)  # noqa: SIM112 (Ray's name)

@@ -1,0 +1,118 @@
+"""How a driver that has died is replaced, without processes."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RaySystemError
+
+from cluster.engine import start as start_module
+from cluster.engine.start import DriverOwner
+from cluster.ray_errors import DriverDiedError, NoAnswerError
+from cluster.timeouts import GIVE_UP_AFTER_S
+from configs.engine import EngineConfig
+from scheduler.errors import ConfigError, EngineDeadError, WorkerError
+
+DEAD = DriverDiedError("the driver has died")
+
+
+class World:
+    """What fails next, and what was done."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.end_failures: deque[Exception] = deque()
+        self.start_failures: deque[Exception] = deque()
+        self.done: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def end_marked(self, *_: Any) -> None:
+        if self.end_failures:
+            raise self.end_failures.popleft()
+        self.done.append("end")
+
+    def start_driver(self, *_: Any) -> str:
+        if self.start_failures:
+            raise self.start_failures.popleft()
+        self.done.append("start")
+        return "driver"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(ray, "kill", lambda driver: None)
+    monkeypatch.setattr(start_module, "end_marked", world.end_marked)
+    monkeypatch.setattr(start_module, "start_driver", world.start_driver)
+    clock = SimpleNamespace(monotonic=lambda: world.now_s, sleep=world.sleep)
+    monkeypatch.setattr(start_module, "time", clock)
+    return world
+
+
+def owner_in(world: World) -> DriverOwner:
+    """An owner whose first driver has served."""
+    engine = EngineConfig()
+    config: Any = SimpleNamespace(engine=engine)
+    placement: Any = SimpleNamespace(
+        node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list
+    )
+    owner = DriverOwner(config, placement, "engine")
+    report: Any = SimpleNamespace(limits=SimpleNamespace(num_blocks=7), checkpoint="")
+    owner._report = report
+    owner.start = lambda: report  # type: ignore[method-assign]
+    world.done.clear()
+    return owner
+
+
+PASSING = [
+    OSError(errno.ENOMEM, "out of memory"),
+    NoAnswerError("no answer within 150 s"),
+    RaySystemError("the connection to the head was lost"),
+    WorkerError("bundles without a node"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_an_end_that_cannot_be_confirmed_now_is_confirmed_before_the_next_start(
+    world: World, error: Exception
+) -> None:
+    owner = owner_in(world)
+    world.end_failures = deque([error] * 3)
+    assert owner.replace("driver", DEAD, has_served=True) == "driver"
+    assert world.done == ["end", "start"]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_a_start_that_fails_for_a_passing_reason_is_tried_again(
+    world: World, error: Exception
+) -> None:
+    owner = owner_in(world)
+    world.start_failures = deque([error] * 3)
+    assert owner.replace("driver", DEAD, has_served=True) == "driver"
+    assert world.done == ["end"] * 4 + ["start"]
+
+
+def test_an_end_that_is_never_confirmed_ends_the_engine_with_the_reason(world: World) -> None:
+    owner = owner_in(world)
+    world.end_failures = deque(PASSING[:1] * 10_000)
+    with pytest.raises(EngineDeadError, match=r"no driver could be started: .*out of memory"):
+        owner.replace("driver", DEAD, has_served=True)
+    assert world.done == [] and GIVE_UP_AFTER_S < world.now_s < GIVE_UP_AFTER_S + 5
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("another checkpoint"), KeyError("a bug")], ids=lambda e: type(e).__name__
+)
+def test_what_would_happen_again_ends_the_engine_at_once(world: World, error: Exception) -> None:
+    owner = owner_in(world)
+    world.start_failures = deque([error])
+    with pytest.raises(EngineDeadError, match=str(error).strip("'")):
+        owner.replace("driver", DEAD, has_served=True)
+    assert world.done == ["end"]
