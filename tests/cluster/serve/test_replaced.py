@@ -139,7 +139,7 @@ def test_a_server_whose_engine_cannot_start_again_says_why_and_ends(
     next(model.glob("*.safetensors")).unlink()
     [driver] = named(program, "ray::Driver")
     os.kill(driver, signal.SIGKILL)
-    assert program.process.wait(60) == 1
+    assert program.process.wait(90) == 1
     said = what_is_left(program).splitlines()
     assert said[-1].startswith("error: the engine was lost and could not be started again: ")
     assert "holds no *.safetensors file" in said[-1]
