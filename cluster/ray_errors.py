@@ -20,9 +20,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from cluster.error_kinds import Kind, kind_of
+from cluster.timeouts import CALL_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
-
-CALL_TIMEOUT_S = 30.0
 
 
 class NoAnswerError(EngineError):

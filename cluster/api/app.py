@@ -47,6 +47,7 @@ from cluster.api.schema import (
 from cluster.api.trace import chrome_trace
 from cluster.client.client import Client
 from cluster.client.tokenizer import Tokenizer
+from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
 
@@ -58,7 +59,6 @@ Gather = Callable[[], Awaitable[list[list[Family]]]]
 
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
-STATS_TIMEOUT_S = 2.0
 STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
 # many take 20 ms.
@@ -492,10 +492,10 @@ class Api:
                 loop.run_in_executor(self._asking, self._client.stats)
             )
         try:
-            return await asyncio.wait_for(asyncio.shield(self._stats), STATS_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(self._stats), API_STATS_TIMEOUT_S)
         except TimeoutError:
             raise OverloadedError(
-                f"the engine did not answer within {STATS_TIMEOUT_S:g} s"
+                f"the engine did not answer within {API_STATS_TIMEOUT_S:g} s"
             ) from None
 
     async def drain(self, limit_s: float) -> int:

@@ -25,6 +25,8 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 Params = SamplingParams | Seq[SamplingParams] | None
+# How many calls of `submit_async` may wait for the engine's answers at a time.
+NUM_SENDERS = 8
 
 
 class EngineLink(Protocol):
@@ -53,14 +55,15 @@ class Client:
         self,
         builder: RequestBuilder,
         link: EngineLink,
-        reach: Callable[[list[Generation]], Awaitable[None]] | None = None,
+        send: Callable[[list[Generation]], Awaitable[None]] | None = None,
     ) -> None:
-        """`reach` is awaited before asynchronous requests are sent, so that sending them through
-        `link` does not block the event loop.
+        """`send` is awaited to send asynchronous requests; without it, they are sent through `link`
+        on threads of their own, so that an engine that does not answer blocks nothing else.
         """
         self.builder = builder
         self._link = link
-        self._reach = reach
+        self._send_async = send
+        self._sending = ThreadPoolExecutor(NUM_SENDERS, "eagleray-send")
         # More threads than grammars that are slow to compile may be under way.
         self._compiling = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
@@ -81,7 +84,8 @@ class Client:
         request runs.
         """
         generations = self._build(prompts, params, sinks, request_id)
-        self._send(generations, request_id)
+        self._link.submit(generations)
+        self._name(generations, request_id)
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
@@ -106,7 +110,7 @@ class Client:
         """`submit` on another thread. If this is canceled, what it has submitted is aborted."""
         # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
         # it with that. The threads of an executor have no context.
-        submit = self.submit if self._reach is None else self._build
+        submit = self.submit if self._send_async is None else self._build
         build = functools.partial(submit, prompts, params, sinks, request_id)
         each: Seq[SamplingParams | None] = [params]  # type: ignore[list-item]
         if isinstance(params, list | tuple):
@@ -115,10 +119,11 @@ class Client:
         has_grammar = any(
             isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
         )
-        executor = self._compiling if has_grammar else None
+        executor = self._sending if self._send_async is None else None
+        executor = self._compiling if has_grammar else executor
         submitting = asyncio.get_running_loop().run_in_executor(executor, build)
-        if self._reach is not None:
-            sending = self._reach_and_send(submitting, request_id)
+        if self._send_async is not None:
+            sending = self._send_built(submitting, request_id)
             submitting = asyncio.get_running_loop().create_task(sending, context=Context())
         try:
             return await asyncio.shield(submitting)
@@ -140,18 +145,17 @@ class Client:
         each = zip(many, one_each(params, len(many)), sinks or [None] * len(many), strict=True)
         return [self.builder.build(prompt, wanted, sink) for prompt, wanted, sink in each]
 
-    def _send(self, generations: list[Generation], request_id: str | None) -> None:
-        self._link.submit(generations)
+    def _name(self, generations: list[Generation], request_id: str | None) -> None:
         if request_id is not None:
             self._named[request_id] = generations[0]
 
-    async def _reach_and_send(
+    async def _send_built(
         self, building: asyncio.Future[list[Generation]], request_id: str | None
     ) -> list[Generation]:
-        assert self._reach is not None
+        assert self._send_async is not None
         generations = await building
-        await self._reach(generations)
-        await asyncio.get_running_loop().run_in_executor(None, self._send, generations, request_id)
+        await self._send_async(generations)
+        self._name(generations, request_id)
         return generations
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:

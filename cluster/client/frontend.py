@@ -26,7 +26,6 @@ from cluster.client.outputs import Generation, OutputFollower
 from cluster.error_kinds import kind_of, reason_of
 from cluster.news import unpack
 from cluster.ray_errors import (
-    CALL_TIMEOUT_S,
     DriverDiedError,
     LostCallError,
     NoAnswerError,
@@ -35,14 +34,16 @@ from cluster.ray_errors import (
     made,
     was_lost,
 )
+from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 from scheduler.messages import Deltas, EngineStats, Request
 from scheduler.records import StepRecord
 
 logger = logging.getLogger("eagleray")
 
-POLL_WAIT_S = 5.0
 LOST_CALL_PAUSE_S = 0.2
+# A driver that answers after this time has served, although there was no news from it.
+SERVED_S = 10.0
 
 Replace = Callable[[Any, EaglerayError, bool], Any]
 OnDead = Callable[[list[Generation], EaglerayError], None]
@@ -72,7 +73,8 @@ class Frontend:
         from it; it returns a new driver, or raises. `answer_limit_s`: how long the driver may take
         beyond what it was asked to wait. `on_dead` gets the requests that the driver had, and the
         reason, if there will be no other driver; without it they fail. It runs on the polling
-        thread.
+        thread. With it, the engine is somebody else's and outlives this frontend, so it is told of
+        every request that it no longer needs to run, even after `close`.
         """
         self._driver = driver
         self._is_reachable = is_reachable
@@ -89,6 +91,10 @@ class Frontend:
         self._accepted: set[str] = set()  # requests that the driver has taken
         self._ended: Any = None  # a driver that has died
         self._has_news = False  # from the present driver
+        self._driver_since_s = time.monotonic()
+        self.death: EngineDeadError | None = (
+            None  # why there is no driver, if none could be started
+        )
         self._changed = threading.Condition()
         self._reviving = threading.Lock()
         self._closed = False
@@ -119,9 +125,11 @@ class Frontend:
         except BaseException as error:
             self._forget(generations)
             has_refused = isinstance(error, EaglerayError) and not kind_of(error).may_pass
-            if not has_refused:
-                # The driver may still receive them.
-                self._finish([r.request_id for r in requests], "abort", after=submitted)
+            was_closed = self._closed and self._on_dead is not None
+            if not has_refused or was_closed:  # the driver may have them, or receive them later
+                request_ids = [request.request_id for request in requests]
+                self._finish(request_ids, "abort")  # Ray drops the next one if a call was lost
+                self._finish(request_ids, "abort", after=submitted)
             raise
 
     def abort(self, generations: list[Generation]) -> None:
@@ -171,8 +179,9 @@ class Frontend:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._sender.shutdown(wait=False)
         self._fail_all(EngineDeadError("the engine was shut down"))
+        if self._on_dead is None:
+            self._sender.shutdown(wait=False)
 
     def join(self, limit_s: float) -> None:
         """Wait for the polling thread after `close`, once the driver is gone."""
@@ -241,7 +250,8 @@ class Frontend:
             self._sender.submit(make_call, *arguments)
 
     def _send_finish(self, driver: Any, request_ids: list[str], reason: str, *after: Any) -> None:
-        if self._closed or not self._is_reachable():
+        has_ended = self._closed and self._on_dead is None
+        if has_ended or not self._is_reachable():
             return
 
         def make_again_if_lost(ended: Future[None]) -> None:
@@ -294,7 +304,8 @@ class Frontend:
         except (DriverDiedError, NoAnswerError) as error:
             self._revive(driver, error)
         else:
-            self._has_news = True  # it had served for a while before
+            has_served = time.monotonic() - self._driver_since_s > SERVED_S
+            self._has_news = self._has_news or has_served
 
     def _revive(self, driver: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
@@ -303,8 +314,7 @@ class Frontend:
         with self._reviving:
             while self._driver is driver:
                 self._check_reachable()
-                new = self._replace_driver(driver, error, self._has_news)
-                self._has_news = False
+                new = self._replaced(driver, error)
                 with self._changed:
                     self._check_reachable()
                     self._driver, self._acknowledged = new, 0
@@ -318,6 +328,17 @@ class Frontend:
                 else:
                     ids = (output.request.request_id for output in again)
                     self._finish([i for i in ids if i not in self._active], "abort")
+
+    def _replaced(self, driver: Any, error: EaglerayError) -> Any:
+        """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""
+        try:
+            new = self._replace_driver(driver, error, self._has_news)
+        except EngineDeadError as death:
+            self.death = death
+            raise
+        self.death, self._has_news = None, False
+        self._driver_since_s = time.monotonic()
+        return new
 
     # -- polling thread ----------------------------------------------------------------------------
 
@@ -380,14 +401,14 @@ class Frontend:
                 logger.exception("the driver could not be replaced")
                 failure = _frontend_failed(raised)
             with self._changed:
-                request_ids = list(self._active)
                 self._ended = None  # there will be no other driver; a new request tries again
             if self._on_dead is None:
                 self._fail_all(failure)
             else:
-                self._on_dead(self._take_accepted(), failure)
-            if not isinstance(error, DriverDiedError):  # it may still run them
-                self._finish(request_ids, "abort")
+                generations = self._take_accepted()
+                if not isinstance(error, DriverDiedError):  # it may still run them
+                    self.finish(generations)
+                self._on_dead(generations, failure)
 
     def _wait_for_work(self) -> bool:
         with self._changed:

@@ -9,7 +9,7 @@ import dataclasses
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.client.text_stream import TextStream
 from cluster.news import News
@@ -176,6 +176,14 @@ class Generation:
     @property
     def request_ids(self) -> list[str]:
         return [output.request.request_id for output in self.outputs]
+
+    def rename(self, suffix: str) -> None:
+        """Give the engine requests other ids, before they are sent to another engine: one that they
+        left may still run them under the old ids when they come back to it.
+        """
+        for output in self.outputs:
+            base = output.request.request_id.partition("~")[0]
+            output.request = replace(output.request, request_id=f"{base}~{suffix}")
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -14,6 +14,7 @@ from cluster.client.model_files import find_model, generation_defaults
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer, load_tokenizer
 from cluster.limits import limits_of
+from cluster.timeouts import Timeouts
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig, read_generation_config
 from scheduler.errors import ConfigError
@@ -65,6 +66,7 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
         raise ConfigError(
             f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}"
         )
+    Timeouts.of(config)  # refuses what would replace ranks that work
     model_dir = find_model(config.model, config.revision)
     if config.tokenizer is not None:
         # Looked for once: the driver may run in another folder, and takes no hub id.

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
 from cluster.serve.engine import NAME, EngineReport
+from cluster.serve.lifetime import Application
 from scheduler.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 5.0
@@ -40,14 +41,14 @@ def run_status(address: str | None) -> None:
 
 def run_down(name: str, address: str | None) -> None:
     """End one engine, after its running requests have finished. Raises `ConfigError` if there is
-    none.
+    none, `EngineError` if it does not end in time.
     """
     with _joined(address):
         engines = _engines()
         if name not in engines:
             known = ", ".join(sorted(engines)) or "none"
             raise ConfigError(f"no engine named {name!r} runs in this cluster; running: {known}")
-        serve.delete(name)
+        Application(name).finish()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from cluster.error_kinds import kind_of
 from cluster.ray_errors import NoAnswerError, call, made
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import living_nodes
+from cluster.timeouts import NODE_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 
 IS_LINUX = sys.platform == "linux"
@@ -38,8 +39,6 @@ END_TIMEOUT_S = 10.0
 # Time for processes that Ray was told to end: Ray reports one that is killed otherwise as a fault.
 GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
-# By default, Ray declares a node dead that has not answered for about a minute.
-NODE_TIMEOUT_S = 150.0
 DESCRIBE_TIMEOUT_S = 3.0
 LOOK_S = 0.5
 
@@ -63,7 +62,7 @@ def mark(engine_id: str) -> ProcessId:
     descriptor, pid = -1, os.getpid()
     if IS_LINUX:
         if ray.get_runtime_context().get_actor_id() is not None:
-            _end_with_parent()
+            end_with_parent()
         descriptor = os.memfd_create(f"eagleray-{engine_id}")
         faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
     return ProcessId(
@@ -74,12 +73,14 @@ def mark(engine_id: str) -> ProcessId:
     )
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process with its parent, the raylet.
+def end_with_parent() -> None:
+    """Have the kernel end this process with its parent, the raylet, even if it is stopped.
 
     The raylet of a node that was cut off and declared dead ends itself, and asks its workers to
     end; a worker that waits for a lost peer would not obey.
     """
+    if not IS_LINUX:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")

@@ -18,14 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.timeouts import GIVE_UP_AFTER_S
+
 DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
-GIVE_UP_AFTER_S = 300.0
 REST_S = 10.0
-
-
-def give_up_after_s(wait_for_nodes_s: float) -> float:
-    """How long to try if new nodes may be waited for."""
-    return max(GIVE_UP_AFTER_S, wait_for_nodes_s)
 
 
 class State(Enum):

@@ -20,19 +20,19 @@ from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
 from cluster.engine.processes import end_marked
-from cluster.engine.recovery import Recovery, State, give_up_after_s
+from cluster.engine.recovery import Recovery, State
 from cluster.engine.report import EngineReport
 from cluster.engine.worker_group import RankMaker
 from cluster.error_kinds import kind_of, reason_of
-from cluster.ray_errors import CALL_TIMEOUT_S, call
+from cluster.ray_errors import call
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
+from cluster.timeouts import SHUTDOWN_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, EngineError
 from workers.configuration import has_cuda, resolve_config
 
-SHUTDOWN_TIMEOUT_S = 2.0
 MAX_IDLE_DEATHS = 5
 END_PAUSE_S = 0.5
 
@@ -90,7 +90,7 @@ def _start(
         owner.driver,
         lambda: SESSION.holds(lease),
         owner.replace,
-        setup.config.stuck_after_s,
+        Timeouts.of(setup.config).stuck_s,
     )
     # No thread of ours may be inside Ray when Ray stops.
     stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
@@ -115,6 +115,7 @@ class DriverOwner:
 
     def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
         self._config = config
+        self._timeouts = Timeouts.of(config.engine)
         self.placement = placement
         self._engine_id = engine_id
         self._report: EngineReport | None = None
@@ -124,7 +125,7 @@ class DriverOwner:
 
     def start(self) -> EngineReport:
         """Start the engine. Raises what kept it from starting."""
-        limit_s = self._config.engine.start_timeout_s + CALL_TIMEOUT_S
+        limit_s = self._timeouts.start_s
         report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
         if self._report is None:
             self._report = report
@@ -148,7 +149,7 @@ class DriverOwner:
                 f"{self._num_idle_deaths} drivers died one after another before they had any news;"
                 f" the last one: {error}"
             )
-        limit_s = give_up_after_s(self._config.engine.wait_for_nodes_s)
+        limit_s = self._timeouts.give_up_s
         recovery = Recovery(time.monotonic, limit_s)
         recovery.fault(str(error))
         while True:

@@ -15,11 +15,12 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.engine.processes import ProcessId
-from cluster.engine.recovery import Recovery, State, give_up_after_s
+from cluster.engine.recovery import Recovery, State
 from cluster.engine.spares import Spares
-from cluster.engine.watch import HEARTBEAT_S, Watch
+from cluster.engine.watch import Watch
 from cluster.engine.worker_group import GroupReport, RankHandle, RankMaker, WorkerGroup
 from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
 ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been killed
@@ -54,7 +55,7 @@ class Supervisor:
         self._clock = clock
         self._maker = maker
         self._options = maker.config.engine
-        self.recovery = Recovery(clock, give_up_after_s(self._options.wait_for_nodes_s))
+        self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
         self._busy_since_s, self._has_work = busy_since_s, has_work
         self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
         self._group: WorkerGroup | None = None

@@ -19,17 +19,13 @@ from typing import Any
 from cluster.engine.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.engine.worker_group import WorkerGroup
 from cluster.ray_errors import was_lost
+from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-# How often to look, and to ask the ranks. Together with `ANSWER_S`, this bounds the time after
-# which an engine whose rank is stopped no longer reports that it is ready.
-HEARTBEAT_S = 0.5
 # A rank on this node that is not stopped and has nothing to do is asked only this often, because a
 # question costs a millisecond.
 ASK_IDLE_AFTER_S = 2.0
-# If a rank has not answered for this long, the engine does not report that it is ready.
-ANSWER_S = 0.4
 # If this process itself did not run for this long, the silence of others proves nothing.
 STALL_S = 2.0
 

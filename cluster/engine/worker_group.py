@@ -20,10 +20,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.engine.calls import StepCalls
 from cluster.engine.processes import ProcessId, end_all
 from cluster.engine.rank_actor import RankActor
-from cluster.engine.recovery import give_up_after_s
 from cluster.error_kinds import Kind, kind_of
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
+from cluster.timeouts import Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
@@ -136,7 +136,7 @@ class WorkerGroup:
         doing when the time was up.
         """
         if first is not None:
-            limit_s = give_up_after_s(self._config.engine.wait_for_nodes_s)
+            limit_s = Timeouts.of(self._config.engine).give_up_s
             if self._maker.placement.restore(limit_s, lambda: not self._is_closed):
                 end_ranks([spare for spare in self._spares if spare is not None])
                 self._spares = [None] * self._maker.size

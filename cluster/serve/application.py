@@ -7,6 +7,7 @@ configuration are raised here, before Serve starts a replica.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
@@ -19,14 +20,16 @@ from cluster.resources.room import bundle_of, check_room, pick_device, strategy_
 from cluster.serve.engine import NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
 from cluster.serve.router import LeaseRouter
+from cluster.timeouts import HEALTH_PERIOD_S, Timeouts
 from configs.engine import num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
 API_NAME = "api"
 MANY = 100_000  # so that our own limits are reached before Serve's
-HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 5.0, 10.0
 MAX_CONSTRUCTOR_TRIES = 2
+
+logger = logging.getLogger("eagleray")
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -37,6 +40,9 @@ def build(args: dict[str, Any]) -> serve.Application:
 def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
     prepare(config.engine, SamplingParams.from_dict(config.sampling))
+    timeouts = Timeouts.of(config.engine)
+    if raised := timeouts.raised():
+        logger.info("to fit the options of the engine: %s", raised)
     size = config.engine.tensor_parallel_size
     if not ray.is_initialized():
         ray.init(address="auto")
@@ -47,8 +53,8 @@ def application(config: ServeConfig) -> serve.Application:
         "max_ongoing_requests": MANY,
         "max_queued_requests": -1,
         "max_constructor_retry_count": MAX_CONSTRUCTOR_TRIES,
-        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": timeouts.health_timeout_s,
         "graceful_shutdown_timeout_s": config.drain_timeout_s,
         "ray_actor_options": {"num_cpus": 0, "runtime_env": actor_environment()},
         "logging_config": {"enable_access_log": False},

@@ -19,9 +19,12 @@ from ray import serve
 from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.api.metrics import engine_families
 from cluster.client.setup import prepare
+from cluster.engine.processes import end_with_parent
 from cluster.engine.start import EngineProcesses
+from cluster.serve.health import EngineHealth
 from cluster.serve.ray_metrics import report_from_time_to_time
 from cluster.serve.router import Wanted
+from cluster.timeouts import ENGINE_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
 from scheduler.errors import OverloadedError
 from scheduler.limits import SchedulerLimits
@@ -32,7 +35,6 @@ from scheduler.records import StepRecord
 NAME = "engine"
 DRIVER_TIMEOUT_S = 0.1  # another engine may be available at once
 LAST_DRIVER_TIMEOUT_S = 10.0
-STATS_TIMEOUT_S = 1.0  # shorter than the wait of whoever adds up the engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +82,15 @@ class EngineReplica:
     """Run by Ray Serve, in the bundle of rank 0."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model_name = config.model_name
         sampling = SamplingParams.from_dict(config.sampling)
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
+        timeouts = Timeouts.of(config.engine)
+        self._health = EngineHealth(self._engine.frontend, timeouts.replaced_s)
         self._replica = serve.get_replica_context().replica_id.unique_id
         # One call at a time, whoever waits for its result.
         self._finding: asyncio.Future[Any] | None = None
@@ -121,9 +126,9 @@ class EngineReplica:
         if self._asking is None or self._asking.done():
             asking = asyncio.to_thread(self._engine.frontend.stats)
             self._asking = asyncio.ensure_future(asking)
-        await asyncio.wait({self._asking}, timeout=STATS_TIMEOUT_S)
+        await asyncio.wait({self._asking}, timeout=ENGINE_STATS_TIMEOUT_S)
         if not self._asking.done():
-            raise OverloadedError(f"the engine did not answer within {STATS_TIMEOUT_S:g} s")
+            raise OverloadedError(f"the engine did not answer within {ENGINE_STATS_TIMEOUT_S:g} s")
         return self._asking.result()
 
     async def records(self, seconds: float) -> list[StepRecord]:
@@ -135,10 +140,8 @@ class EngineReplica:
         return await describe(self._engine, self._model_name, await self.stats())
 
     async def check_health(self) -> None:
-        """Replaces a driver that does not answer. Raises when the engine is dead, so that Serve
-        replaces this replica.
-        """
-        await asyncio.to_thread(self._engine.frontend.check)
+        """Raises when the engine is dead for good, so that Serve replaces this replica."""
+        self._health.check()
 
     async def _families(self) -> Any:
         return engine_families(await self.stats())

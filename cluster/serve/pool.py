@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -29,12 +28,12 @@ from cluster.serve.engine import EngineReport, Lease
 from cluster.serve.leases import LeaseCall
 from cluster.serve.prefixes import PrefixTable, prefix_hashes, session_hash
 from cluster.serve.router import Wanted
+from cluster.serve.senders import EngineSender
+from cluster.timeouts import POOL_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
-LEASE_TIMEOUT_S = 120.0  # an engine that starts or recovers takes the requests once it is ready
-ANSWER_TIMEOUT_S = 2.0
 PAUSE_S = 0.2
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
 
@@ -59,46 +58,46 @@ class EnginePool:
     """
 
     def __init__(
-        self, engines: DeploymentHandle[Any], block_size: int, answer_limit_s: float
+        self,
+        engines: DeploymentHandle[Any],
+        block_size: int,
+        answer_limit_s: float,
+        lease_limit_s: float,
     ) -> None:
+        """`answer_limit_s`: how long an engine may take to answer, `lease_limit_s`: how long a
+        request may wait until one takes it.
+        """
         self._engines = engines
         self._leases = engines.options(method_name="lease", stream=True)
         self._block_size = block_size
         self._answer_limit_s = answer_limit_s
+        self._lease_limit_s = lease_limit_s
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}  # by the id of the generation
-        self._frontends: dict[Any, Frontend] = {}  # by the id of the driver
+        self._senders: dict[Any, EngineSender] = {}  # by the id of the driver
         self._table = PrefixTable()
         self._callbacks: list[Callable[[], None]] = []
 
-    async def reach(self, generations: list[Generation]) -> None:
-        """Lease engines in advance, because `submit` would block a thread while it waits for them.
-        On the event loop of the pool. Raises `OverloadedError`.
+    async def send(self, generations: list[Generation]) -> None:
+        """Lease engines for these generations and send their requests, all or none. On the event
+        loop of the pool. Raises `RequestError`, `OverloadedError` when no engine takes them in
+        time.
         """
         held = self._hold(generations)
         try:
-            async with asyncio.timeout(LEASE_TIMEOUT_S):
-                await self._lease_all(held)
+            async with asyncio.timeout(self._lease_limit_s):
+                await self._place(held)
         except TimeoutError:
             self.abort(generations)
-            raise _no_answer(LEASE_TIMEOUT_S) from None
+            raise _no_answer(self._lease_limit_s) from None
         except BaseException:
             self.abort(generations)
             raise
 
     def submit(self, generations: list[Generation]) -> None:
-        """Send the requests of these generations, all or none. Raises `RequestError`,
-        `OverloadedError` when no engine takes them in time.
-        """
-        with self._lock:
-            found = [self._held.get(id(generation)) for generation in generations]
-        held = [each for each in found if each is not None] or self._hold(generations)
-        try:
-            self._place(held, time.monotonic() + LEASE_TIMEOUT_S)
-        except BaseException:
-            self.abort(generations)
-            raise
+        """`send`, for other threads than the event loop's."""
+        asyncio.run_coroutine_threadsafe(self.send(generations), self._loop).result()
 
     def abort(self, generations: list[Generation]) -> None:
         """End generations early."""
@@ -126,11 +125,11 @@ class EnginePool:
 
     def stats(self) -> EngineStats:
         """The counters of all engines, added up. Raises `OverloadedError` if none answers."""
-        return merged(self._run(self.all_stats(), ANSWER_TIMEOUT_S))
+        return merged(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of one of the engines: those of several do not fit into one list."""
-        [found] = self._run(self._ask("records", seconds), ANSWER_TIMEOUT_S)[:1] or [[]]
+        [found] = self._run(self._ask("records", seconds), POOL_STATS_TIMEOUT_S)[:1] or [[]]
         records: list[StepRecord] = found
         return records
 
@@ -152,41 +151,30 @@ class EnginePool:
 
     # -- placing -----------------------------------------------------------------------------------
 
-    def _place(self, held: list[_Held], until_s: float) -> None:
+    async def _place(self, held: list[_Held]) -> None:
         """Lease an engine for each request and send it there, or to another engine if that one is
-        lost meanwhile.
+        lost meanwhile. No request waits for an engine that another one was sent to.
         """
-        while held:
-            self._lease(held, until_s)
-            by_frontend: dict[Frontend, list[_Held]] = {}
-            for each in held:
-                if each.frontend is not None:
-                    by_frontend.setdefault(each.frontend, []).append(each)
-            held = []
-            for frontend, of_one in by_frontend.items():
-                try:
-                    frontend.submit([each.generation for each in of_one])
-                except (EngineDeadError, NoAnswerError) as error:
-                    self._lost(of_one, error)
-                    held += [each for each in of_one if not each.generation.done.done()]
-                else:
-                    gone = [e.generation for e in of_one if e.generation.done.done()]
-                    frontend.finish(gone)  # aborted meanwhile
-            if held:
-                time.sleep(PAUSE_S)
-
-    def _lease(self, held: list[_Held], until_s: float) -> None:
-        """Lease an engine for each request that has not been aborted."""
-        if without := [each for each in held if each.granted is None]:
-            self._run(self._lease_all(without), max(0.0, until_s - time.monotonic()))
+        await asyncio.gather(*map(self._lease_one, held))
+        by_engine: dict[EngineSender, list[_Held]] = {}
         for each in held:
             lease, each.granted = each.granted, None
             if lease is not None:
                 with self._lock:
-                    each.replica, each.frontend = lease.replica, self._frontend(lease.driver)
+                    sender = self._sender(lease.driver)
+                    each.replica, each.frontend = lease.replica, sender.frontend
+                by_engine.setdefault(sender, []).append(each)
+        await asyncio.gather(*(self._send_to(*part) for part in by_engine.items()))
 
-    async def _lease_all(self, held: list[_Held]) -> None:
-        await asyncio.gather(*map(self._lease_one, held))
+    async def _send_to(self, sender: EngineSender, held: list[_Held]) -> None:
+        """Send requests to one engine, or elsewhere if it is lost."""
+        try:
+            await sender.send([each.generation for each in held])
+        except (EngineDeadError, NoAnswerError) as error:
+            self._lost(held, error)
+            if left := [each for each in held if not each.generation.done.done()]:
+                await asyncio.sleep(PAUSE_S)
+                await self._place(left)
 
     async def _lease_one(self, held: _Held) -> None:
         """Lease an engine for one request. Sets `granted`, unless the request has ended."""
@@ -236,10 +224,10 @@ class EnginePool:
                 self._table.ended(held)
         return chosen
 
-    def _frontend(self, driver: Any) -> Frontend:
-        """The frontend of a driver. Call it with the lock held."""
+    def _sender(self, driver: Any) -> EngineSender:
+        """The sender of a driver's requests. Call it with the lock held."""
         key = driver._ray_actor_id
-        if key not in self._frontends:
+        if key not in self._senders:
             frontend = Frontend(
                 driver,
                 answer_limit_s=self._answer_limit_s,
@@ -247,30 +235,38 @@ class EnginePool:
             )
             frontend.after_news(self._news)
             frontend.follow()
-            self._frontends[key] = frontend
-        return self._frontends[key]
+            self._senders[key] = EngineSender(frontend)
+        return self._senders[key]
 
     def _move(self, key: Any, generations: list[Generation], error: EaglerayError) -> None:
-        """An engine is lost: move its requests to others."""
+        """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
-            frontend = self._frontends.pop(key, None)
+            sender = self._senders.pop(key, None)
             held = [h for h in (self._held.get(id(g)) for g in generations) if h is not None]
         if held:
             logger.warning("%d requests move to other engines: %s", len(held), error)
+        if sender is not None:
+            sender.frontend.close()
         self._lost(held, error)
-        until_s = time.monotonic() + LEASE_TIMEOUT_S
         for each in held:
             if not each.generation.done.done():
-                try:
-                    self._place([each], until_s)
-                except EaglerayError as failure:  # the other requests continue
-                    each.generation.fail(failure)
-                except Exception as failure:  # a bug here must not leave callers waiting
-                    logger.exception("a request could not be moved")
-                    each.generation.fail(EngineError(f"this request could not move: {failure!r}"))
+                asyncio.run_coroutine_threadsafe(self._go_on(each), self._loop)
         self._news()
-        if frontend is not None:
-            frontend.close()
+
+    async def _go_on(self, held: _Held) -> None:
+        """Place a request that has lost its engine; if that is not possible, it fails alone."""
+        generation = held.generation
+        try:
+            async with asyncio.timeout(self._lease_limit_s):
+                await self._place([held])
+        except TimeoutError:
+            generation.fail(_no_answer(self._lease_limit_s))
+        except EaglerayError as failure:
+            generation.fail(failure)
+        except Exception as failure:  # a bug here must not leave callers waiting
+            logger.exception("a request could not be moved")
+            generation.fail(EngineError(f"this request could not move: {failure!r}"))
+        self._news()
 
     def _lost(self, held: list[_Held], error: EaglerayError) -> None:
         """These requests have lost their engine. Those that were at too many engines fail."""
@@ -279,6 +275,7 @@ class EnginePool:
                 each.frontend = None
             self._cancel(each)
             each.failed_at.append(each.replica)
+            each.generation.rename(str(len(each.failed_at)))
             if len(each.failed_at) > MAX_MOVES:
                 each.generation.fail(
                     EngineDeadError(
@@ -310,7 +307,7 @@ class EnginePool:
         """The answers of the engines that give one in time."""
         asked = self._engines.broadcast(method, *args)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(POOL_STATS_TIMEOUT_S):
                 answers = await asked.results_async(return_exceptions=True)
         except TimeoutError:
             return []

@@ -30,15 +30,16 @@ from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import prepare
+from cluster.engine.processes import end_with_parent
 from cluster.engine.start import EngineProcesses
 from cluster.serve.engine import EngineReport, describe
+from cluster.serve.health import EngineHealth
 from cluster.serve.pool import EnginePool
 from cluster.serve.ray_metrics import report_from_time_to_time
+from cluster.timeouts import GATHER_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
 from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
-
-GATHER_TIMEOUT_S = 5.0
 
 
 def installed_version() -> str:
@@ -58,22 +59,28 @@ class ApiReplica:
         """`engines`: the deployment whose engines are leased; without it, this replica starts its
         own engine.
         """
+        end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         self._engine: EngineProcesses | None = None
+        self._health: EngineHealth | None = None
         self._pool: EnginePool | None = None
+        timeouts = Timeouts.of(config.engine)
         link: EngineLink
         if engines is None:
             group = ray.util.get_current_placement_group()
             self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
             limits, link = self._engine.report.limits, self._engine.frontend
+            self._health = EngineHealth(self._engine.frontend, timeouts.replaced_s)
         else:
-            limits = await _limits_of(engines, config)
-            self._pool = link = EnginePool(engines, limits.block_size, config.engine.stuck_after_s)
-        reach = self._pool.reach if self._pool is not None else None
-        self._client = Client(setup.request_builder(limits), link, reach)
+            limits = await _limits_of(engines, timeouts.first_engine_s)
+            self._pool = link = EnginePool(
+                engines, limits.block_size, timeouts.stuck_s, timeouts.lease_s
+            )
+        send = self._pool.send if self._pool is not None else None
+        self._client = Client(setup.request_builder(limits), link, send)
         self._api = Api(
             self._client,
             setup.tokenizer,
@@ -93,6 +100,8 @@ class ApiReplica:
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
             ),
         )
+        self._listens_itself = config.listen is not None
+        self._drain_limit_s = config.drain_timeout_s
         self._api.gather_metrics = self._gather_metrics
         replica = serve.get_replica_context().replica_id.unique_id
         self._reporting = asyncio.create_task(
@@ -158,13 +167,20 @@ class ApiReplica:
         return [await describe(self._engine, self._model_name, await self._api.stats())]
 
     async def check_health(self) -> None:
-        """Raises when its own engine is dead, so that Serve replaces this replica. Engines in a
-        deployment of their own are replaced there.
+        """Raises when its own engine is dead for good, so that Serve replaces this replica. Engines
+        in a deployment of their own are replaced there.
         """
         if self._listening.done():
             self._listening.result()
-        if self._pool is None:
-            await self._api.stats()
+        if self._health is not None:
+            self._health.check()
+
+    async def __del__(self) -> None:
+        """Serve awaits this before it ends the replica: it waits for the requests that this process
+        has taken itself, of which Serve does not know.
+        """
+        if self._listens_itself:
+            await self._api.drain(self._drain_limit_s)
 
     async def _gather_metrics(self) -> list[list[Family]]:
         """The families of all replicas, and of all engines."""
@@ -178,9 +194,8 @@ class ApiReplica:
         return found
 
 
-async def _limits_of(engines: DeploymentHandle[Any], config: ServeConfig) -> SchedulerLimits:
+async def _limits_of(engines: DeploymentHandle[Any], limit_s: float) -> SchedulerLimits:
     """The limits of the first engine that answers."""
-    limit_s = config.engine.start_timeout_s + config.engine.wait_for_nodes_s
     limits: Any = await asyncio.wait_for(engines.limits.remote(), limit_s)
     assert isinstance(limits, SchedulerLimits)
     return limits

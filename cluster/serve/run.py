@@ -94,7 +94,8 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
-    from cluster.serve.application import application
+    from cluster.serve.application import application as application_of
+    from cluster.serve.lifetime import Application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     running = serve.status()
@@ -116,6 +117,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
+    application = Application(job.name)
     try:
         serve.start(
             proxy_location="Disabled" if is_direct else "HeadOnly",
@@ -124,7 +126,7 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         )
         try:
             handle = serve.run(
-                application(config),
+                application_of(config),
                 name=job.name,
                 route_prefix=job.route_prefix,
                 blocking=False,
@@ -142,23 +144,18 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
-        while not signals.stopping.wait(1.0):
-            pass
+        application.watch(signals.stopping)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
-    except KeyboardInterrupt:
-        if ends_with_ray:
-            raise  # Serve would wait for the running requests
-        _kill_replicas(job.name)
-        serve.delete(job.name)
-        raise
     except BaseException:
-        serve.delete(job.name)
+        if not ends_with_ray:  # a Ray that ends ends everything
+            application.kill()  # Serve would wait for the running requests
         raise
-    serve.delete(job.name)
+    if not application.end() and not ends_with_ray:
+        raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only this call ends.
-    is_last = is_ours and not serve.status().applications
-    if is_last and (not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
+    has_more = not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    if has_more and is_ours and not serve.status().applications:
         serve.shutdown()
 
 
@@ -178,16 +175,6 @@ def _wait_until_it_listens(job: ServeJob) -> None:
             time.sleep(0.05)
 
 
-def _kill_replicas(name: str) -> None:
-    """End the replicas, and with them their engines, whatever they are doing."""
-    import ray
-    from ray.util import list_named_actors
-
-    for actor in list_named_actors(all_namespaces=True):
-        if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
-            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-
-
 def _drain(handle: Any, limit_s: float) -> None:
     try:
         left = sum(handle.broadcast("drain", limit_s).results(timeout_s=limit_s + DRAIN_GRACE_S))
@@ -202,13 +189,10 @@ def _reason(name: str) -> str:
     """Serve's message about the deployment that failed."""
     from ray import serve
 
+    from cluster.serve.lifetime import reason_of
+
     application = serve.status().applications.get(name)
-    if application is None:
-        return ""
-    messages = [deployment.message for deployment in application.deployments.values()]
-    # The last line of a remote traceback names the error.
-    lines = [line for message in messages for line in message.splitlines() if "Error" in line]
-    return lines[-1].strip() if lines else str(application.message)
+    return reason_of(application) if application is not None else ""
 
 
 def _check_names(job: ServeJob) -> None:

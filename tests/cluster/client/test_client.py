@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -32,19 +33,20 @@ class Notes:
         pass
 
 
-def test_engines_are_reached_first_on_no_thread_and_in_nobody_s_context() -> None:
+def test_requests_that_are_sent_on_the_loop_hold_no_thread_and_belong_to_no_call() -> None:
     """When a call is canceled, Ray cancels the calls that it has made."""
     notes: Any = Notes()
     may_go, callers = asyncio.Event(), list[str]()
 
-    async def reach(generations: list[Generation]) -> None:
+    async def send(generations: list[Generation]) -> None:
         callers.append(CALLER.get())
         await may_go.wait()
+        notes.submit(generations)
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         CALLER.set("an HTTP request")
-        client = Client(notes, notes, reach)
+        client = Client(notes, notes, send)
         sending = [asyncio.create_task(client.submit_async([[number]])) for number in range(5)]
         while len(callers) < 5:
             await asyncio.sleep(0.01)
@@ -55,3 +57,28 @@ def test_engines_are_reached_first_on_no_thread_and_in_nobody_s_context() -> Non
 
     asyncio.run(asyncio.wait_for(main(), 10))
     assert callers == ["nobody"] * 5
+
+
+def test_an_engine_that_does_not_answer_leaves_the_other_threads_of_the_process_free() -> None:
+    """They count tokens and check health."""
+    notes: Any = Notes()
+    answers = threading.Event()
+
+    def submit(generations: list[Generation]) -> None:
+        assert answers.wait(10)
+
+    notes.submit = submit
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        client = Client(notes, notes)
+        sending = [asyncio.create_task(client.submit_async([[number]])) for number in range(20)]
+        await asyncio.sleep(0.1)
+        free = asyncio.to_thread(lambda: "free")
+        try:
+            assert await asyncio.wait_for(free, 2) == "free"
+        finally:
+            answers.set()
+        await asyncio.gather(*sending)
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from cluster.ray_errors import DriverDiedError, LostCallError, NoRoomError
+from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError, NoRoomError
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
@@ -25,6 +26,7 @@ from tests.cluster.client.test_outputs import (
     MODEL,
     WAIT_S,
     FakeDriver,
+    Remote,
     tokenizer,
     wait_until,
 )
@@ -231,6 +233,74 @@ def test_requests_whose_sending_is_lost_are_sent_again(
     threading.Timer(0.1, lambda: setattr(driver, "refusal", None)).start()
     generation = ask(frontend, builder, [])
     assert [r.request_id for r in driver.requests] == generation.request_ids
+
+
+def aborted(driver: MortalDriver) -> set[str]:
+    return {each for ids, reason in driver.told for each in ids if reason == "abort"}
+
+
+def test_requests_of_an_engine_that_gives_no_answer_are_aborted_there_before_they_move(
+    owner: Owner, builder: RequestBuilder
+) -> None:
+    """It may go on later, and would compute them for nobody."""
+    driver, aborted_before_move = owner.drivers[0], list[set[str]]()
+
+    def move(generations: list[Generation], error: EaglerayError) -> None:
+        made.close()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: bool(driver.told))
+        aborted_before_move.append(aborted(driver))
+
+    made = Frontend(driver, on_dead=move)
+    generation = ask(made, builder, [])
+    driver.poll_failure = NoAnswerError("no answer within 20 s")
+    wait_until(lambda: bool(aborted_before_move))
+    assert aborted_before_move == [set(generation.request_ids)]
+
+
+def test_a_request_whose_sending_ends_after_the_close_is_aborted_too(
+    owner: Owner, builder: RequestBuilder
+) -> None:
+    driver = owner.drivers[0]
+    made = Frontend(driver, on_dead=lambda generations, error: None)
+
+    def lose_the_answer(frontend_id: str, requests: list[Request]) -> None:
+        driver.requests += requests
+        made.close()
+        raise NoAnswerError("no answer within 20 s")
+
+    driver.submit = Remote(lose_the_answer)
+    generation = builder.build([1, 2, 3], None, None)
+    with pytest.raises(EaglerayError):
+        made.submit([generation])
+    wait_until(lambda: aborted(driver) == set(generation.request_ids))
+
+
+def test_requests_that_fail_here_do_not_run_on_there(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+    owner.drivers[0].poll_failure = ValueError("a bug of the polling thread")
+    with pytest.raises(EngineError, match="a bug of the polling thread"):
+        generation.done.result(timeout=WAIT_S)
+    owner.drivers[0].poll_failure = None
+    wait_until(lambda: aborted(owner.drivers[0]) == set(generation.request_ids))
+
+
+def test_a_health_check_that_is_lost_on_the_way_replaces_no_driver(
+    owner: Owner, frontend: Frontend
+) -> None:
+    num_calls = 0
+
+    def lost_once() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise LostCallError("the connection was lost")
+
+    owner.drivers[0].stats = Remote(lost_once)  # type: ignore[attr-defined]
+    frontend.check()
+    assert num_calls == 2 and len(owner.drivers) == 1
 
 
 class Forgetful:

@@ -12,9 +12,10 @@ import ray
 from ray.exceptions import RaySystemError
 
 from cluster.engine import start as start_module
-from cluster.engine.recovery import GIVE_UP_AFTER_S
 from cluster.engine.start import DriverOwner
 from cluster.ray_errors import DriverDiedError, NoAnswerError
+from cluster.timeouts import GIVE_UP_AFTER_S
+from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, EngineDeadError, WorkerError
 
 DEAD = DriverDiedError("the driver has died")
@@ -57,7 +58,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def owner_in(world: World) -> DriverOwner:
     """An owner whose first driver has served."""
-    engine = SimpleNamespace(wait_for_nodes_s=0)
+    engine = EngineConfig()
     config: Any = SimpleNamespace(engine=engine)
     placement: Any = SimpleNamespace(
         node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list

@@ -13,11 +13,13 @@ from ray.exceptions import ActorDiedError, OutOfDiskError, RaySystemError
 
 from cluster.engine import spares as spares_module
 from cluster.engine import supervisor as supervisor_module
-from cluster.engine.recovery import GIVE_UP_AFTER_S, State
+from cluster.engine.recovery import State
 from cluster.engine.spares import Spares
 from cluster.engine.supervisor import Supervisor
 from cluster.engine.worker_group import GroupReport
 from cluster.ray_errors import NoAnswerError
+from cluster.timeouts import GIVE_UP_AFTER_S
+from configs.engine import EngineConfig
 from scheduler.errors import ClientError, EaglerayError, WorkerError
 
 
@@ -26,9 +28,7 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.config = SimpleNamespace(
-            engine=SimpleNamespace(spares="off", stuck_after_s=20.0, wait_for_nodes_s=0)
-        )
+        self.config = SimpleNamespace(engine=EngineConfig(spares="off"))
         self.size = 2
         self.close_failures: deque[Exception] = deque()
         self.start_failures: deque[Exception] = deque()

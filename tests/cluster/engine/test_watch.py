@@ -11,7 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.engine import watch as watch_module
-from cluster.engine.watch import ANSWER_S, ASK_IDLE_AFTER_S, HEARTBEAT_S, Watch
+from cluster.engine.watch import ASK_IDLE_AFTER_S, Watch
+from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from workers.progress import Progress
 
 STUCK_AFTER_S = 5.0

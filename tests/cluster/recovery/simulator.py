@@ -40,6 +40,7 @@ from cluster.engine.recovery import Recovery
 from cluster.engine.supervisor import Supervisor
 from cluster.engine.worker_group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
+from configs.engine import EngineConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult
@@ -196,7 +197,7 @@ class Driver:
         self.is_alive, self.is_stopped = True, False
         self.frontends = world.parts.frontends(1e9)
         self.scheduler = world.parts.scheduler(world.scenario.limits)
-        options = SimpleNamespace(spares="off", stuck_after_s=1.0, wait_for_nodes_s=0)
+        options = EngineConfig(spares="off", stuck_after_s=1.0)
         config = SimpleNamespace(engine=options)
         maker: Any = SimpleNamespace(world=world, config=config, size=1)
         kind = type(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.cluster.serve.served import free_port
+from tests.cluster.processes import family
+from tests.cluster.serve.served import Program, free_port
 
 
 @pytest.fixture(scope="package")
@@ -47,3 +50,18 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    """Starts programs, and kills those of a test that failed."""
+    programs: list[Program] = []
+
+    def start(*arguments: str, **variables: str) -> Program:
+        programs.append(Program(*arguments, **variables))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        for pid in family(program.process.pid):
+            os.kill(pid, signal.SIGKILL)

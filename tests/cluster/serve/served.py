@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import time
 
 from cluster.commands import top
+from configs.paths import CHECKOUT
 
 # Logprobs make every token an event, whether or not it has text.
 LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "logprobs": 0}
@@ -49,3 +53,28 @@ def wait_until_idle(url: str, limit_s: float) -> None:
                 return
         assert time.monotonic() < until, (num_leases(), numbers)
         time.sleep(0.1)
+
+
+class Program:
+    """`launch.py serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ready on"):
+                return
+        raise AssertionError("it ended")

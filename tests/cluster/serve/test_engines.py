@@ -39,7 +39,7 @@ def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
 
     async def make() -> EnginePool:
         engines = serve.get_deployment_handle("engine", "eagleray")
-        return EnginePool(engines, block_size=16, answer_limit_s=5.0)
+        return EnginePool(engines, block_size=16, answer_limit_s=5.0, lease_limit_s=60.0)
 
     with ThreadPoolExecutor(8) as threads:
         pool = asyncio.run_coroutine_threadsafe(make(), loop).result(5)

@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import cluster.serve.pool as pool_module
+from cluster.client.client import Client
 from cluster.client.outputs import Generation, OutputFollower
+from cluster.engine.frontends import Frontends
 from cluster.news import News
+from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
 from cluster.serve.router import Wanted
@@ -25,8 +30,12 @@ from scheduler.errors import (
     OverloadedError,
     RequestError,
 )
+from tests.cluster.client.test_client import Notes
+from tests.cluster.client.test_outputs import LIMITS
 from tests.cluster.processes import wait_until
 from tests.scheduler.helpers import make_request
+
+ANSWER_LIMIT_S = 2.0  # of the recording engines
 
 
 class FakeDriver:
@@ -38,6 +47,9 @@ class FakeDriver:
         self.has: list[Generation] = []
         self.not_needed: list[Generation] = []
         self.frontend: FakeFrontend | None = None
+        self.admitted = Frontends(timeout_s=60.0)
+        self.hangs = False
+        self.goes_on = threading.Event()
 
     def die(self) -> None:
         """Its requests are handed back, on a thread of its own as the poll loop's."""
@@ -50,11 +62,16 @@ class FakeDriver:
 class FakeFrontend:
     def __init__(self, driver: FakeDriver, answer_limit_s: float, on_dead: Any) -> None:
         self.driver, self.on_dead, self.is_closed = driver, on_dead, False
+        self.name = f"frontend {id(self)}"
         driver.frontend = self
 
     def submit(self, generations: list[Generation]) -> None:
+        if self.driver.hangs and not self.driver.goes_on.wait(ANSWER_LIMIT_S):
+            raise NoAnswerError(f"{self.driver.name} hangs")
         if self.driver.error is not None:
             raise self.driver.error
+        requests = [request for each in generations for request in each.requests]
+        self.driver.admitted.admit(self.name, requests, LIMITS)
         self.driver.has += generations
 
     def abort(self, generations: list[Generation]) -> None:
@@ -119,22 +136,25 @@ class FakeLeases:
 
 
 def make_pool(
-    loop: asyncio.AbstractEventLoop, leases: FakeLeases, monkeypatch: pytest.MonkeyPatch
+    loop: asyncio.AbstractEventLoop,
+    leases: FakeLeases,
+    monkeypatch: pytest.MonkeyPatch,
+    lease_limit_s: float = 60.0,
 ) -> EnginePool:
     monkeypatch.setattr(pool_module, "Frontend", FakeFrontend)
     monkeypatch.setattr(pool_module, "PAUSE_S", 0.01)
 
     async def make() -> EnginePool:
         engines: Any = leases
-        return EnginePool(engines, block_size=16, answer_limit_s=5.0)
+        return EnginePool(engines, block_size=16, answer_limit_s=5.0, lease_limit_s=lease_limit_s)
 
     return asyncio.run_coroutine_threadsafe(make(), loop).result(5)
 
 
-def generation(name: str) -> Generation:
+def generation(name: str, session: str = "one") -> Generation:
     """A generation with a session, so that those submitted together go to one engine."""
     follower = OutputFollower(make_request(name, [1, 2, 3]), 0, None, None)
-    return Generation(None, [follower], session_id="one")
+    return Generation(None, [follower], session_id=session)
 
 
 def test_an_engine_that_is_dead_or_recovers_is_passed_over(
@@ -253,19 +273,17 @@ def test_requests_that_wait_for_an_engine_hold_no_thread(
     leases.recovering |= {"a", "b"}
     pool = make_pool(loop, leases, monkeypatch)
     many = [generation(f"request {number}") for number in range(100)]
+    num_threads = threading.active_count()
 
-    async def reach() -> int:
-        waiting = asyncio.gather(*(pool.reach([each]) for each in many))
+    async def send() -> None:
+        waiting = asyncio.gather(*(pool.send([each]) for each in many))
         await asyncio.sleep(0.1)
-        assert not waiting.done()
+        assert not waiting.done() and threading.active_count() <= num_threads
         pool.abort(many[:10])
         leases.recovering.clear()
         await waiting
-        return len(leases.asked)
 
-    num_asked = asyncio.run_coroutine_threadsafe(reach(), loop).result(10)
-    pool.submit(many[5:])
-    assert len(leases.asked) == num_asked, "there are leases already"
+    asyncio.run_coroutine_threadsafe(send(), loop).result(10)
     has = [each for driver in leases.drivers.values() for each in driver.has]
     assert {id(each) for each in has} == {id(each) for each in many[10:]}
     pool.abort(many)
@@ -278,14 +296,101 @@ def test_a_wait_for_an_engine_has_an_end(
 ) -> None:
     leases = FakeLeases("a")
     leases.recovering.add("a")
-    pool = make_pool(loop, leases, monkeypatch)
-    monkeypatch.setattr(pool_module, "LEASE_TIMEOUT_S", 0.2)
+    pool = make_pool(loop, leases, monkeypatch, lease_limit_s=0.2)
     with pytest.raises(OverloadedError, match="no engine"):
         pool.submit([generation("one")])
     with pytest.raises(OverloadedError, match="no engine"):
-        reaching = pool.reach([generation("two")])
-        asyncio.run_coroutine_threadsafe(reaching, loop).result(5)
+        sending = pool.send([generation("two")])
+        asyncio.run_coroutine_threadsafe(sending, loop).result(5)
     wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+
+
+def test_a_request_comes_back_to_an_engine_that_still_runs_it(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine hung for a while, and its abort may come late or never."""
+    leases = FakeLeases("a")
+    pool = make_pool(loop, leases, monkeypatch)
+    one, other = generation("one"), generation("other")
+    pool.submit([one])
+    driver = leases.drivers["a"]
+    driver.die()  # so its frontend says; the driver itself goes on
+    driver.error = None
+    wait_until(lambda: driver.has == [one], "the return")
+    assert not one.done.done()
+    pool.submit([other])
+    assert driver.has == [one, other]
+
+
+def test_a_request_whose_sending_got_no_answer_is_new_to_the_engine_that_did_take_it(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver leaves out what it has from this frontend, and ends it by the abort that follows
+    the lost answer: a request that comes back under its old id would never get a token.
+    """
+    leases = FakeLeases("a")
+    pool = make_pool(loop, leases, monkeypatch)
+    driver, ids = leases.drivers["a"], list[str]()
+    one = generation("one")
+
+    def lose_the_first_answer(self: FakeFrontend, generations: list[Generation]) -> None:
+        ids.extend(generations[0].request_ids)
+        if len(ids) == 1:
+            raise NoAnswerError("it was carried out, but the answer was lost")
+        driver.has += generations
+
+    monkeypatch.setattr(FakeFrontend, "submit", lose_the_first_answer)
+    pool.submit([one])
+    assert driver.has == [one] and len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("num_to_hung", [18, 200])
+def test_an_engine_that_hangs_delays_no_request_to_another(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, num_to_hung: int
+) -> None:
+    leases = FakeLeases("hung")
+    pool = make_pool(loop, leases, monkeypatch)
+    builder: Any = Notes()
+    client = Client(builder, pool, pool.send)
+    hung, healthy = leases.drivers["hung"], FakeDriver("healthy")
+    hung.hangs = True
+
+    async def main() -> float:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        waiting = [asyncio.create_task(client.submit_async([[n]])) for n in range(num_to_hung)]
+        await asyncio.sleep(0.3)
+        leases.drivers = {"healthy": healthy, "hung": hung}
+        began_s = time.monotonic()
+        await client.submit_async("healthy")
+        took_s = time.monotonic() - began_s
+        assert not any(each.done() for each in waiting)
+        await asyncio.gather(*waiting)  # once the hung engine has not answered, all go on
+        return took_s
+
+    began_s = time.monotonic()
+    took_s = asyncio.run_coroutine_threadsafe(main(), loop).result(30)
+    assert took_s < ANSWER_LIMIT_S / 2, took_s
+    assert time.monotonic() - began_s < 2.5 * ANSWER_LIMIT_S
+    assert len(healthy.has) == num_to_hung + 1
+
+
+def test_an_engine_that_hangs_delays_no_request_that_moves(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("first")
+    pool = make_pool(loop, leases, monkeypatch)
+    many = [generation(f"request {number}", f"session {number}") for number in range(8)]
+    for each in many:
+        pool.submit([each])
+    first, hung, healthy = leases.drivers["first"], FakeDriver("hung"), FakeDriver("healthy")
+    hung.hangs = True
+    leases.drivers = {"hung": hung, "healthy": healthy}
+    began_s = time.monotonic()
+    first.die()
+    wait_until(lambda: len(healthy.has) >= 4, "those that the hung engine did not get")
+    assert time.monotonic() - began_s < ANSWER_LIMIT_S / 2
+    wait_until(lambda: len(healthy.has) == 8, "the others")
+    assert time.monotonic() - began_s < 2 * ANSWER_LIMIT_S
 
 
 def test_a_fault_of_the_pool_ends_the_requests_it_moves(
@@ -296,10 +401,10 @@ def test_a_fault_of_the_pool_ends_the_requests_it_moves(
     one = generation("one")
     pool.submit([one])
 
-    def broken(*_: object) -> None:
+    async def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(pool, "_lease", broken)
+    monkeypatch.setattr(pool, "_lease_one", broken)
     leases.drivers["a"].die()
     with pytest.raises(EngineError, match="could not move: AttributeError"):
         one.done.result(5)

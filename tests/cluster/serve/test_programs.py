@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -25,49 +24,9 @@ from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import command_of, cores_of_computing_threads, family, wait_until
-from tests.cluster.serve.served import LONG, free_port
+from tests.cluster.serve.served import LONG, Program, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
-
-
-class Program:
-    """`launch.py serve` in a process of its own."""
-
-    def __init__(self, *arguments: str, **variables: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
-        self.process = subprocess.Popen(
-            command,
-            cwd=CHECKOUT,
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ready on"):
-                return
-        raise AssertionError("it ended")
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Program]]:
-    """Starts programs, and kills those of a test that failed."""
-    programs: list[Program] = []
-
-    def start(*arguments: str, **variables: str) -> Program:
-        programs.append(Program(*arguments, **variables))
-        return programs[-1]
-
-    yield start
-    for program in programs:
-        for pid in family(program.process.pid):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Program]) -> None:

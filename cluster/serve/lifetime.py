@@ -1,0 +1,170 @@
+"""An application of Ray Serve from its start to its end, as the program that serves it sees it.
+
+Ray Serve replaces replicas that are lost. What it cannot replace ends the program, with one line
+that says why. Serve's controller may itself be lost or hang, so every question to it has a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentDetails,
+    ServeInstanceDetails,
+)
+from ray.util import list_named_actors
+
+from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
+from scheduler.errors import EngineError
+
+logger = logging.getLogger("eagleray")
+
+
+class Application:
+    """An application that this program has started."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_lost = False  # some replica, and that has been said
+
+    def watch(self, stopping: threading.Event) -> None:
+        """Return when `stopping` is set. Says when replicas are lost and when they are back. Raises
+        `EngineError` when there will be no other ones.
+        """
+        while not stopping.wait(WATCH_PERIOD_S):
+            try:
+                overview = self._overview()
+            except GetTimeoutError:  # it may be restarting, and the replicas serve meanwhile
+                continue
+            except RayError as error:
+                raise EngineError(f"Ray Serve is gone: {_first_line(error)}") from error
+            self._look(overview)
+
+    def _look(self, overview: ApplicationStatusOverview | None) -> None:
+        if overview is None:
+            raise EngineError(f"the application {self._name!r} was ended by another program")
+        if overview.status == ApplicationStatus.RUNNING:
+            if self._is_lost:
+                logger.info("every replica serves again")
+            self._is_lost = False
+            return
+        reason = reason_of(overview)
+        if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
+            raise EngineError(f"the engine was lost and could not be started again: {reason}")
+        is_unhealthy = any(
+            each.status == DeploymentStatus.UNHEALTHY for each in overview.deployments.values()
+        )
+        if is_unhealthy and not self._is_lost:
+            self._is_lost = True
+            logger.warning("a replica is lost, Ray Serve starts another one: %s", reason)
+
+    def finish(self) -> None:
+        """Have Ray Serve end it once its requests have finished. Raises `EngineError` if that takes
+        longer than its replicas may take, or if Serve does not answer.
+        """
+        try:
+            details = _serve_details(CONTROLLER_TIMEOUT_S).applications[self._name]
+            limit_s = END_TIMEOUT_S + max(
+                _finishing_s(each) for each in details.deployments.values()
+            )
+            _controller().delete_apps.remote([self._name])
+        except GetTimeoutError:
+            raise EngineError(
+                f"Ray Serve did not answer within {CONTROLLER_TIMEOUT_S:g} s; try again"
+            ) from None
+        if not self._has_ended(limit_s):
+            raise EngineError(
+                f"the application {self._name!r} has not ended within {limit_s:g} s; 'launch.py"
+                " status' shows what is left of it"
+            )
+
+    def end(self) -> bool:
+        """Have Ray Serve end it. What does not end in time is killed. Returns whether it has ended;
+        raises nothing.
+        """
+        try:
+            _controller().delete_apps.remote([self._name])
+            if self._has_ended(END_TIMEOUT_S):
+                return True
+        except Exception as error:
+            logger.warning("Ray Serve is gone: %s", _first_line(error))
+        return self.kill()
+
+    def kill(self) -> bool:
+        """End the replicas, and with them their engines, whatever they are doing. As `end`."""
+        try:
+            _controller().delete_apps.remote([self._name])  # or it would replace them
+            for actor in list_named_actors(all_namespaces=True):
+                if actor["name"].startswith(f"SERVE_REPLICA::{self._name}#"):
+                    ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+            return self._has_ended(END_TIMEOUT_S)
+        except Exception as error:  # there is no Serve yet, or no more
+            logger.debug("the replicas could not be ended: %s", error)
+            return False
+
+    def _has_ended(self, limit_s: float) -> bool:
+        until_s = time.monotonic() + limit_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                if self._overview(left_s) is None:
+                    return True
+            except GetTimeoutError:
+                return False
+            time.sleep(min(left_s, 0.1))
+        return False
+
+    def _overview(self, limit_s: float = CONTROLLER_TIMEOUT_S) -> ApplicationStatusOverview | None:
+        """`serve.status` of this application, None if there is none. Raises `GetTimeoutError`."""
+        details = _serve_details(limit_s)
+        overview: ApplicationStatusOverview | None = details._get_status().applications.get(
+            self._name
+        )
+        return overview
+
+
+def _serve_details(limit_s: float) -> ServeInstanceDetails:
+    found = ray.get(_controller().get_serve_instance_details.remote(), timeout=limit_s)
+    return ServeInstanceDetails(**found)
+
+
+def _finishing_s(deployment: DeploymentDetails) -> float:
+    """How long the running requests of a replica may take before Serve kills it."""
+    return float(deployment.deployment_config.graceful_shutdown_timeout_s)
+
+
+def _has_given_up(overview: ApplicationStatusOverview) -> bool:
+    """Whether some deployment has no replica left, and as many starts have failed as may. Ray Serve
+    itself would try forever once a replica has served.
+    """
+    return any(
+        each.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
+        and not each.replica_states.get(ReplicaState.RUNNING)
+        for each in overview.deployments.values()
+    )
+
+
+def reason_of(overview: ApplicationStatusOverview) -> str:
+    """Serve's message about the deployment that failed, in one line."""
+    messages = [deployment.message for deployment in overview.deployments.values()]
+    # The last line of a remote traceback names the error.
+    lines = [line for message in messages for line in message.splitlines() if "Error" in line]
+    said = [line for message in [overview.message, *messages] for line in message.splitlines()]
+    return (lines[-1:] or said[:1] or ["no reason is known"])[0].strip()
+
+
+def _controller() -> Any:
+    client: Any = serve.context._get_global_client()
+    return client._controller
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,160 @@
+"""What Ray Serve is told about a replica whose driver dies, hangs, or cannot be replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cluster.client import frontend as frontend_module
+from cluster.client.frontend import Frontend
+from cluster.ray_errors import NoAnswerError
+from cluster.serve.health import EngineHealth
+from scheduler.errors import EngineDeadError, EngineError
+from tests.cluster.client.test_driver_replaced import MortalDriver, Owner
+from tests.cluster.client.test_outputs import Remote
+from tests.cluster.processes import wait_until
+
+PERIOD_S = 0.01
+Watch = Callable[..., EngineHealth]
+
+
+class AskedDriver(MortalDriver):
+    """Says what it is told to when it is asked for its counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Exception | None = None
+        self.num_asked = 0
+        self.stats = Remote(self._stats)
+
+    def _stats(self) -> None:
+        self.num_asked += 1
+        if self.answer is not None:
+            raise self.answer
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
+    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
+    owner = Owner()
+    owner.drivers = [AskedDriver()]
+    return owner
+
+
+@pytest.fixture
+def watch(owner: Owner) -> Iterator[Watch]:
+    """Makes the health of an engine with the owner's driver."""
+    made: list[tuple[Frontend, EngineHealth]] = []
+
+    def watch(replaced_s: float = 60.0) -> EngineHealth:
+        frontend = Frontend(owner.drivers[0], replace=owner.replace)
+        frontend.follow()
+        made.append((frontend, EngineHealth(frontend, replaced_s, PERIOD_S)))
+        return made[-1][1]
+
+    yield watch
+    owner.go.set()
+    for frontend, health in made:
+        health.close()
+        frontend.close()
+
+
+def first(owner: Owner) -> AskedDriver:
+    driver = owner.drivers[0]
+    assert isinstance(driver, AskedDriver)
+    return driver
+
+
+def test_a_replica_is_healthy_while_its_driver_is_replaced_however_long_that_takes(
+    owner: Owner, watch: Watch
+) -> None:
+    health = watch()
+    owner.go.clear()
+    first(owner).die()
+    wait_until(lambda: bool(owner.told), "the replacement to begin")
+    began_s = time.monotonic()
+    for _ in range(20):
+        health.check()
+        time.sleep(PERIOD_S)
+    assert time.monotonic() - began_s < 5, "it answers at once"
+    owner.go.set()
+    wait_until(lambda: len(owner.drivers) == 2, "the next driver")
+    health.check()
+
+
+def test_a_driver_that_hangs_without_requests_is_replaced(owner: Owner, watch: Watch) -> None:
+    health = watch()
+    first(owner).answer = NoAnswerError("no answer within 20 s")
+    wait_until(lambda: len(owner.drivers) == 2, "the next driver")
+    health.check()
+
+
+def test_a_replica_is_not_healthy_when_its_engine_says_that_it_has_stopped(
+    owner: Owner, watch: Watch
+) -> None:
+    health = watch()
+    health.check()
+    first(owner).answer = EngineDeadError("the engine has stopped: a bug")
+    wait_until(lambda: not health._thread.is_alive(), "it to be asked no more")
+    with pytest.raises(EngineDeadError, match="a bug"):
+        health.check()
+
+
+def test_a_replica_is_not_healthy_when_no_driver_could_be_started(
+    owner: Owner, watch: Watch
+) -> None:
+    owner.may_replace = False
+    health = watch()
+    first(owner).die()
+    wait_until(lambda: bool(owner.told), "the attempt")
+
+    def is_dead() -> bool:
+        try:
+            health.check()
+        except EngineDeadError as error:
+            return "no driver could be started" in str(error)
+        return False
+
+    wait_until(is_dead, "Ray Serve to hear of it")
+
+
+def test_a_replica_is_not_healthy_when_the_replacement_never_ends(
+    owner: Owner, watch: Watch
+) -> None:
+    owner.go.clear()
+    health = watch(replaced_s=0.2)
+    first(owner).answer = NoAnswerError("no answer within 20 s")
+    wait_until(lambda: bool(owner.told), "the replacement to begin")
+    time.sleep(0.3)
+    with pytest.raises(EngineDeadError, match=r"was not replaced within 0\.2 s"):
+        health.check()
+
+
+@pytest.mark.parametrize("answer", [EngineError("a fault there"), ValueError("a bug here")])
+def test_an_error_of_one_question_is_no_death(
+    owner: Owner, watch: Watch, answer: Exception
+) -> None:
+    first(owner).answer = answer
+    health = watch()
+    wait_until(lambda: first(owner).num_asked > 3, "several questions")
+    health.check()
+
+
+def test_the_answer_waits_for_no_question(owner: Owner, watch: Watch) -> None:
+    goes_on = threading.Event()
+    asked = threading.Event()
+
+    def hang() -> None:
+        asked.set()
+        goes_on.wait(10)
+
+    first(owner).stats = Remote(hang)
+    health = watch()
+    assert asked.wait(5)
+    began_s = time.monotonic()
+    health.check()
+    assert time.monotonic() - began_s < 1
+    goes_on.set()

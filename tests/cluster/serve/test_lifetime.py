@@ -1,0 +1,134 @@
+"""What a program that serves does when Ray Serve says how its application is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, RaySystemError
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatusOverview,
+)
+
+from cluster.serve import lifetime
+from cluster.serve.lifetime import Application
+from cluster.timeouts import END_TIMEOUT_S
+from scheduler.errors import EngineError
+
+LOST = "A replica's health check failed."
+FAILED = "The deployment failed to start 2 times in a row. Error:\nValueError: too little memory"
+
+
+def overview(
+    status: str, message: str = "", trigger: str = "HEALTH_CHECK_FAILED", num_running: int = 0
+) -> ApplicationStatusOverview:
+    is_healthy = status == "RUNNING"
+    deployment = DeploymentStatusOverview(
+        status=DeploymentStatus("HEALTHY" if is_healthy else "UNHEALTHY"),
+        status_trigger=DeploymentStatusTrigger(trigger),
+        replica_states={ReplicaState.RUNNING: num_running} if num_running else {},
+        message=message,
+    )
+    return ApplicationStatusOverview(
+        status=ApplicationStatus(status),
+        message="",
+        last_deployed_time_s=0.0,
+        deployments={"engine": deployment},
+    )
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+    """Watch an application until these answers of Ray Serve have been read."""
+    monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
+    stopping, left = threading.Event(), list(answers)
+
+    def next_answer(_: Application) -> ApplicationStatusOverview | None:
+        answer = left.pop(0)
+        if not left:
+            stopping.set()
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is None or isinstance(answer, ApplicationStatusOverview)
+        return answer
+
+    monkeypatch.setattr(Application, "_overview", next_answer)
+    Application("eagleray").watch(stopping)
+    assert not left
+
+
+def test_a_lost_replica_and_its_return_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine, lost = overview("RUNNING", num_running=1), overview("UNHEALTHY", LOST)
+    with caplog.at_level(logging.INFO, "eagleray"):
+        watch(monkeypatch, fine, lost, lost, lost, fine, fine)
+    assert [record.message for record in caplog.records] == [
+        f"a replica is lost, Ray Serve starts another one: {LOST}",
+        "every replica serves again",
+    ]
+
+
+def test_an_application_that_cannot_start_again_ends_the_program_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = overview("UNHEALTHY", FAILED, "REPLICA_STARTUP_FAILED")
+    with pytest.raises(EngineError, match=r"started again: ValueError: too little memory$"):
+        watch(monkeypatch, overview("UNHEALTHY", LOST), failed)
+
+
+def test_one_engine_that_cannot_start_again_leaves_the_others_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = overview("UNHEALTHY", FAILED, "REPLICA_STARTUP_FAILED", num_running=1)
+    watch(monkeypatch, failed, failed)
+
+
+def test_an_application_that_another_program_has_ended_ends_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(EngineError, match="'eagleray' was ended by another program"):
+        watch(monkeypatch, overview("RUNNING"), None)
+
+
+def test_a_controller_that_does_not_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch(monkeypatch, GetTimeoutError(), overview("RUNNING"), GetTimeoutError())
+
+
+def test_a_ray_that_is_gone_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="Ray Serve is gone"):
+        watch(monkeypatch, RaySystemError("the connection was lost"))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_ends_an_application_waits_as_long_as_its_requests_may_take(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    limits, deleted = list[float](), list[list[str]]()
+    config = SimpleNamespace(graceful_shutdown_timeout_s=300.0)
+    api, engine = (
+        SimpleNamespace(deployment_config=config),
+        SimpleNamespace(deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=20.0)),
+    )
+    found = SimpleNamespace(deployments={"api": api, "engine": engine})
+    details = SimpleNamespace(applications={"eagleray": found})
+    remote = SimpleNamespace(delete_apps=SimpleNamespace(remote=deleted.append))
+
+    def has_ended(_: Application, limit_s: float) -> bool:
+        limits.append(limit_s)
+        return ends
+
+    monkeypatch.setattr(lifetime, "_serve_details", lambda limit_s: details)
+    monkeypatch.setattr(lifetime, "_controller", lambda: remote)
+    monkeypatch.setattr(Application, "_has_ended", has_ended)
+    if ends:
+        Application("eagleray").finish()
+    else:
+        with pytest.raises(EngineError, match="has not ended within 305 s"):
+            Application("eagleray").finish()
+    assert deleted == [["eagleray"]] and limits == [300 + END_TIMEOUT_S]
