@@ -346,9 +346,11 @@ def _schema(value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        schema = json.loads(value)
+        json.dumps(schema, ensure_ascii=False).encode()  # no half of a surrogate pair
+        return schema
     except (ValueError, RecursionError) as error:
-        raise _refused(f"json is not a JSON schema: {error}") from None
+        raise _refused(f"json is not a JSON schema: {shown(str(error))}") from None
 
 
 def _call(tool: ToolFormat) -> Format:

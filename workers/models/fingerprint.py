@@ -7,7 +7,8 @@ them: it compares epochs, so that a replacement rank never computes with other w
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -17,15 +18,16 @@ import xxhash
 # Samples of each file of weights, evenly spaced; the first one holds the header, which names all
 # tensors.
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
-# Files that decide what weights and token ids mean. Others, such as defaults for sampling, may be
-# edited while an engine runs.
-_WHOLE_FILES = ("config.json", "tokenizer.json")
+# What decides the meaning of weights. Ranks need no other file, and a node may lack them.
+_CONFIG = "config.json"
+# Tensors that may wait to be hashed; each may be a copy in host memory.
+_MAX_WAITING = 8
 
 
 def fingerprint(model_dir: Path) -> str:
-    """A hash of names and sizes of the weight files, of some of their content, and of the files
-    that tell what it means: the same on every machine that has the same checkpoint, and as quick to
-    compute for a large checkpoint as for a small one.
+    """A hash of names and sizes of the weight files, of some of their content, and of config.json:
+    the same on every machine that has the same checkpoint, and as quick to compute for a large
+    checkpoint as for a small one.
     """
     digest = xxhash.xxh3_128()
     for path in sorted(model_dir.glob("*.safetensors*")):
@@ -35,12 +37,8 @@ def fingerprint(model_dir: Path) -> str:
             for part in range(_SAMPLES):
                 file.seek(size * part // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
-    for name in _WHOLE_FILES:
-        path = model_dir / name
-        if path.is_file():
-            data = path.read_bytes()
-            digest.update(f"{name}:{len(data)}".encode())
-            digest.update(data)
+    config = model_dir / _CONFIG
+    digest.update(config.read_bytes() if config.is_file() else b"")
     return digest.hexdigest()
 
 
@@ -53,6 +51,7 @@ class LoadedHash:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self._thread = ThreadPoolExecutor(1, "hash")
+        self._waiting: deque[Future[None]] = deque()
 
     def __enter__(self) -> LoadedHash:
         return self
@@ -64,11 +63,16 @@ class LoadedHash:
         trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for waiting in self._waiting:
+                waiting.result()
 
     def add(self, values: torch.Tensor) -> None:
         """Add values in host memory, which must stay as they are until the context ends."""
         data = values.contiguous().flatten().view(torch.uint8).numpy().data
-        self._thread.submit(self._digest.update, data)
+        if len(self._waiting) == _MAX_WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(self._digest.update, data))
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

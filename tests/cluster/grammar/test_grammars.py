@@ -414,6 +414,7 @@ def test_masks_are_a_function_of_known_tokens(
         ({"type": "string", "maxLength": True}, "maxLength must be between 0 and 10000, got True"),
         ({"type": "string", "pattern": "a" * 9000}, "json.pattern: 9000 characters are too many"),
         ("{not json", "json is not a JSON schema"),
+        (r'{"const": "\ud800"}', "json is not a JSON schema"),
         ({"properties": 3}, "must map names to schemas"),
         ({"items": "string"}, "must be a JSON schema, got 'string'"),
         ({"type": "strnig"}, "json.type must be one of string, .*got 'strnig'"),
