@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check_engine, gpu_check_model, gpu_check_ranks, gpu_check_tokens
+from benchmarks import (
+    gpu_check_engine,
+    gpu_check_model,
+    gpu_check_ranks,
+    gpu_check_steps,
+    gpu_check_tokens,
+)
 from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_engine import TINY, Parts, near_zero, open_engine
 from benchmarks.gpu_check_sampling import KINDS
@@ -71,7 +77,7 @@ def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:
         ("_row_best", 43.0, 50.0),  # beside the others
         ("Memcpy HtoD (Pinned -> Device)", 60.0, 61.0),
     ]
-    row = gpu_check_engine.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
+    row = gpu_check_steps.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
     assert row == {
         "attention_ms": 5.0,
         "sampling_ms": 3.5,
@@ -86,7 +92,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
     from tests.kernels.test_gpu_compile import launched_kernels
 
     for module, name in launched_kernels():
-        row = gpu_check_engine.parts_of([(name, 0.0, 1000.0)], steps=1)
+        row = gpu_check_steps.parts_of([(name, 0.0, 1000.0)], steps=1)
         kind = next(key for key, ms in row.items() if ms)
         wanted = {"attention": "attention_ms", "sampling": "sampling_ms"}
         wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms"}
