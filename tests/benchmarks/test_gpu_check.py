@@ -120,11 +120,8 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
     assert failed == {"triton" if part is gpu_check_attention.attention else next(iter(wrong))}
 
 
-@pytest.mark.parametrize("case", gpu_check_attention.ATTENTION_CASES)
-def test_batches_reach_every_way_of_launching_attention(
-    case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the 132 multiprocessors that a CPU is assumed to have."""
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, bool]]:
+    """Kernel, M, and whether decode writes nothing but its output; kernels then do nothing."""
     launched: set[tuple[str, int, bool]] = set()
 
     def recorder(name: str) -> Any:
@@ -139,6 +136,38 @@ def test_batches_reach_every_way_of_launching_attention(
     monkeypatch.setattr(gpu_attention, "prefill_kernel", recorder("prefill"))
     monkeypatch.setattr(gpu_attention, "decode_kernel", recorder("decode"))
     monkeypatch.setattr(gpu_attention, "_num_sms", lambda device: 132)
+    return launched
+
+
+def test_small_batches_divide_a_row_and_use_the_large_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all that CUDA's checkers run."""
+    divided = gpu_check_attention.SMALL_BATCHES["parts"]
+    attn = divided.metadata(torch.arange(30), 16, TRITON, 1, DEVICE)
+    assert attn.decode is not None and int(attn.decode.start_B1.diff().max()) > 2
+    launched = record_launches(monkeypatch)
+    check = small()
+    gpu_check_attention.attention(check, "triton", TRITON)
+    assert {("prefill", 128, False), ("decode", 16, False)} < launched
+
+
+def test_padded_batch_has_the_shape_of_a_mixed_graph() -> None:
+    """Two rows that decode among five, a prompt, and the tokens of padding in the last row."""
+    batch = gpu_check_attention.BATCHES["padded"]
+    assert batch.seq_lens == [300, 77, 0, 0, 0, 513, 0, 0, 0]
+    assert batch.query_lens == [1, 1, 0, 0, 0, 129, 0, 0, 5]
+    attn = batch.metadata(torch.arange(60), 16, TRITON, 8, DEVICE)
+    assert (attn.max_query_len, attn.max_seq_len) == (136, 4096)
+    assert attn.decode is not None and attn.decode.num_rows == 5
+    starts = attn.decode.start_B1.tolist()
+    assert starts[2:] == [starts[2]] * 4 and starts[2] > 2
+
+
+@pytest.mark.parametrize("case", gpu_check_attention.ATTENTION_CASES)
+def test_batches_reach_every_way_of_launching_attention(
+    case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors that a CPU is assumed to have."""
+    launched = record_launches(monkeypatch)
     heads, kv_heads, dim, block_size = case[0], case[1], case[2], case[3] or 16
     one_part: list[int] = []
     for batch in gpu_check_attention.BATCHES.values():

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks import gpu_sweep
+from benchmarks.gpu_check_speed import Pool
 from benchmarks.gpu_sweep import Case, best_of, line_of
 from kernels.gpu.attention_launch import Launch
 from tests.benchmarks.gpu_check_small import small
@@ -49,12 +51,15 @@ def test_a_launch_with_another_output_or_an_error_is_marked() -> None:
     def broken(launch: Launch) -> Launch:
         raise RuntimeError("no registers left")
 
-    launches = {"as chosen": lambda launch: launch, "broken": broken}
-    gpu_sweep._add_launches(check, gpu_sweep.Pool.allocate(check), case, launches)
+    launches: dict[str, Callable[[Launch], Launch]] = {
+        "as chosen": lambda launch: launch,
+        "broken": broken,
+    }
+    gpu_sweep._add_launches(check, Pool.allocate(check), case, launches)
     assert [row["passed"] for row in check.rows] == [True, False]
     other = torch.ones(20, 2, 64, dtype=check.dtype, device=check.device)
     row = gpu_sweep._compared(
-        check, gpu_sweep.Pool.allocate(check), case, "other", lambda *_: other, [other * 1.01]
+        check, Pool.allocate(check), case, "other", lambda *_: other, [other * 1.01]
     )
     assert not row["passed"]
     assert "WRONG" in line_of(check.rows[0] | row)
