@@ -1,11 +1,12 @@
 """What only a machine with a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check
-[--out FILE] [--sections NAME ...] [--triton-cache DIR] [--small]`.
+[--out FILE] [--sections NAME ...] [--within SECONDS] [--triton-cache DIR] [--small]`.
 
     machine      the GPU, versions, what its memory and its matrix units sustain
     numerics     every kernel against its reference
     answers      the default model, real weights, with both kinds of cache
     speed        every kernel, the whole sampler and the products against their lower bounds
     decode       steps of the 0.6B and 8B shapes, eager and through graphs, and what they consist of
+    prefill      steps of whole prompts, with each attention backend
     mixed        steps in which a prompt comes in beside rows that decode
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
@@ -44,7 +45,7 @@ from benchmarks.common import RESULTS, commit
 from benchmarks.common import machine as describe_machine
 from benchmarks.gpu_check_cache import KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check, Row, median_us, rounded
-from benchmarks.gpu_check_engine import decode_steps, throughput
+from benchmarks.gpu_check_engine import throughput
 from benchmarks.gpu_check_mixed import mixed_steps
 from benchmarks.gpu_check_model import answers
 from benchmarks.gpu_check_numerics import families, numerics
@@ -58,6 +59,7 @@ from benchmarks.gpu_check_process import (
 from benchmarks.gpu_check_ranks import two_ranks
 from benchmarks.gpu_check_sanitizer import sanitizer
 from benchmarks.gpu_check_speed import speed
+from benchmarks.gpu_check_steps import decode_steps, prefill_steps
 from benchmarks.gpu_check_tokens import tokens
 from kernels.interface import Kernels
 from kernels.select import select_backend
@@ -162,20 +164,21 @@ def _process_group(check: Check) -> Row:
 
 
 # By name, in order of importance: the section, and its limit in seconds including its processes.
-# Time that one does not use is left to the later ones.
+# Time that one does not use is left to the later ones. `--within` shortens all limits alike.
 SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
-    "machine": (machine, 40.0),
-    "numerics": (numerics, 100.0),
-    "answers": (answers, 30.0),
+    "machine": (machine, 30.0),
+    "numerics": (numerics, 85.0),
+    "answers": (answers, 25.0),
     "speed": (speed, 95.0),
-    "decode": (decode_steps, 90.0),
-    "mixed": (mixed_steps, 45.0),
-    "throughput": (throughput, 60.0),
-    "tokens": (tokens, 50.0),
+    "decode": (decode_steps, 80.0),
+    "prefill": (prefill_steps, 35.0),
+    "mixed": (mixed_steps, 60.0),
+    "throughput": (throughput, 50.0),
+    "tokens": (tokens, 45.0),
     "ranks": (two_ranks, 20.0),
     "sanitizer": (sanitizer, 535.0),
 }
-# Those that run unless others are named, 530 seconds altogether.
+# Those that run unless others are named, 525 seconds altogether.
 DEFAULT_SECTIONS = [name for name in SECTIONS if name != "sanitizer"]
 # How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
@@ -183,6 +186,15 @@ _GROUP_TIMEOUT_S = 20.0
 # Runs a section, given its name, the family of kernels (None for all), the file for its part, and
 # the time at which it must stop.
 Command = Callable[[str, str | None, Path, float], list[str]]
+
+
+def limits_of(names: Sequence[str], within_s: float | None = None) -> dict[str, float]:
+    """Seconds of each section, all shortened in proportion if there are fewer than they sum up
+    to.
+    """
+    limits_s = {name: SECTIONS[name][1] for name in names}
+    factor = min(1.0, within_s / sum(limits_s.values())) if within_s is not None else 1.0
+    return {name: factor * limit_s for name, limit_s in limits_s.items()}
 
 
 def run_sections(
@@ -309,6 +321,7 @@ def main() -> None:
     parser.add_argument(
         "--sections", nargs="+", choices=list(SECTIONS), default=DEFAULT_SECTIONS, metavar="NAME"
     )
+    parser.add_argument("--within", type=float, metavar="S", help="seconds for all sections")
     parser.add_argument("--triton-cache", type=Path, metavar="DIR")
     for name, kind in (
         ("--part", Path),
@@ -343,7 +356,7 @@ def main() -> None:
         "times_are_real": on_gpu,
         "sections": {},
     }
-    limits_s = {name: SECTIONS[name][1] for name in args.sections}
+    limits_s = limits_of(args.sections, args.within)
     carried = kernel_cache(args.triton_cache, args.out.parent) if args.triton_cache else None
     with carried or nullcontext() as cache:
         command = partial(command_of, record)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.decode_parts import part_starts
@@ -151,15 +152,23 @@ def attention_of(
 
 
 def with_parts(
-    attn: AttentionMetadata, query_lens: Sequence[int], kernels: Kernels, kv_heads: int
+    attn: AttentionMetadata,
+    query_lens: Sequence[int],
+    kernels: Kernels,
+    kv_heads: int,
+    num_rows: int | None = None,
 ) -> AttentionMetadata:
-    """The metadata with the decode rows at the front divided into parts as the backend needs it."""
+    """The metadata with the decode rows at the front divided into parts as the backend needs it.
+    `num_rows`: these with rows of padding, which take no places (`BatchState.stage_decode`).
+    """
     device = attn.seq_lens_B.device
-    num_rows = next((row for row, n in enumerate(query_lens) if n != 1), len(query_lens))
+    num_live = next((row for row, n in enumerate(query_lens) if n != 1), len(query_lens))
+    num_rows = num_live if num_rows is None else num_rows
     num_places = kernels.decode_places(num_rows, kv_heads, attn.max_seq_len, device)
     if num_places == 0:
         return attn
-    starts = part_starts(attn.seq_lens_B[:num_rows].cpu().numpy(), num_places)
+    starts = part_starts(attn.seq_lens_B[:num_live].cpu().numpy(), num_places)
+    starts = np.pad(starts, (0, num_rows - num_live), mode="edge")
     decode = DecodeParts(
         num_rows=num_rows,
         num_places=num_places,

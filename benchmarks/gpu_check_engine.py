@@ -1,4 +1,4 @@
-"""The engine in this process on one device: decode steps and a whole workload.
+"""The engine in this process on one device: how it is opened, and a whole workload.
 
 Weights are random and made on the device. No Ray: an in-process executor below scheduler and
 engine.
@@ -7,8 +7,6 @@ engine.
 from __future__ import annotations
 
 import gc
-import itertools
-import math
 import random
 import statistics
 import time
@@ -35,7 +33,7 @@ from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 from workers.in_process import InProcessExecutor
 from workers.models.weights import WeightSlice
-from workers.roofline import floor_s, layer_parameters, works_of
+from workers.roofline import floor_s, works_of
 
 QWEN3_8B = QWEN3_0_6B | {
     "hidden_size": 4096,
@@ -67,7 +65,6 @@ NO_GRAPHS = {"note": "graphs are not available"}
 
 Fill = Callable[[WeightSlice], object]
 Parts = tuple[Engine, "RecordingExecutor", ResolvedConfig]
-Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
 
 
 # Engines
@@ -171,6 +168,14 @@ def add_rows(
     return start_s
 
 
+def blocks_for(check: Check, backend: str, lengths: Iterable[int]) -> int:
+    """Blocks for rows of these many tokens at the same time. Given a number, an engine neither
+    measures what memory allows nor captures graphs a second time after that.
+    """
+    block_size = check.backends[backend].capabilities.default_block_size
+    return sum(-(-length // block_size) for length in lengths)
+
+
 def near_zero(piece: WeightSlice) -> None:
     """Weights for measuring time: logits are nearly flat, so that sampling skips nothing."""
     piece.target.uniform_(-0.05, 0.05)
@@ -218,185 +223,6 @@ def prompts_of(raw: dict[str, Any], lengths: Iterable[int], seed: int) -> list[l
     return [[rng.randint(0, last) for _ in range(length)] for length in lengths]
 
 
-# Decode steps
-
-
-def decode_steps(check: Check) -> None:
-    """A step of a batch whose rows are about 512 tokens long, eager and through graphs, beside the
-    floor: reading the weights and the rows' keys and values once. And steps of whole prompts, which
-    are always eager.
-    """
-    shapes = {"tiny": TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
-    for name, raw in shapes.items():
-        for eager in (False, True):
-            label = f"{name} {'eager' if eager else 'graph'}"
-            if eager or check.on_gpu:
-                check.add(label, partial(_decode_steps, check, raw, eager, name))
-            else:
-                check.add(label, lambda: NO_GRAPHS)
-
-
-def _decode_steps(check: Check, raw: dict[str, Any], eager: bool, name: str) -> Row:
-    """Adds a row per batch; returns the row of the start."""
-    batches, context, steps = ((2,), 8, 2) if check.small else ((1, 8, 64, 256), 512, 40)
-    num_prompts, prompt_len = ((1, 2), 12) if check.small else ((1, 4), 2048)
-    open_one = partial(
-        open_engine,
-        check,
-        raw,
-        "triton",
-        near_zero,
-        enforce_eager=eager,
-        enable_prefix_caching=False,
-        max_num_seqs=batches[-1],
-        max_num_batched_tokens=16384,
-        # The default, so that decode graphs are captured for rows of this length.
-        max_model_len=64 if check.small else None,
-        num_kv_blocks=batches[-1] * (context + 128) // 16,
-    )
-    rows: list[tuple[str, Callable[[Parts], Row]]] = []
-    for batch in batches:
-        label = f"{name} {'eager' if eager else 'graph'}, batch {batch}"
-        rows.append((label, partial(decode_step, check, batch, context, steps)))
-        if not eager:
-            label = f"{name} parts of a step, batch {batch}"
-            rows.append((label, partial(_parts_of_step, check, batch, context)))
-    for num in num_prompts if eager else ():
-        label = f"{name} prefill {num * prompt_len}"
-        rows.append((label, partial(_prefill_step, check, num, prompt_len)))
-    return {"start_s": rounded(add_rows(check, open_one, rows)[0], 3)}
-
-
-def start_batch(engine: Engine, model: ModelConfig, batch: int, context: int, steps: int) -> None:
-    """Rows that decode, and reach `context` tokens halfway through the steps."""
-    prompts = prompts_of(
-        {"vocab_size": model.vocab_size}, [context - steps // 2] * batch, seed=batch
-    )
-    for number, tokens in enumerate(prompts):
-        add(engine, number, tokens, steps + 40, temperature=0.6)  # some start earlier than others
-    while any(
-        seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
-    ):
-        engine.step()
-
-
-def end_batch(engine: Engine, batch: int) -> None:
-    for number in range(batch):
-        engine.finish(str(number), "measured")
-    run_all(engine)
-
-
-def _parts_of_step(check: Check, batch: int, context: int, parts: Parts) -> Row:
-    """Device time per step by kind of kernel, and time in which none ran."""
-    if not check.on_gpu:
-        return NO_GRAPHS
-    engine, _, config = parts
-    steps = 10
-    start_batch(engine, config.model, batch, context, 2 * steps)
-    spans = spans_on_device(check, [engine.step] * steps)
-    end_batch(engine, batch)
-    return parts_of(spans, steps)
-
-
-def spans_on_device(check: Check, calls: Sequence[Callable[[], object]]) -> list[Span]:
-    """What the GPU ran during the calls."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        for call in calls:
-            call()
-        torch.cuda.synchronize(check.device)
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiled.events()
-        if "CUDA" in str(event.device_type)
-    ]
-
-
-# What the names of kernels contain, the first that fits.
-_KINDS = {
-    "attention": ("decode_kernel", "prefill_kernel", "flash"),
-    "sampling": (
-        *("_block_", "_row_best", "_pack", "_unpack", "_near_gaps", "_make_list", "_listed_limits"),
-        *("_draw_index", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
-    ),
-    "elementwise": ("_rms_norm", "_qk_norm_rope_store", "_silu_and_mul"),
-    "products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "splitK"),
-}
-
-
-def parts_of(spans: list[Span], steps: int) -> Row:
-    """Milliseconds per step."""
-    sums = dict.fromkeys((*_KINDS, "others"), 0.0)
-    for name, begin, end in spans:
-        kinds = (kind for kind, parts in _KINDS.items() if any(part in name for part in parts))
-        sums[next(kinds, "others")] += end - begin
-    busy_us, total_us = busy_and_total(spans)
-    sums["gaps"] = total_us - busy_us
-    return {f"{kind}_ms": rounded(us / steps / 1000, 3) for kind, us in sums.items()}
-
-
-def busy_and_total(spans: list[Span]) -> tuple[float, float]:
-    """Microseconds in which anything ran, and from the first begin to the last end."""
-    busy_us, reached = 0.0, -math.inf
-    for _, begin, end in sorted(spans, key=lambda span: span[1]):
-        busy_us += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return busy_us, reached - min((begin for _, begin, _ in spans), default=reached)
-
-
-def decode_step(
-    check: Check, batch: int, context: int, steps: int, parts: Parts, size: int = 1
-) -> Row:
-    """The median time of a step of this rank, one of `size`."""
-    engine, executor, config = parts
-    model = config.model
-    start_batch(engine, model, batch, context, steps)
-    executor.launch_s.clear()
-    moments = [time.perf_counter()]
-    for _ in range(steps):
-        engine.step()
-        moments.append(time.perf_counter())
-    launch_ms = 1000 * statistics.median(executor.launch_s)
-    end_batch(engine, batch)
-    ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
-    weights = layer_parameters(model) + model.vocab_size * model.hidden_size
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    floor_us = check.floor_us(2 * (weights + batch * context * kv_row), 2 * weights * batch)
-    floor_ms = floor_us / size / 1000
-    return {
-        "ms": rounded(ms),
-        "launch_ms": rounded(launch_ms),
-        "floor_ms": rounded(floor_ms),
-        "share": rounded(floor_ms / ms, 3),
-    }
-
-
-def _prefill_step(check: Check, num_prompts: int, prompt_len: int, parts: Parts) -> Row:
-    """The median time of equal steps, without the first, which compiles kernels."""
-    engine, executor, config = parts
-    model = config.model
-    repeats = 2 if check.small else 6
-    prompts = prompts_of(
-        {"vocab_size": model.vocab_size}, [prompt_len] * num_prompts, seed=num_prompts
-    )
-    seconds: list[float] = []
-    executor.launch_s.clear()
-    for _ in range(repeats):
-        for number, prompt in enumerate(prompts):
-            add(engine, number, prompt, 1, temperature=0.6)
-        began = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - began)
-    ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
-    floor_ms = 1000 * floor_s(model, 2, works_of(prompts, [1] * num_prompts), check.ceilings)
-    return {
-        "ms": rounded(ms),
-        "launch_ms": rounded(launch_ms),
-        "floor_ms": rounded(floor_ms),
-        "share": rounded(floor_ms / ms, 3),
-        "passed": len(executor.launch_s) == repeats and not engine.has_work,
-    }
-
-
 # A workload
 
 
@@ -421,6 +247,8 @@ def _throughput(check: Check, backend: str) -> Row:
         [rng.randint(0, last) for _ in range(rng.randint(low, high))] for _ in range(num_seqs)
     ]
     lengths = [rng.randint(low, high) for _ in range(num_seqs)]
+    # All requests at once, so nothing is preempted: 276,793 tokens, 17,422 blocks of 16.
+    totals = [len(tokens) + length for tokens, length in zip(prompts, lengths, strict=True)]
     with open_engine(
         check,
         raw,
@@ -429,6 +257,7 @@ def _throughput(check: Check, backend: str) -> Row:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=64 if check.small else 16384,
         max_model_len=4 * high,
+        num_kv_blocks=blocks_for(check, backend, totals),
     ) as (engine, executor, config):
         for lengths_before in (
             [high] * min(64, num_seqs),

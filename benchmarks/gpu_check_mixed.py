@@ -13,49 +13,52 @@ import time
 from functools import partial
 from typing import Any
 
-from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, rounded
 from benchmarks.gpu_check_engine import (
     NO_GRAPHS,
-    QWEN3_8B,
-    TINY,
     Parts,
     add,
     add_rows,
-    busy_and_total,
-    end_batch,
+    blocks_for,
     near_zero,
     open_engine,
     prompts_of,
+)
+from benchmarks.gpu_check_steps import (
+    busy_and_total,
+    end_batch,
+    shapes_of,
     spans_on_device,
     start_batch,
 )
 from workers.roofline import layer_parameters
 
-# Rows that decode, and tokens of the prompt beside them.
-_STEPS = ((16, 48), (64, 192), (64, 960), (256, 256))
+# Rows that decode, and tokens of the prompt beside them: together as many as a graph has, and once
+# more than half as many again.
+_STEPS = ((16, 48), (64, 192), (64, 500), (64, 960), (256, 256))
 _SMALL_STEPS = ((2, 12),)
 _CONTEXT = 512
 
 
 def mixed_steps(check: Check) -> None:
-    """The 0.6B shape with every backend, the 8B shape with the last one."""
-    shapes = {"tiny": TINY} if check.small else {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}
-    for name, raw in shapes.items():
-        for backend in check.backends if name != "8B" else [*check.backends][-1:]:
-            for eager in (False, True):
+    """The 8B shape with the last backend, the 0.6B shape with every one; eager steps last."""
+    for eager in (False, True):
+        if not (eager or check.on_gpu):
+            check.add("graphs", lambda: NO_GRAPHS)
+            continue
+        for name, raw in shapes_of(check).items():
+            for backend in [*check.backends][-1:] if name == "8B" else reversed(check.backends):
                 label = f"{name} {backend} {'eager' if eager else 'graph'}"
-                if eager or check.on_gpu:
-                    check.add(label, partial(_start, check, label, raw, backend, eager))
-                else:
-                    check.add(label, lambda: NO_GRAPHS)
+                check.add(label, partial(_start, check, label, raw, backend, eager))
 
 
 def _start(check: Check, label: str, raw: dict[str, Any], backend: str, eager: bool) -> Row:
     """Adds a row per kind of step; returns the row of the start."""
     kinds = _SMALL_STEPS if check.small else _STEPS
     context, num_steps = (8, 2) if check.small else (_CONTEXT, 40)
-    most = max(batch + chunk for batch, chunk in kinds)
+    most, most_rows = max(map(sum, kinds)), max(batch for batch, _ in kinds)
+    # A row that decodes grows meanwhile, and some prompts are in flight.
+    lengths = [context + 128] * most_rows + [max(chunk for _, chunk in kinds)] * 8
     open_one = partial(
         open_engine,
         check,
@@ -64,9 +67,10 @@ def _start(check: Check, label: str, raw: dict[str, Any], backend: str, eager: b
         near_zero,
         enforce_eager=eager,
         enable_prefix_caching=False,
-        max_num_seqs=max(batch for batch, _ in kinds) + 8,
+        max_num_seqs=most_rows + 8,
         max_num_batched_tokens=max(most, 64 if check.small else 16384),
         max_model_len=64 if check.small else 4096,
+        num_kv_blocks=blocks_for(check, backend, lengths),
     )
     rows = [
         (

@@ -1,13 +1,8 @@
 """Every kernel of the GPU backends against its reference, which computes in float32 from the same
 16-bit inputs.
 
-A kernel rounds what it computes in float32 to 16 bits as often as its reference does, and rounding
-moves a number by at most half a unit in its last place: `2**-8` of it in bfloat16. A row (a token,
-or a head where heads are normalized) passes if no number in it is off by more than this many such
-units of the row's largest number. Rows of long contexts are small, so with the largest number of
-the whole tensor anything would pass. Kernels that only copy, count or compare must be equal bit by
-bit. Outputs are filled with NaN before a kernel writes them, and the parts of a cache that it must
-not read are NaN.
+How near it must be: `benchmarks.gpu_check_verdicts`. Outputs are filled with NaN before a kernel
+writes them, and the parts of a cache that it must not read are NaN.
 Legend: T tokens, E features, H query heads, K KV heads, X = H + 2K, D head dim, N blocks, P block
 size, B rows, R rows of one draw, V tokens of the vocabulary, C columns.
 """
@@ -15,56 +10,22 @@ size, B rows, R rows of one draw, V tokens of the vocabulary, C columns.
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
 
 import torch
 
-from benchmarks.gpu_check_common import Check, Row, attention_of, refusal, rounded, with_parts
-from kernels.gpu.attention import paged_attention as triton_attention
-from kernels.gpu.fp8 import Fp8Read
+from benchmarks.gpu_check_attention import attention
+from benchmarks.gpu_check_common import Check, Row
+from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference.activation import silu_and_mul_reference
-from kernels.reference.attention import paged_attention_reference
 from kernels.reference.backend import REFERENCE_SAMPLING as SAMPLING_REFERENCE
-from kernels.reference.fp8 import to_fp8, widened
 from kernels.reference.norm import rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_reference
 from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
 
 EPS = 1e-6
-# float32's own roundings, in units of one rounding to 16 bits.
-_SLACK = 0.05
-# For a weight: the rounding of two exponentials, and one more if that moves it across an integer.
-_WEIGHT_TOLERANCE = 1e-6
-
-# Lengths of rows and of their queries: a padding row, lengths around tiles, a cached prefix, chunks
-# behind decodes; queries enough for the large tile of prefill, and rows enough for most of them to
-# be decoded in one part.
-_WIDE = [0, 1, 15, 16, 17, 255, 256, 257, *range(3, 720, 10)]
-_BATCHES = {
-    "decode": ([1, 0, 17, 128, 300, 1000, 4097], [1] * 7),
-    "prefill": ([300, 31, 64, 1, 129], [300, 31, 64, 1, 129]),
-    "cached prefix": ([700, 64, 1500], [200, 1, 65]),
-    "mixed": ([1000, 2049, 513, 64, 9, 77], [1, 1, 200, 64, 1, 33]),
-    "long prefill": ([2048, 1500], [2048, 900]),
-    # As in a graph of a mixed step: rows without queries, and one at the end without tokens.
-    "padded": ([300, 77, 0, 0, 513, 0, 0], [1, 1, 0, 0, 129, 0, 5]),
-    "wide decode": (_WIDE, [1] * len(_WIDE)),
-}
-# Query heads, KV heads, head dim, block size (None for the backend's default).
-_ATTENTION_CASES = (
-    (16, 8, 128, None),
-    (32, 8, 128, None),
-    (8, 8, 64, None),
-    (16, 2, 128, 256),
-    (16, 8, 128, 256),
-)
-_FP8_BATCHES = {kind: _BATCHES[kind] for kind in ("decode", "mixed", "long prefill")}
-_SMALL_BATCHES = {"decode": ([1, 0, 40], [1, 1, 1]), "mixed": ([40, 9, 20], [1, 9, 5])}
 
 
 def numerics(check: Check) -> None:
@@ -180,91 +141,6 @@ def _store_case(
     return row | {"passed": row["passed"] and same and untouched}
 
 
-def attention(check: Check, backend: str, kernels: Kernels) -> None:
-    """Every kind of batch, for the groups, head dims and block sizes that models and the engine
-    use.
-    """
-    for heads, kv_heads, dim, block_size in [(2, 1, 64, None)] if check.small else _ATTENTION_CASES:
-        block_size = block_size or kernels.capabilities.default_block_size
-        if reason := refusal(kernels, dim, block_size):
-            name = f"{backend} {heads}/{kv_heads} x {dim}, block {block_size}"
-            check.add(name, partial(dict, note=reason))
-            continue
-        for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _BATCHES).items():
-            case = partial(
-                _attention_case,
-                check,
-                kernels,
-                heads,
-                kv_heads,
-                dim,
-                block_size,
-                seq_lens,
-                query_lens,
-            )
-            name = f"{backend} {kind} {heads}/{kv_heads} x {dim}, block {block_size}"
-            check.add(name, partial(case, None))
-            if kind == "decode" and not check.small:
-                check.add(f"{name}, bound 8192", partial(case, 8192))
-    if backend == "triton":
-        _attention_fp8(check, kernels)
-
-
-def _attention_fp8(check: Check, kernels: Kernels) -> None:
-    """Over a cache of 8-bit numbers, which a GPU may read in two ways besides the usual one."""
-    ways: tuple[Fp8Read | None, ...] = (None, "pairs", "instructions") if check.on_gpu else (None,)
-    heads, kv_heads, dim = (2, 1, 64) if check.small else (16, 8, 128)
-    for kind, (seq_lens, query_lens) in (_SMALL_BATCHES if check.small else _FP8_BATCHES).items():
-        for way in ways:
-            name = f"triton fp8 {kind} {heads}/{kv_heads} x {dim}{f', {way}' if way else ''}"
-            attend = kernels.paged_attention if way is None else reading_by(way)
-            case = partial(_attention_case, check, kernels, heads, kv_heads, dim, 16)
-            check.add(name, partial(case, seq_lens, query_lens, None, cache="fp8", attend=attend))
-
-
-def reading_by(way: Fp8Read) -> Callable[..., torch.Tensor]:
-    """Triton's attention, with 8-bit numbers read in this way."""
-    return partial(triton_attention, tune=partial(dataclasses.replace, read_fp8=way))
-
-
-def _attention_case(
-    check: Check,
-    kernels: Kernels,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    seq_lens: list[int],
-    query_lens: list[int],
-    bound: int | None,
-    cache: Literal["auto", "fp8"] = "auto",
-    attend: Callable[..., torch.Tensor] | None = None,
-) -> Row:
-    num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens) + 1
-    block_ids = torch.randperm(num_blocks)
-    attn = attention_of(seq_lens, query_lens, block_ids[1:], block_size, check.device, bound)
-    attn = with_parts(attn, query_lens, kernels, kv_heads)
-    # FlashAttention multiplies what lies past the end of a row by 0, so it must be finite.
-    poison = torch.nan if kernels.capabilities.name == "triton" else 1e4
-    k_cache, v_cache = (check.normal(num_blocks, block_size, kv_heads, dim) for _ in range(2))
-    for numbers in (k_cache, v_cache):
-        numbers[block_ids[0]] = poison
-        for row, seq_len in enumerate(seq_lens):
-            if seq_len % block_size:
-                last_block = attn.block_table_BW[row, seq_len // block_size]
-                numbers[last_block, seq_len % block_size :] = poison
-    if cache == "fp8":
-        k_cache, v_cache = to_fp8(k_cache), to_fp8(v_cache)
-    q_THD = check.normal(sum(query_lens), heads, dim)
-    with poisoned():
-        out_THD = (attend or kernels.paged_attention)(q_THD, k_cache, v_cache, attn, dim**-0.5)
-    exact = paged_attention_reference(
-        q_THD.float(), widened(k_cache), widened(v_cache), attn, dim**-0.5
-    )
-    # Each softmax weight is rounded before it is multiplied with a value, and so is the output.
-    return judge(out_THD, exact, 2)
-
-
 def sampling(check: Check, kernels: SamplingKernels) -> None:
     """The draw, and the kernels over the logits, on rows with ties and with NaN."""
     check.add("draw_index", partial(_same_draws, check, kernels))
@@ -324,7 +200,7 @@ def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
     kept_NR = torch.randint(2**56, (3, 300), device=check.device)
     with poisoned():
         got_R = kernels.draw_index(seeds_R, positions_R, kept_NR, 1)
-    return _equal((got_R, SAMPLING_REFERENCE.draw_index(seeds_R, positions_R, kept_NR, 1)))
+    return equal((got_R, SAMPLING_REFERENCE.draw_index(seeds_R, positions_R, kept_NR, 1)))
 
 
 def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:
@@ -332,7 +208,7 @@ def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:
         got = kernels.row_best(gaps.logits_BV)
     want = SAMPLING_REFERENCE.row_best(gaps.logits_BV)
     has_best_B = want[0] > -torch.inf  # for a row that is all NaN any column will do
-    return _equal((got[0], want[0]), (got[1][has_best_B], want[1][has_best_B]), (got[2], want[2]))
+    return equal((got[0], want[0]), (got[1][has_best_B], want[1][has_best_B]), (got[2], want[2]))
 
 
 def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
@@ -352,8 +228,8 @@ def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
     want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
         want_RK[None], top_k_R, top_p_R, max_gap_R
     )
-    row = _equal((got_RK, want_RK), (limit_R, want_limit_R))
-    return worst_of(row, _near(kept_NR, want_kept_NR, 50))
+    row = equal((got_RK, want_RK), (limit_R, want_limit_R))
+    return worst_of(row, near(kept_NR, want_kept_NR, 50))
 
 
 def _same_histograms(kernels: SamplingKernels, gaps: GapRows) -> Row:
@@ -368,9 +244,9 @@ def _same_histograms(kernels: SamplingKernels, gaps: GapRows) -> Row:
                 got_RX = kernels.gap_histogram(*arguments)
             want_RX = SAMPLING_REFERENCE.gap_histogram(*arguments)
             rows.append(
-                _near(got_RX, want_RX, gaps.logits_BV.shape[1])
+                near(got_RX, want_RX, gaps.logits_BV.shape[1])
                 if by_weight
-                else _equal((got_RX, want_RX))
+                else equal((got_RX, want_RX))
             )
             digit_R = (want_RX > 0).to(torch.int32).argmax(dim=1).to(torch.int32)
             prefix_R = (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R
@@ -384,8 +260,8 @@ def _same_weights(kernels: SamplingKernels, gaps: GapRows) -> Row:
         with poisoned():
             got = kernels.block_weights(gaps, limit_R)
         want = SAMPLING_REFERENCE.block_weights(gaps, limit_R)
-        rows += [_near(got[0], want[0], 128), _near(got[1], want[1], gaps.logits_BV.shape[1])]
-        rows.append(_equal((got[0].sum(dim=1), got[1])))
+        rows += [near(got[0], want[0], 128), near(got[1], want[1], gaps.logits_BV.shape[1])]
+        rows.append(equal((got[0].sum(dim=1), got[1])))
     return worst_of(*rows)
 
 
@@ -400,7 +276,7 @@ def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
     with poisoned():
         sums_RX, total_R = kernels.block_weights(gaps, limit_R)
     running_RV = weights_RV.cumsum(dim=1)
-    rows = [_equal((running_RV[:, -1], total_R))]
+    rows = [equal((running_RV[:, -1], total_R))]
     middle_R = (torch.rand_like(gaps.max_R).double() * total_R).to(torch.int64)
     edge_R = running_RV[:, running_RV.shape[1] // 2].contiguous()
     for index_R in (
@@ -415,7 +291,7 @@ def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
         want_R = torch.where((index_R >= 0) & (index_R < total_R), place_R, -1)
         with poisoned():
             got_R = kernels.pick_column(gaps, limit_R, sums_RX, index_R)
-        rows.append(_equal((got_R, want_R)))
+        rows.append(equal((got_R, want_R)))
     return worst_of(*rows)
 
 
@@ -437,64 +313,3 @@ def _weights_alone(
     )
     with poisoned():
         return kernels.block_weights(alone, limit_R[place].repeat(num_rows))[1]
-
-
-# Verdicts
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill what is allocated here and not initialized with NaN, or with the largest integer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operations without a deterministic form
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-def judge(out: torch.Tensor, exact: torch.Tensor, roundings: int) -> Row:
-    """`out` [T, ...] against `exact`, float32: the worst row's error as a multiple of one rounding,
-    see the top.
-    """
-    error_T, largest_T = (
-        value.abs().flatten(1).amax(dim=1) for value in (out.float() - exact, exact)
-    )
-    one_T = torch.finfo(out.dtype).eps / 2 * largest_T
-    worst = float((error_T / one_T.clamp(min=torch.finfo(torch.float32).tiny)).max())
-    return {
-        "max_error": rounded(float(error_T.max())),
-        "roundings": rounded(worst, 3),
-        "limit": roundings,
-        "passed": out.shape == exact.shape and worst <= roundings + _SLACK,
-    }
-
-
-def _equal(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Row:
-    same = all(got.dtype == want.dtype and torch.equal(got, want) for got, want in pairs)
-    return {"max_error": 0.0 if same else "not equal", "limit": "bits", "passed": same}
-
-
-def _near(got: torch.Tensor, want: torch.Tensor, num_tokens: int) -> Row:
-    """Whether sums of weights are near: they may differ by the rounding of the exponential, plus
-    one for each token whose weight that moves across an integer.
-    """
-    error, largest = (got - want).abs().double(), want.double()
-    passed = got.dtype == want.dtype and bool(
-        (error <= _WEIGHT_TOLERANCE * largest + num_tokens).all()
-    )
-    relative = float((error / largest.clamp(min=1.0)).max())
-    return {"max_error": rounded(relative), "limit": f"{_WEIGHT_TOLERANCE:g}", "passed": passed}
-
-
-def worst_of(*rows: Row) -> Row:
-    """The first row that has not passed; otherwise the row that came closest to its limit, or the
-    last one.
-    """
-    failed = [row for row in rows if not row["passed"]]
-    return (
-        failed[0]
-        if failed
-        else max(rows, key=lambda row: row["roundings"] / row["limit"] if "roundings" in row else 0)
-    )

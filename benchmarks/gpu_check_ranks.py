@@ -28,11 +28,11 @@ from benchmarks.gpu_check_common import Check, Row, rounded
 from benchmarks.gpu_check_engine import (
     COMPARED,
     TINY,
-    decode_step,
     near_zero,
     open_engine,
     run_all,
 )
+from benchmarks.gpu_check_steps import decode_step
 from benchmarks.gpu_check_tokens import add_ragged
 from configs.engine import ResolvedConfig
 from workers.device import CudaDevice

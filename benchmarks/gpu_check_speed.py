@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu_check_attention import reading_by
 from benchmarks.gpu_check_common import (
     Call,
     Check,
@@ -33,7 +34,6 @@ from benchmarks.gpu_check_common import (
     timed,
     with_parts,
 )
-from benchmarks.gpu_check_numerics import reading_by
 from benchmarks.gpu_check_sampling import products, whole_sampler
 from kernels.gpu.fp8 import Fp8Read
 from kernels.interface import GapRows, Kernels
@@ -109,7 +109,7 @@ class Pool:
 
 def _decode(check: Check, pool: Pool, heads: tuple[int, int, int]) -> None:
     _, kv_heads, dim = heads
-    contexts, batches = ((40,), (1, 3)) if check.small else ((512, 4096, 32768), (1, 8, 64, 256))
+    contexts, batches = ((40,), (1, 3)) if check.small else ((512, 4096, 32768), (1, 16, 64, 256))
     for context in contexts:
         for batch in batches:
             if batch * (context + 256) * kv_heads * dim <= pool.keys.numel():

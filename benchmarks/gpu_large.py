@@ -64,7 +64,7 @@ def measure(
             "cache_tokens": num_tokens,
         }
         rows = min(most_rows, num_tokens // (context + more))
-        for num in sorted({1, rows} - {0}):
+        for num in sorted({1, rows} if rows else ()):
             line |= _decode(parts, raw, num, sizes)
     return line
 

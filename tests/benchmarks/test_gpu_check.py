@@ -17,12 +17,14 @@ import torch
 
 from benchmarks import (
     gpu_check,
+    gpu_check_attention,
     gpu_check_common,
     gpu_check_numerics,
     gpu_check_speed,
+    gpu_check_verdicts,
 )
 from benchmarks.gpu_check_cache import ARCHIVE
-from benchmarks.gpu_check_common import Check, attention_of, with_parts
+from benchmarks.gpu_check_common import Check
 from kernels.gpu import attention as gpu_attention
 from kernels.gpu.backend import TRITON_KERNELS as TRITON
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
@@ -59,7 +61,7 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_memory_that_a_kernel_leaves_as_it_was_holds_no_number(dtype: torch.dtype) -> None:
-    with gpu_check_numerics.poisoned():
+    with gpu_check_verdicts.poisoned():
         assert torch.empty(100, dtype=dtype, device=DEVICE).isnan().all()
         assert (
             torch.empty(100, dtype=torch.int64, device=DEVICE) == torch.iinfo(torch.int64).max
@@ -104,25 +106,22 @@ def reads_too_far(
         ),
         (gpu_check_numerics.store, {"qk_norm_rope_store": stores_everywhere}),
         (
-            gpu_check_numerics.attention,
+            gpu_check_attention.attention,
             {"paged_attention": off_by_a_hundredth(TRITON.paged_attention)},
         ),
-        (gpu_check_numerics.attention, {"paged_attention": reads_too_far}),
+        (gpu_check_attention.attention, {"paged_attention": reads_too_far}),
     ],
 )
 def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, Any]) -> None:
     kernels = Replaced(TRITON, **wrong)
     check = small(kernels)
-    part(check, *(["triton"] if part is gpu_check_numerics.attention else []), kernels)
+    part(check, *(["triton"] if part is gpu_check_attention.attention else []), kernels)
     failed = {row["name"].split()[0] for row in check.rows if not row["passed"]}
-    assert failed == {"triton" if part is gpu_check_numerics.attention else next(iter(wrong))}
+    assert failed == {"triton" if part is gpu_check_attention.attention else next(iter(wrong))}
 
 
-@pytest.mark.parametrize("case", gpu_check_numerics._ATTENTION_CASES)
-def test_batches_reach_every_way_of_launching_attention(
-    case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the 132 multiprocessors that a CPU is assumed to have."""
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, bool]]:
+    """Kernel, M, and whether decode writes nothing but its output; kernels then do nothing."""
     launched: set[tuple[str, int, bool]] = set()
 
     def recorder(name: str) -> Any:
@@ -137,18 +136,49 @@ def test_batches_reach_every_way_of_launching_attention(
     monkeypatch.setattr(gpu_attention, "prefill_kernel", recorder("prefill"))
     monkeypatch.setattr(gpu_attention, "decode_kernel", recorder("decode"))
     monkeypatch.setattr(gpu_attention, "_num_sms", lambda device: 132)
+    return launched
+
+
+def test_small_batches_divide_a_row_and_use_the_large_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all that CUDA's checkers run."""
+    divided = gpu_check_attention.SMALL_BATCHES["parts"]
+    attn = divided.metadata(torch.arange(30), 16, TRITON, 1, DEVICE)
+    assert attn.decode is not None and int(attn.decode.start_B1.diff().max()) > 2
+    launched = record_launches(monkeypatch)
+    check = small()
+    gpu_check_attention.attention(check, "triton", TRITON)
+    assert {("prefill", 128, False), ("decode", 16, False)} < launched
+
+
+def test_padded_batch_has_the_shape_of_a_mixed_graph() -> None:
+    """Two rows that decode among five, a prompt, and the tokens of padding in the last row."""
+    batch = gpu_check_attention.BATCHES["padded"]
+    assert batch.seq_lens == [300, 77, 0, 0, 0, 513, 0, 0, 0]
+    assert batch.query_lens == [1, 1, 0, 0, 0, 129, 0, 0, 5]
+    attn = batch.metadata(torch.arange(60), 16, TRITON, 8, DEVICE)
+    assert (attn.max_query_len, attn.max_seq_len) == (136, 4096)
+    assert attn.decode is not None and attn.decode.num_rows == 5
+    starts = attn.decode.start_B1.tolist()
+    assert starts[2:] == [starts[2]] * 4 and starts[2] > 2
+
+
+@pytest.mark.parametrize("case", gpu_check_attention.ATTENTION_CASES)
+def test_batches_reach_every_way_of_launching_attention(
+    case: tuple[int, int, int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors that a CPU is assumed to have."""
+    launched = record_launches(monkeypatch)
     heads, kv_heads, dim, block_size = case[0], case[1], case[2], case[3] or 16
     one_part: list[int] = []
-    for seq_lens, query_lens in gpu_check_numerics._BATCHES.values():
-        num_blocks = sum(-(-seq_len // block_size) for seq_len in seq_lens)
-        attn = attention_of(seq_lens, query_lens, torch.arange(num_blocks), block_size, DEVICE)
-        attn = with_parts(attn, query_lens, TRITON, kv_heads)
+    for batch in gpu_check_attention.BATCHES.values():
+        num_blocks = sum(-(-seq_len // block_size) for seq_len in batch.seq_lens)
+        attn = batch.metadata(torch.arange(num_blocks), block_size, TRITON, kv_heads, DEVICE)
         if attn.decode is not None:
             one_part.append(int((attn.decode.start_B1.diff() == 1).sum()))
         cache = torch.empty(
             num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE
         )
-        q_THD = torch.empty(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        q_THD = torch.empty(sum(batch.query_lens), heads, dim, dtype=torch.bfloat16, device=DEVICE)
         gpu_attention.paged_attention(q_THD, cache, cache, attn, 1.0)
     # Decode always uses scratch memory, for rows of one part and of several.
     assert launched == {("prefill", 64, False), ("prefill", 128, False), ("decode", 16, False)}
@@ -213,7 +243,7 @@ def test_input_that_stays_in_the_cache_has_no_share(monkeypatch: pytest.MonkeyPa
 def test_shape_that_a_backend_refuses_is_left_out_with_its_reason() -> None:
     other = refusing(REFERENCE, "head_dim 64 is not possible")
     check = small(flash_attn=other)
-    gpu_check_numerics.attention(check, "flash_attn", other)
+    gpu_check_attention.attention(check, "flash_attn", other)
     assert [row["note"] for row in check.rows] == ["head_dim 64 is not possible"]
     gpu_check_speed.speed(check)
     mixed = next(row for row in check.rows if row["name"].startswith("mixed"))

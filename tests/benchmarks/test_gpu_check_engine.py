@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check_engine, gpu_check_model, gpu_check_ranks, gpu_check_tokens
+from benchmarks import (
+    gpu_check_engine,
+    gpu_check_model,
+    gpu_check_ranks,
+    gpu_check_steps,
+    gpu_check_tokens,
+    gpu_large,
+)
 from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_engine import TINY, Parts, near_zero, open_engine
 from benchmarks.gpu_check_sampling import KINDS
@@ -71,7 +78,7 @@ def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:
         ("_row_best", 43.0, 50.0),  # beside the others
         ("Memcpy HtoD (Pinned -> Device)", 60.0, 61.0),
     ]
-    row = gpu_check_engine.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
+    row = gpu_check_steps.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
     assert row == {
         "attention_ms": 5.0,
         "sampling_ms": 3.5,
@@ -86,7 +93,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
     from tests.kernels.test_gpu_compile import launched_kernels
 
     for module, name in launched_kernels():
-        row = gpu_check_engine.parts_of([(name, 0.0, 1000.0)], steps=1)
+        row = gpu_check_steps.parts_of([(name, 0.0, 1000.0)], steps=1)
         kind = next(key for key, ms in row.items() if ms)
         wanted = {"attention": "attention_ms", "sampling": "sampling_ms"}
         wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms"}
@@ -218,6 +225,31 @@ def test_row_after_one_that_fails_has_a_fresh_engine() -> None:
     assert [row["passed"] for row in check.rows] == [True, False, True, True]
     assert engines[0] is engines[1] and engines[2] is engines[3] is not engines[0]
     assert len(start_s) == 2
+
+
+def test_floor_of_a_step_counts_the_bytes_of_its_cache() -> None:
+    """The cache of 8-bit numbers is half as large, and the weights are the same."""
+    floors = []
+    for dtype in ("auto", "fp8_e4m3"):
+        check = small()
+        options: dict[str, Any] = {"kv_cache_dtype": dtype, "enforce_eager": True}
+        gpu_check_steps._decode_steps(check, TINY, dtype, (2,), **options)
+        floors.append(check.rows[0]["floor_ms"])
+    cache_ms = 1000 * 2 * 8 * 2 * 1 * 64 / small().ceilings.memory_bytes_per_s  # one byte each
+    assert floors[0] - floors[1] == pytest.approx(cache_ms, rel=0.01)
+
+
+@pytest.mark.parametrize("backend_name", ["triton", "reference"])
+def test_blocks_are_counted_in_the_size_of_the_backend(backend_name: str) -> None:
+    check = small(reference=REFERENCE)
+    size = check.backends[backend_name].capabilities.default_block_size
+    assert gpu_check_engine.blocks_for(check, backend_name, [1, size, size + 1]) == 4
+
+
+def test_large_shape_whose_rows_do_not_fit_still_tells_its_cache() -> None:
+    line = gpu_large.measure(small(), "tiny", TINY, "auto", (2000, 2, 2, 8))
+    assert line["cache_tokens"] == 1024 and line["start_s"] > 0
+    assert not any("rows" in name for name in line)
 
 
 def test_backend_that_refuses_the_default_model_is_left_out(

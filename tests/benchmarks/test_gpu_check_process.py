@@ -19,6 +19,7 @@ from benchmarks import gpu_check, gpu_check_numerics, gpu_check_sanitizer
 from benchmarks.gpu_check_cache import ARCHIVE, KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check
 from benchmarks.gpu_check_process import Section, run_section
+from benchmarks.gpu_check_verdicts import UNPOISONED, poisoned
 from tests.benchmarks.gpu_check_small import small
 
 ROOT = Path(__file__).parents[2]
@@ -183,31 +184,94 @@ def test_process_of_a_family_checks_its_kernels_alone() -> None:
     assert [row["name"].split()[0] for row in check.rows] == ["qk_norm_rope_store"]
 
 
-@pytest.mark.parametrize(("code", "passed"), [(0, True), (99, False)])
+def checker(folder: Path, script: str) -> str:
+    """Instead of CUDA's, a script of ours; `$@` is the command whose kernels it would watch."""
+    tool = folder / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\ntool=$2\nshift 4\n{script}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+RUNS = """test "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 2
+"$@" || exit 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "verdict"),
+    [
+        ("echo '=== ERROR SUMMARY: 0 errors'", "passed"),
+        ("echo '=== ERROR SUMMARY: 1 error'; exit 99", "failed"),
+    ],
+)
 def test_what_a_checker_reports_about_a_family_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, passed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, verdict: str
 ) -> None:
-    """The checker here is a script that runs the kernels it is given, and then ends as it likes."""
     monkeypatch.chdir(ROOT)
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(
-        '#!/bin/sh\ntest "$*" != "${*#--tool memcheck --error-exitcode 99 }" || exit 1\n'
-        'test "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 2\nshift 4\n"$@" || exit 3\n'
-        f"echo '=== ERROR SUMMARY: {code} errors'\nexit {code}\n"
-    )
-    tool.chmod(0o755)
-    row = gpu_check_sanitizer.run_tool(str(tool), "memcheck", "elementwise", 60.0)
-    assert row == {"said": f"=== ERROR SUMMARY: {code} errors", "rows": 3, "passed": passed}
+    path = checker(tmp_path, RUNS + ending)
+    row = gpu_check_sanitizer.run_tool(path, "memcheck", "elementwise", 60.0)
+    assert (row["rows"], row["verdict"], row["passed"]) == (3, verdict, verdict == "passed")
+
+
+# What the kernels' own process leaves, where it leaves the path of its part.
+LEAVES = """while test "$1" != --part; do shift; done
+printf '{"rows": [{"name": "a"}], "failed": [%s], "ended_early": %s}' "$failed" "$early" > "$2"
+echo "=== $kind: 0 errors"
+"""
+
+
+@pytest.mark.parametrize(
+    ("failed", "early", "kind", "verdict"),
+    [
+        ("", "null", "ERROR SUMMARY", "passed"),
+        ("", "null", "RACECHECK SUMMARY", "passed"),
+        ("", "null", "it stopped", "partial"),
+        ('"a"', "null", "ERROR SUMMARY", "failed"),
+        ("", '"out of time"', "ERROR SUMMARY", "partial"),
+    ],
+)
+def test_a_checker_passes_only_what_was_seen_whole_and_was_right(
+    tmp_path: Path, failed: str, early: str, kind: str, verdict: str
+) -> None:
+    path = checker(tmp_path, f"failed='{failed}'; early='{early}'; kind='{kind}'\n{LEAVES}")
+    row = gpu_check_sanitizer.run_tool(path, "memcheck", "elementwise", 5.0)
+    assert (row["verdict"], row["passed"]) == (verdict, verdict == "passed")
 
 
 def test_checker_that_ran_no_kernels_has_not_passed(tmp_path: Path) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    row = gpu_check_sanitizer.run_tool(str(tool), "memcheck", "elementwise", 5.0)
-    assert row == {"said": "nothing", "rows": 0, "passed": False}
+    path = checker(tmp_path, "")
+    row = gpu_check_sanitizer.run_tool(path, "memcheck", "elementwise", 5.0)
+    assert (row["said"], row["rows"], row["verdict"]) == ("nothing", 0, "partial")
+
+
+def test_checker_that_hangs_is_killed_with_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check_sanitizer, "_TOOL_ENDS_S", 1.0)
+    path = checker(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; wait")
+    row = gpu_check_sanitizer.run_tool(path, "memcheck", "elementwise", 0.0)
+    assert (row["verdict"], row["passed"]) == ("partial", False)
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    until_s = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_only_the_checker_of_unwritten_memory_is_given_memory_without_poison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checker(tmp_path, f'echo "$tool $(env | grep -c {UNPOISONED}) SUMMARY: 0"')
+    said = {
+        tool: gpu_check_sanitizer.run_tool(path, tool, "store", 5.0)["said"]
+        for tool in gpu_check_sanitizer._TOOLS
+    }
+    assert [line.split()[1] for line in said.values()] == ["0", "0", "1"] and len(said) == 3
+    monkeypatch.setenv(UNPOISONED, "1")
+    with poisoned():
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 # Compiles one kernel for a chip that need not be here, and says whether it was in the cache.

@@ -6,9 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.gpu_sweep import line_of
+import torch
+
+from benchmarks import gpu_sweep
+from benchmarks.gpu_check_speed import Pool
+from benchmarks.gpu_sweep import Case, best_of, line_of
+from kernels.gpu.attention_launch import Launch
+from tests.benchmarks.gpu_check_small import small
 from tests.kernels.gpu_device import DEVICE
 
 ROOT = Path(__file__).parents[2]
@@ -31,5 +38,40 @@ def test_every_launch_is_timed_and_written(tmp_path: Path) -> None:
     assert all(labels[0] == "as chosen" for labels in launches.values())
     assert {"heads adjacent", "places adjacent"} < set(launches["decode 16 bits 3 x 40"])
     assert len(launches["decode fp8 3 x 40"]) >= 5 and len(launches["prefill 20"]) == 2
-    assert done.stdout.splitlines()[1:] == [line_of(row) for row in rows]
+    assert all(row["passed"] and row["roundings"] <= 4 for row in rows)
+    lines = done.stdout.splitlines()[1:]
+    assert lines == [*map(line_of, rows), "", "best", *best_of(rows)]
     assert record["times_are_real"] is (DEVICE.type == "cuda")
+
+
+def test_a_launch_with_another_output_or_an_error_is_marked() -> None:
+    check = small()
+    case = Case(name="prefill 20", heads=(2, 1, 64), block_size=16, seq_lens=[20], query_lens=[20])
+
+    def broken(launch: Launch) -> Launch:
+        raise RuntimeError("no registers left")
+
+    launches: dict[str, Callable[[Launch], Launch]] = {
+        "as chosen": lambda launch: launch,
+        "broken": broken,
+    }
+    gpu_sweep._add_launches(check, Pool.allocate(check), case, launches)
+    assert [row["passed"] for row in check.rows] == [True, False]
+    other = torch.ones(20, 2, 64, dtype=check.dtype, device=check.device)
+    row = gpu_sweep._compared(
+        check, Pool.allocate(check), case, "other", lambda *_: other, [other * 1.01]
+    )
+    assert not row["passed"]
+    assert "WRONG" in line_of(check.rows[0] | row)
+
+
+def test_the_best_launch_of_a_batch_is_one_that_is_right() -> None:
+    row = {"name": "prefill 20", "heads": "2/1 x 64", "block": 16, "floor_us": 1.0}
+    rows = [
+        row | {"launch": "as chosen", "us": 6.0, "passed": True},
+        row | {"launch": "wrong", "us": 1.0, "passed": False, "roundings": 90.0},
+        row | {"launch": "other", "us": 4.0, "passed": True},
+        {"name": "prefill 20", "error": "no registers left", "passed": False},
+    ]
+    [line] = best_of(rows)
+    assert line.startswith(line_of(rows[2])) and line.endswith("as chosen: x 1.50")

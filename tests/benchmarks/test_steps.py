@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import gpu_runs
 from benchmarks.gpu_runs_table import table
 from configs.paths import CHECKOUT
@@ -143,6 +145,41 @@ def test_every_run_is_made_of_steps_that_exist(tmp_path: Path) -> None:
         for step in steps:
             assert set(step.needs) <= set(names[: names.index(step.name)])
             assert 0 < step.least_s < step.limit_s <= budget_s
+
+
+def test_all_sections_of_a_check_fit_into_its_step(tmp_path: Path) -> None:
+    from benchmarks.gpu_check import SECTIONS, limits_of
+
+    for make, _ in gpu_runs.RUNS.values():
+        steps = make(
+            gpu_runs.Run(
+                out=tmp_path, work=tmp_path, small=False, on_gpu=True, nano_vllm=None, brought=None
+            )
+        )
+        for step in (step for step in steps if "benchmarks.gpu_check" in step.command):
+            words = list(step.command)
+            within_s = float(words[words.index("--within") + 1])
+            names = [word for word in words if word in SECTIONS] or list(SECTIONS)[:-1]
+            limits_s = limits_of(names, within_s)
+            assert sum(limits_s.values()) <= within_s + 1e-6 < step.limit_s
+            assert all(limit_s > 0.7 * SECTIONS[name][1] for name, limit_s in limits_s.items())
+
+
+def test_a_gpu_whose_memory_nvidia_smi_does_not_tell_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '[N/A]'\n")
+    tool.chmod(0o755)
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    is_available = staticmethod(lambda: True)\n"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_runs.gpu_memory_mib() is None
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu_runs.has_gpu()
+    (tmp_path / "torch.py").write_text("raise ImportError\n")
+    assert not gpu_runs.has_gpu()
 
 
 def test_a_second_call_keeps_what_the_first_has_done(tmp_path: Path) -> None:
