@@ -131,9 +131,8 @@ def attend_decode(
     group = num_heads // kv_heads
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group)
     launch = tune(launch) if tune else launch
-    acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused with a single place
-    # Even with as many places as rows, a row may take several: rows of padding take none.
-    if decode.num_places > 1:
+    acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
+    if decode.num_places > decode.num_rows:
         shape = (decode.num_places, num_heads)
         acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
         # Each has memory of its own, which is aligned whatever the number of places is.
@@ -238,6 +237,8 @@ def prefill_kernel(
     """
     place, kv_head = tl.program_id(0), tl.program_id(1)
     row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
+    if row < 0:
+        return
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
     # Tiles that see the most tokens go first.
@@ -455,18 +456,18 @@ def _row_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """(the row that owns a place of the grid, the first place of that row).
 
-    Row b owns the places from `start[b] * G // M + b` on, where `start` counts from the first
-    token of the first row: at least as many as the tiles its queries fill. The T * G // M + B
-    places of the grid cover all of these, however the tokens are distributed over the rows.
+    Row b owns the places from `start[b] * G // M + b` on: at least as many as the tiles its queries
+    fill. The T * G // M + B places of the grid cover all of these, however the tokens are
+    distributed over the rows. Places before the first row belong to row -1: the step may have other
+    tokens before it.
     """
-    first_token = tl.load(query_start_B1)
     row = -1
     for first in range(0, num_rows, _SEARCHED_ROWS):
         row_B = first + tl.arange(0, _SEARCHED_ROWS)
-        start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0) - first_token
+        start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0)
         begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= place)
         row += tl.sum(begun_B.to(tl.int32), 0)
-    return row, (tl.load(query_start_B1 + row) - first_token) * GROUP // TILE_M + row
+    return row, tl.load(query_start_B1 + tl.maximum(row, 0)) * GROUP // TILE_M + row
 
 
 @triton.jit

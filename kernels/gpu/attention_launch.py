@@ -43,8 +43,8 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool, on_hopper: bo
     with the queries up to 133 KB, which fits an A100 too. On Hopper (`on_hopper`) there are three,
     of which one loads a tile, 99 KB: with five, ptxas lets most shapes run their matrix
     instructions one by one, with a wait after each (its message C7515, for which the compile test
-    looks); four are compiled as three. float32 has no matrix instructions and needs twice the
-    bytes.
+    looks); four are compiled as three. Small tiles have four at most: with five, one of them spills
+    on sm_100. float32 has no matrix instructions and needs twice the bytes.
     """
     if dtype == torch.float32:
         return Launch(tile_m=32, tile_c=16, num_warps=16, num_stages=5)
@@ -54,7 +54,7 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool, on_hopper: bo
     tile_c = 8192 // max(64, padded_dim(head_dim))
     if large:
         return Launch(tile_m=128, tile_c=tile_c, num_warps=8, num_stages=num_stages)
-    return Launch(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=num_stages)
+    return Launch(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=min(num_stages, 4))
 
 
 def decode_launch(

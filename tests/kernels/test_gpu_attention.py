@@ -135,20 +135,6 @@ def test_prompts_behind_more_decode_rows_than_a_tile_holds() -> None:
     assert_matches_reference(case)
 
 
-def test_a_row_takes_the_places_that_padding_leaves_free() -> None:
-    """As many places as rows, but only one row has tokens, and takes all of them."""
-    case = make_case([900, 0, 0], [1, 0, 0], block_size=16, kv_heads=1, group=2, head_dim=64)
-    start_B1 = np.pad(part_starts(np.array([900], np.int32), 3), (0, 2), mode="edge")
-    assert start_B1.tolist() == [0, 3, 3, 3]
-    decode = DecodeParts(
-        num_rows=3,
-        num_places=3,
-        start_B1=torch.from_numpy(start_B1).to(DEVICE),
-        arrived_BK=torch.zeros(3, 1, dtype=torch.int32, device=DEVICE),
-    )
-    assert_matches_reference((*case[:3], replace(case[3], decode=decode)))
-
-
 def test_rows_of_padding_get_zeros_or_nothing(new_memory_is_nan: None) -> None:
     """As in a graph: two rows without queries behind the decode rows, which take no places, and at
     the end one with queries but no tokens.

@@ -257,9 +257,10 @@ class BatchState:
         """
         if num_places == 0:
             return None
-        start_B1 = np.pad(
-            part_starts(seq_lens_B, num_places), (0, num_rows - len(seq_lens_B)), mode="edge"
-        )
+        # Without more places than rows, each row is one part, as the kernel expects.
+        num_free = num_places if num_places > num_rows else max(1, len(seq_lens_B))
+        starts = part_starts(seq_lens_B, num_free)
+        start_B1 = np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
         return self.decode_parts(num_rows, num_places, put(start_B1))
 
     def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
