@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -24,7 +25,12 @@ def server() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedProtocol, "head_timeout_s", SHORT_S)
         patch.setattr(BoundedProtocol, "rest_timeout_s", SHORT_S)
-        limits = ApiLimits(body_time_s=SHORT_S, max_bodies_bytes=100_000)
+        limits = ApiLimits(
+            body_time_s=SHORT_S,
+            body_pause_s=SHORT_S,
+            max_bodies_bytes=100_000,
+            small_body_bytes=20_000,
+        )
         with serve(limits=limits) as running:
             yield running
 
@@ -161,6 +167,20 @@ def test_a_slow_upload_that_makes_progress_is_read(server: Server) -> None:
         assert answer_of(connection).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("drip", [b"", b" "])
+def test_a_fast_start_of_a_body_earns_no_long_pause(server: Server, drip: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 60000\r\n\r\n" + b" " * 50_000)
+        connection.settimeout(0.02)
+        began_s, answer = time.monotonic(), b""
+        while not answer and time.monotonic() < began_s + 5:
+            connection.sendall(drip)
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65_536)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - began_s < 3  # the 50,000 bytes would be 6 seconds
+
+
 def test_the_rest_of_a_refused_body_is_not_awaited_forever(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(HEAD + b"Content-Length: 99999999\r\n\r\n")
@@ -181,6 +201,17 @@ def test_many_requests_ahead_end_the_connection(server: Server) -> None:
         answers = b""
         while answers.count(b"HTTP/1.1 200") < 10:
             answers += connection.recv(65_536)
+
+
+def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server) -> None:
+    head = HEAD + b"Content-Length: 99000\r\n\r\n"
+    with connect(server) as large, connect(server) as small, connect(server) as too_many:
+        large.sendall(head + b" " * 98_000)
+        wait_until(lambda: server.api._uploads.num_bytes == 98_000)
+        small.sendall(HEAD + b"Content-Length: 15000\r\n\r\n" + BODY.ljust(15_000))
+        assert small.recv(65_536).startswith(b"HTTP/1.1 200")
+        too_many.sendall(head + b" " * 50_000)
+        assert too_many.recv(65_536).startswith(b"HTTP/1.1 503")
 
 
 def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
