@@ -83,7 +83,7 @@ HTTP: Mapping[str, Bound] = {
     "bodies": _bound(
         256 * MIB,
         "bytes",
-        "all bodies that one API process has received and not yet read; beyond it, 503",
+        "all bodies that one API process has received and not yet tokenized; beyond it, 503",
         "clients that upload at the same time must not fill the memory",
     ),
     "small body": _bound(

@@ -75,8 +75,8 @@ class Admission:
 
 
 class Uploads:
-    """Counts the bytes of bodies that have been received and not yet read. Used from one event loop
-    only.
+    """Counts the bytes of bodies, from their receipt until their requests are built or refused.
+    Used from one event loop only.
     """
 
     def __init__(self, limits: ApiLimits) -> None:
@@ -85,12 +85,12 @@ class Uploads:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Upload]:
-        """Count a body until the block ends."""
+        """Count a body until the block or the upload ends."""
         upload = Upload(self)
         try:
             yield upload
         finally:
-            self.num_bytes -= upload.num_bytes
+            upload.end()
 
 
 class Upload:
@@ -140,6 +140,11 @@ class Upload:
         self.deadline_s = min(
             self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s
         )
+
+    def end(self) -> None:
+        """Count the body no longer."""
+        self._uploads.num_bytes -= self.num_bytes
+        self.num_bytes = 0
 
     @property
     def _allowed_delay_s(self) -> float:

@@ -137,6 +137,12 @@ class ScriptedEngine:
     def after_news(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Accept no request until the block ends."""
+        with self._changed:
+            yield
+
     def die(self, reason: str) -> None:
         """End every request with an error."""
         with self._changed:

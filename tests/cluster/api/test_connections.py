@@ -16,6 +16,7 @@ from tests.cluster.api.scripted import Server, serve, wait_until
 
 SHORT_S = 0.3
 BODY = b'{"prompt": "Hi", "max_tokens": 2}'
+LONG = b'{"prompt": "Hi", "max_tokens": 300}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -212,6 +213,17 @@ def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server
         assert small.recv(65_536).startswith(b"HTTP/1.1 200")
         too_many.sendall(head + b" " * 50_000)
         assert too_many.recv(65_536).startswith(b"HTTP/1.1 503")
+
+
+def test_a_body_counts_until_its_request_is_built() -> None:
+    with serve(lambda _: "word " * 300, step_s=0.02) as server, connect(server) as connection:
+        with server.engine.held():
+            connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n" + LONG.ljust(5000))
+            wait_until(lambda: server.api.admission.num_open == 1)
+            time.sleep(0.2)  # in which it could be forgotten
+            assert server.api._uploads.num_bytes == 5000
+        wait_until(lambda: server.api._uploads.num_bytes == 0)
+        assert server.api.admission.num_open == 1  # it is running
 
 
 def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
