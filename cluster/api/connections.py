@@ -3,7 +3,8 @@ pipelined requests and slow clients.
 
 A connection that sends no complete head in time is closed, as is one whose request goes on after
 its answer; a head that is too large is answered with 431. The time of a body is the application's
-matter (`app.py`), which knows whether it wants one.
+matter (`app.py`), which knows whether it wants one. A connection that takes nothing of its answer
+for some time is dropped: closing it would wait for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.api.app import Api
 from scheduler.bounds import HTTP
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
@@ -39,10 +41,12 @@ class BoundedProtocol(HttpToolsProtocol):
     # A test shortens these.
     head_timeout_s: float = HTTP["head time"].most
     rest_timeout_s: float = HTTP["rest time"].most
+    slow_reader_timeout_s: float  # `server_config` sets it
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
+        self._unsent_timer: asyncio.TimerHandle | None = None
         self._is_reading_head = False
         self._is_reading_body = False
         self._num_waiting = 0  # requests that have not been answered
@@ -56,7 +60,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_unsent()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._num_waiting):
@@ -73,7 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._is_head_too_large = True
                 self.send_400_response("")
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
-            self.transport.close()
+            self._close()
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= HTTP["pipelined"].most:
@@ -113,16 +127,15 @@ class BoundedProtocol(HttpToolsProtocol):
             # What is left of the body is read, so that the client sees the answer, but not forever.
             self._close_after(self.rest_timeout_s)
         super().on_response_complete()
+        self._watch_unsent()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be read, unless this would end up in the middle of another answer."""
-        if self._num_waiting:
-            self.transport.close()
-        elif self._is_head_too_large:
+        if self._is_head_too_large and not self._num_waiting:
             self.transport.write(_TOO_LARGE % (len(_TOO_LARGE_BODY), _TOO_LARGE_BODY))
-            self.transport.close()
-        else:
+        elif not self._num_waiting:
             super().send_400_response(msg)
+        self._close()
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -132,19 +145,50 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_after(self, limit_s: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(limit_s, self.transport.close)
+        self._timer = self.loop.call_later(limit_s, self._close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _close(self) -> None:
+        """Close the connection once what has been written is sent."""
+        self.transport.close()
+        self._watch_unsent()
 
-def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    def _watch_unsent(self) -> None:
+        """Drop the connection if from now on, it takes nothing of what has been written."""
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
+            self._unsent_timer = None
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._unsent_timer = self.loop.call_later(
+                self.slow_reader_timeout_s, self._check_unsent, num_bytes
+            )
+
+    def _check_unsent(self, num_before: int) -> None:
+        """While a stream may add to what is unsent, that need not become less. But then it is
+        little: above a mark, writing is paused.
+        """
+        may_grow = self._num_waiting and not self.flow.write_paused
+        is_closing = self.transport.is_closing()
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes >= num_before and (is_closing or not may_grow):
+            self.transport.abort()
+        else:
+            self._watch_unsent()
+
+
+def server_config(app: Api, **options: Any) -> uvicorn.Config:
     """How `app` is served: within the bounds above."""
+
+    class Protocol(BoundedProtocol):
+        slow_reader_timeout_s = app.limits.slow_reader_timeout_s
+
     return uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=Protocol,
         lifespan="off",
         ws="none",
         access_log=False,

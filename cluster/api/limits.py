@@ -19,7 +19,7 @@ class ApiLimits:
     """Limits of one API process.
 
     max_open: outputs that run or wait at a time; a request for more is refused at once.
-    slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how long a
+    slow_reader_timeout_s: how long a client may take nothing of an answer. keep_alive_s: how long a
     stream may be silent before a comment is sent. body_time_s, body_pause_s: by how much a body may
     be later than 8 KiB per second, up to small_body_bytes and beyond.
     """

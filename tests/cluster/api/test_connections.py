@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -234,3 +235,53 @@ def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
         second.sendall(head + b" " * 59_000)
         assert second.recv(65_536).startswith(b"HTTP/1.1 503")
     wait_until(lambda: server.api._uploads.num_bytes == 0)
+
+
+def connect_without_reading(server: Server) -> socket.socket:
+    """A connection of which the system receives little that is not read."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def is_connected(server: Server, connection: socket.socket) -> bool:
+    """Whether the server still has this connection."""
+    return connection.getsockname() in [kept.client for kept in list(server.connections)]
+
+
+# An answer of more bytes than the system takes from a server whose client does not read.
+LARGE = json.dumps({"prompt": ["a"] * 10, "max_tokens": 300, "logprobs": 20}).encode()
+
+
+@pytest.fixture(scope="module")
+def wordy() -> Iterator[Server]:
+    limits = ApiLimits(slow_reader_timeout_s=2 * SHORT_S)
+    with serve(lambda _: "word " * 300, limits=limits, send_buffer=16_384) as running:
+        yield running
+
+
+@pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"])
+def test_an_answer_that_is_not_read_is_dropped(wordy: Server, ending: bytes) -> None:
+    with connect_without_reading(wordy) as connection:
+        connection.sendall(HEAD + ending + b"Content-Length: %d\r\n\r\n" % len(LARGE) + LARGE)
+        wait_until(lambda: wordy.api.admission.num_open == 10)
+        wait_until(lambda: wordy.api.admission.num_open == 0, 20.0)
+        assert is_connected(wordy, connection)
+        wait_until(lambda: not is_connected(wordy, connection))
+
+
+def test_an_answer_that_is_read_slowly_comes_whole(wordy: Server) -> None:
+    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(LARGE)
+    with connect_without_reading(wordy) as connection:
+        connection.sendall(head + LARGE)
+        answer = connection.recv(65_536)
+        began_s, num_bytes = time.monotonic(), len(answer)
+        while part := connection.recv(65_536):
+            num_bytes += len(part)
+            time.sleep(0.005)
+        assert time.monotonic() - began_s > 3 * SHORT_S
+    length = re.search(rb"content-length: (\d+)", answer)
+    assert length is not None
+    assert num_bytes == answer.index(b"\r\n\r\n") + 4 + int(length[1]) > 700_000
