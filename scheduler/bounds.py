@@ -44,6 +44,12 @@ HTTP: Mapping[str, Bound] = {
     "headers": _bound(
         256, "headers", "the head of a request", "each is an object; clients send about 20"
     ),
+    "connections": _bound(
+        4_096,
+        "connections",
+        "one API process; then the oldest one without a complete request is dropped, or 503",
+        "each may hold a head; four times as many as there may be outputs",
+    ),
     "pipelined": _bound(
         16,
         "requests",

@@ -10,7 +10,7 @@ for some time is dropped: closing it would wait for that.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,9 +19,13 @@ from cluster.api.app import Api
 from scheduler.bounds import HTTP
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+_REFUSAL = (
+    b"HTTP/1.1 %s\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+)
+_TOO_MANY_BODY = (
+    b'{"error": {"message": "at most %d connections are possible, and all have requests; try again'
+    b' later", "type": "overloaded_error", "param": null, "code": "overloaded"}}'
 )
 _TOO_LARGE_BODY = (
     b'{"error": {"message": "the headers are too large; at most %d bytes and %d headers are'
@@ -41,7 +45,11 @@ class BoundedProtocol(HttpToolsProtocol):
     # A test shortens these.
     head_timeout_s: float = HTTP["head time"].most
     rest_timeout_s: float = HTTP["rest time"].most
-    slow_reader_timeout_s: float  # `server_config` sets it
+    max_connections: int = HTTP["connections"].most
+    # `server_config` sets these. The second: connections that have no complete request, oldest
+    # first.
+    slow_reader_timeout_s: float
+    without_request: ClassVar[dict[BoundedProtocol, None]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -56,9 +64,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._close_after(self.head_timeout_s)
+        if len(self.connections) <= self.max_connections or self._drop_oldest():
+            self.without_request[self] = None
+            self._close_after(self.head_timeout_s)
+        else:
+            body = _TOO_MANY_BODY % self.max_connections
+            self._refuse(b"503 Service Unavailable", body)
+            self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.without_request.pop(self, None)
         self._stop_timer()
         if self._unsent_timer is not None:
             self._unsent_timer.cancel()
@@ -117,12 +132,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_reading_body = False
-        if not self._num_waiting:
+        if self._num_waiting:
+            self.without_request.pop(self, None)
+        else:
             self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._num_waiting -= 1
+        if not self._num_waiting:
+            self.without_request[self] = None
         if self._is_reading_body and not self._num_waiting:
             # What is left of the body is read, so that the client sees the answer, but not forever.
             self._close_after(self.rest_timeout_s)
@@ -132,10 +151,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be read, unless this would end up in the middle of another answer."""
         if self._is_head_too_large and not self._num_waiting:
-            self.transport.write(_TOO_LARGE % (len(_TOO_LARGE_BODY), _TOO_LARGE_BODY))
+            self._refuse(b"431 Request Header Fields Too Large", _TOO_LARGE_BODY)
         elif not self._num_waiting:
             super().send_400_response(msg)
         self._close()
+
+    def _refuse(self, status: bytes, body: bytes) -> None:
+        self.transport.write(_REFUSAL % (status, len(body), body))
+
+    def _drop_oldest(self) -> bool:
+        """Drop the connection that has gone without a complete request for the longest time. False
+        if all have one.
+        """
+        oldest = next(iter(self.without_request), None)
+        if oldest is None:
+            return False
+        del self.without_request[oldest]
+        oldest.transport.abort()
+        return True
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -185,6 +218,7 @@ def server_config(app: Api, **options: Any) -> uvicorn.Config:
 
     class Protocol(BoundedProtocol):
         slow_reader_timeout_s = app.limits.slow_reader_timeout_s
+        without_request: ClassVar[dict[BoundedProtocol, None]] = {}
 
     return uvicorn.Config(
         app,

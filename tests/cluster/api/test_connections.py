@@ -285,3 +285,37 @@ def test_an_answer_that_is_read_slowly_comes_whole(wordy: Server) -> None:
     length = re.search(rb"content-length: (\d+)", answer)
     assert length is not None
     assert num_bytes == answer.index(b"\r\n\r\n") + 4 + int(length[1]) > 700_000
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server for three connections at a time."""
+    monkeypatch.setattr(BoundedProtocol, "max_connections", 3)
+    with serve(lambda _: "word " * 300, step_s=0.02) as running:
+        yield running
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(narrow: Server) -> None:
+    with connect(narrow) as running, connect(narrow) as body, connect(narrow) as head:
+        running.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
+        wait_until(lambda: narrow.api.admission.num_open == 1)
+        body.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        wait_until(lambda: narrow.api._uploads.num_bytes == 1)
+        head.sendall(HEAD)
+        with connect(narrow) as new:
+            new.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert new.recv(65_536).startswith(b"HTTP/1.1 200")
+            assert answer_of(body) == b""  # it was the oldest one
+            assert is_connected(narrow, head)
+        assert narrow.api.admission.num_open == 1
+
+
+def test_too_many_connections_with_requests_are_refused(narrow: Server) -> None:
+    with connect(narrow) as one, connect(narrow) as two, connect(narrow) as three:
+        for connection in (one, two, three):
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
+        wait_until(lambda: narrow.api.admission.num_open == 3)
+        with connect(narrow) as fourth:
+            answer = answer_of(fourth)
+        assert answer.startswith(b"HTTP/1.1 503") and b"at most 3 connections" in answer
+        assert narrow.api.admission.num_open == 3
