@@ -55,10 +55,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
-        self._is_reading_head = False
-        self._is_reading_body = False
+        self._is_reading_head = self._is_reading_body = False
+        self._has_head_begun = False  # in the bytes received last
         self._num_waiting = 0  # requests that have not been answered
-        self._head_bytes = self._num_headers = 0  # of the present request
+        self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
+        self._unfinished_bytes = 0  # as received; the parser says nothing of a header without end
         self._bare_bytes = 0  # of its body, without what it holds
         self._is_head_too_large = False
 
@@ -90,15 +91,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._num_waiting):
             self._close_after(self.head_timeout_s)
-        was_in_head, was_in_body = self._is_reading_head, self._is_reading_body
+        was_in_body = self._is_reading_body
+        self._has_head_begun = False
         if was_in_body:
             self._bare_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if was_in_head and self._is_reading_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > HTTP["head"].most:
+        if self._is_reading_head and not self._has_head_begun:
+            self._unfinished_bytes += len(data)
+            if self._unfinished_bytes > HTTP["head"].most:
                 self._is_head_too_large = True
                 self.send_400_response("")
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
@@ -108,8 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= HTTP["pipelined"].most:
             raise _TooMuchError
         super().on_message_begin()
-        self._is_reading_head = True
-        self._head_bytes = self._num_headers = self._bare_bytes = 0
+        self._is_reading_head = self._has_head_begun = True
+        self._head_bytes = self._num_headers = self._unfinished_bytes = self._bare_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))

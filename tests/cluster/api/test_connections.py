@@ -126,6 +126,22 @@ def test_a_head_just_too_large_gets_the_answer(server: Server) -> None:
     assert answer.startswith(b"HTTP/1.1 431") and b"at most 65536 bytes and 256 headers" in answer
 
 
+@pytest.mark.parametrize("length", [1000, 40_000, 64_000])
+@pytest.mark.parametrize(("num_headers", "value"), [(66, b"a" * 950), (1, b"a" * 62_700)])
+def test_a_head_within_its_bound_is_read_in_whatever_pieces_it_comes(
+    server: Server, length: int, num_headers: int, value: bytes
+) -> None:
+    lines = b"".join(b"X-%d: %s\r\n" % (place, value) for place in range(num_headers))
+    head = b"GET /live HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n"
+    assert 62_000 < len(head) < 65_536
+    with connect(server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(head), length):
+            connection.sendall(head[start : start + length])
+            time.sleep(0.002)
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize(
     "framing",
     [
