@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -95,7 +96,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_head_begun = False
         if was_in_body:
             self._bare_bytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self.transport.is_closing():
             return
         if self._is_reading_head and not self._has_head_begun:
@@ -105,6 +106,35 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.send_400_response("")
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
             self._close()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse, as the base does it, but read a request that asks for another protocol as if it
+        did not ask: the parser would take its body for that protocol.
+        """
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._asks_for_upgrade():
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _asks_for_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= HTTP["pipelined"].most:
@@ -123,16 +153,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
-        self._num_waiting += 1
         super().on_headers_complete()
+        self._num_waiting += 1
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._is_reading_body = False
         if self._num_waiting:
             self.without_request.pop(self, None)

@@ -126,6 +126,31 @@ def test_a_head_just_too_large_gets_the_answer(server: Server) -> None:
     assert answer.startswith(b"HTTP/1.1 431") and b"at most 65536 bytes and 256 headers" in answer
 
 
+@pytest.mark.parametrize("length", [17, 100_000])
+def test_an_upgrade_to_http_2_is_ignored(server: Server, length: int) -> None:
+    """`curl --http2` and Java's client ask for it with every first request."""
+    request = (
+        HEAD
+        + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+        + b"Content-Length: %d\r\n\r\n" % len(BODY)
+        + BODY
+    )
+    last = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(server) as connection:
+        sent = request * 3 + last
+        for start in range(0, len(sent), length):
+            connection.sendall(sent[start : start + length])
+            time.sleep(0.001)
+        answers = answer_of(connection)
+    assert answers.count(b"HTTP/1.1 200") == 4 and answers.count(b'"text_completion"') == 3
+
+
+def test_a_request_for_a_tunnel_is_refused(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"CONNECT a.example:80 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer_of(connection).startswith(b"HTTP/1.1 400")
+
+
 @pytest.mark.parametrize("length", [1000, 40_000, 64_000])
 @pytest.mark.parametrize(("num_headers", "value"), [(66, b"a" * 950), (1, b"a" * 62_700)])
 def test_a_head_within_its_bound_is_read_in_whatever_pieces_it_comes(
