@@ -84,8 +84,14 @@ class Access:
         )
 
     def _is_origin_allowed(self, origin: str, host: str) -> bool:
-        """A proxy may have taken the encryption off, so the scheme does not count."""
+        """A proxy may have taken the encryption off, so the scheme does not count; and it may have
+        left the port out of the host. But on this machine, another port may be another's page.
+        """
         _, _, site = origin.partition("://")
+        name = _name_of(f"//{host}")
+        has_port = host not in (name, f"[{name}]")
+        if name and not has_port and not _is_loopback(name) and _name_of(origin) == name:
+            return True
         return site == host != "" or _is_listed(origin, self.allowed_origins)
 
 

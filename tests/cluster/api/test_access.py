@@ -73,6 +73,26 @@ def test_pages_of_other_sites_are_refused(origin: str, allowed: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        ("https://chat.example:8443", "chat.example", True),  # nginx: proxy_set_header Host $host
+        ("https://chat.example", "chat.example", True),
+        ("http://[2001:db8::1]:8443", "[2001:db8::1]", True),
+        ("https://other.example:8443", "chat.example", False),
+        ("https://chat.example.evil.example", "chat.example", False),
+        ("https://chat.example:8443", "chat.example:8000", False),
+        ("https://chat.example", "chat.example:8000", False),
+        ("http://localhost:3000", "localhost", False),
+        ("http://127.0.0.1:3000", "127.0.0.1", False),
+        ("null", "chat.example", False),
+        ("https://:8443", "", False),
+    ],
+)
+def test_a_proxy_may_leave_the_port_out_of_the_host(origin: str, host: str, allowed: bool) -> None:
+    assert is_allowed(Access(), host=host, origin=origin) == allowed
+
+
+@pytest.mark.parametrize(
     ("kind", "allowed"),
     [
         ("application/json", True),
