@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from scheduler.errors import RequestError
 
+KIB = 2**10
 MIB = 2**20
 
 
@@ -43,6 +44,12 @@ HTTP: Mapping[str, Bound] = {
     "headers": _bound(
         256, "headers", "the head of a request", "each is an object; clients send about 20"
     ),
+    "connections": _bound(
+        4_096,
+        "connections",
+        "one API process; then the oldest one without a complete request is dropped, or 503",
+        "each may hold a head; four times as many as there may be outputs",
+    ),
     "pipelined": _bound(
         16,
         "requests",
@@ -64,8 +71,14 @@ HTTP: Mapping[str, Bound] = {
     "body time": _bound(
         30,
         "seconds",
-        "for a body, and one more for each 8 KiB of it that has come",
-        "a slow upload may take a quarter of an hour, one that stands still may not",
+        "by which a body of at most 256 KiB may be later than 8 KiB per second; beyond it, 408",
+        "a slow upload may take its time, one that stands still may not",
+    ),
+    "body pause": _bound(
+        10,
+        "seconds",
+        "the same for what is larger",
+        "while it stands still, it takes the memory of others",
     ),
     "body": _bound(
         8 * MIB,
@@ -76,8 +89,14 @@ HTTP: Mapping[str, Bound] = {
     "bodies": _bound(
         256 * MIB,
         "bytes",
-        "all bodies that one API process has received and not yet read; beyond it, 503",
+        "all bodies that one API process has received and not yet tokenized; beyond it, 503",
         "clients that upload at the same time must not fill the memory",
+    ),
+    "small body": _bound(
+        256 * KIB,
+        "bytes",
+        "a body that is read however many others there are",
+        "large uploads must not lock out others; most requests are smaller",
     ),
 }
 # Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the

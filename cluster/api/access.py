@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from cluster.api.errors import HttpError
@@ -25,13 +26,18 @@ class Access:
 
     bound_host: the address that is listened on, None if unknown. allowed_hosts: further names under
     which a server on a loopback address may be reached, allowed_origins: sites whose pages may use
-    a server without a key, such as `https://chat.example.com`; "*" allows all.
+    a server without a key, such as `https://chat.example.com`; "*" allows all. is_local: whether
+    the address that is listened on is a loopback address; a name is looked up once.
     """
 
     api_key: str | None = None
     bound_host: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    is_local: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_local", _is_bound_to_loopback(self.bound_host))
 
     def check_site(self, headers: Headers) -> None:
         """Raise `HttpError` 403 for a request to a server without a key that may come from a web
@@ -73,7 +79,7 @@ class Access:
 
     def _is_host_allowed(self, host: str) -> bool:
         """Browsers always send a host; other clients may leave it out."""
-        if not host or self.bound_host is None or not _is_loopback(self.bound_host):
+        if not host or self.bound_host is None or not self.is_local:
             return True
         name = _name_of(f"//{host}")
         return (
@@ -84,8 +90,14 @@ class Access:
         )
 
     def _is_origin_allowed(self, origin: str, host: str) -> bool:
-        """A proxy may have taken the encryption off, so the scheme does not count."""
+        """A proxy may have taken the encryption off, so the scheme does not count; and it may have
+        left the port out of the host. But on this machine, another port may be another's page.
+        """
         _, _, site = origin.partition("://")
+        name = _name_of(f"//{host}")
+        has_port = host not in (name, f"[{name}]")
+        if name and not has_port and not _is_loopback(name) and _name_of(origin) == name:
+            return True
         return site == host != "" or _is_listed(origin, self.allowed_origins)
 
 
@@ -116,10 +128,39 @@ def _name_of(url: str) -> str:
         return ""
 
 
+def _is_bound_to_loopback(host: str | None) -> bool:
+    """Whether a server that listens on `host` can be reached from this machine only."""
+    if not host:
+        return False
+    if _is_loopback(host.lower()):
+        return True
+    try:
+        addresses = {address[0] for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(_is_loopback(str(address)) for address in addresses)
+
+
 def _is_loopback(name: str) -> bool:
+    """Whether a name means this machine wherever it is used. It is not looked up: with DNS
+    rebinding, any name may mean this machine.
+    """
+    name = name.removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
+        return _is_short_loopback(name)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _is_short_loopback(name: str) -> bool:
+    """Whether this is an IPv4 address such as 127.1."""
+    if not name.replace(".", "").isdecimal() or not name.isascii():
+        return False
+    try:
+        return socket.inet_aton(name)[0] == 127
+    except OSError:
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
@@ -46,6 +47,7 @@ from cluster.api.schema import (
 )
 from cluster.api.trace import chrome_trace
 from cluster.client.client import Client
+from cluster.client.outputs import Generation
 from cluster.client.tokenizer import Tokenizer
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
@@ -326,20 +328,29 @@ class Api:
         """Run the job of the request in the body. While the server is full, no body is parsed: a
         refusal must take as little as possible from the requests that run.
         """
-        job = await self._read(exchange, model, job_of, before=self.admission.check_room)
-        await self._run(exchange, job)
+        with self._uploads.begin() as upload:
+            job = await self._read(exchange, upload, model, job_of, self.admission.check_room)
+
+            def make_writer(generations: list[Generation]) -> Writer:
+                upload.end()  # the prompts are token ids now
+                return job.make_writer(generations)
+
+            await self._run(exchange, dataclasses.replace(job, make_writer=make_writer))
 
     async def _compute(
         self, exchange: Exchange, model: type[Request], answer: Callable[[Request], dict[str, Any]]
     ) -> None:
         """Answer a request with what is computed from it, in a thread."""
-        request = await self._read(exchange, model, lambda request: request)
-        work = asyncio.to_thread(lambda: encode_json(answer(request)).encode())
-        await exchange.answer(200, await work)
+        with self._uploads.begin() as upload:
+            request = await self._read(exchange, upload, model, lambda request: request)
+            work = asyncio.to_thread(lambda: encode_json(answer(request)).encode())
+            data = await work
+        await exchange.answer(200, data)
 
     async def _read(
         self,
         exchange: Exchange,
+        upload: Upload,
         model: type[Request],
         convert: Callable[[Request], Result],
         before: Callable[[], None] | None = None,
@@ -347,17 +358,16 @@ class Api:
         """What `convert` makes of the request in the body; `before` is called when the body is
         complete. A large body is read in a thread.
         """
-        with self._uploads.begin() as upload:
-            body = await exchange.body(upload)
-            if before is not None:
-                before()
+        body = await exchange.body(upload)
+        if before is not None:
+            before()
 
-            def make() -> Result:
-                return convert(read(model, body, self.limits.max_messages))
+        def make() -> Result:
+            return convert(read(model, body, self.limits.max_messages))
 
-            if len(body) <= READ_INLINE_BYTES:
-                return make()
-            return await asyncio.get_running_loop().run_in_executor(self._reading, make)
+        if len(body) <= READ_INLINE_BYTES:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._reading, make)
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         if session := exchange.headers.get(SESSION_HEADER):

@@ -3,23 +3,30 @@ pipelined requests and slow clients.
 
 A connection that sends no complete head in time is closed, as is one whose request goes on after
 its answer; a head that is too large is answered with 431. The time of a body is the application's
-matter (`app.py`), which knows whether it wants one.
+matter (`app.py`), which knows whether it wants one. A connection that takes nothing of its answer
+for some time is dropped: closing it would wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.api.app import Api
 from scheduler.bounds import HTTP
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+_REFUSAL = (
+    b"HTTP/1.1 %s\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+)
+_TOO_MANY_BODY = (
+    b'{"error": {"message": "at most %d connections are possible, and all have requests; try again'
+    b' later", "type": "overloaded_error", "param": null, "code": "overloaded"}}'
 )
 _TOO_LARGE_BODY = (
     b'{"error": {"message": "the headers are too large; at most %d bytes and %d headers are'
@@ -39,48 +46,102 @@ class BoundedProtocol(HttpToolsProtocol):
     # A test shortens these.
     head_timeout_s: float = HTTP["head time"].most
     rest_timeout_s: float = HTTP["rest time"].most
+    max_connections: int = HTTP["connections"].most
+    # `server_config` sets these. The second: connections that have no complete request, oldest
+    # first.
+    slow_reader_timeout_s: float
+    without_request: ClassVar[dict[BoundedProtocol, None]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
-        self._is_reading_head = False
-        self._is_reading_body = False
+        self._unsent_timer: asyncio.TimerHandle | None = None
+        self._is_reading_head = self._is_reading_body = False
+        self._has_head_begun = False  # in the bytes received last
         self._num_waiting = 0  # requests that have not been answered
-        self._head_bytes = self._num_headers = 0  # of the present request
+        self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
+        self._unfinished_bytes = 0  # as received; the parser says nothing of a header without end
         self._bare_bytes = 0  # of its body, without what it holds
         self._is_head_too_large = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._close_after(self.head_timeout_s)
+        if len(self.connections) <= self.max_connections or self._drop_oldest():
+            self.without_request[self] = None
+            self._close_after(self.head_timeout_s)
+        else:
+            body = _TOO_MANY_BODY % self.max_connections
+            self._refuse(b"503 Service Unavailable", body)
+            self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.without_request.pop(self, None)
         self._stop_timer()
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_unsent()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._num_waiting):
             self._close_after(self.head_timeout_s)
-        was_in_head, was_in_body = self._is_reading_head, self._is_reading_body
+        was_in_body = self._is_reading_body
+        self._has_head_begun = False
         if was_in_body:
             self._bare_bytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self.transport.is_closing():
             return
-        if was_in_head and self._is_reading_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > HTTP["head"].most:
+        if self._is_reading_head and not self._has_head_begun:
+            self._unfinished_bytes += len(data)
+            if self._unfinished_bytes > HTTP["head"].most:
                 self._is_head_too_large = True
                 self.send_400_response("")
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
-            self.transport.close()
+            self._close()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse, as the base does it, but read a request that asks for another protocol as if it
+        did not ask: the parser would take its body for that protocol.
+        """
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._asks_for_upgrade():
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _asks_for_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= HTTP["pipelined"].most:
             raise _TooMuchError
         super().on_message_begin()
-        self._is_reading_head = True
-        self._head_bytes = self._num_headers = self._bare_bytes = 0
+        self._is_reading_head = self._has_head_begun = True
+        self._head_bytes = self._num_headers = self._unfinished_bytes = self._bare_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -92,37 +153,58 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
-        self._num_waiting += 1
         super().on_headers_complete()
+        self._num_waiting += 1
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._is_reading_body = False
-        if not self._num_waiting:
+        if self._num_waiting:
+            self.without_request.pop(self, None)
+        else:
             self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._num_waiting -= 1
+        if not self._num_waiting:
+            self.without_request[self] = None
         if self._is_reading_body and not self._num_waiting:
             # What is left of the body is read, so that the client sees the answer, but not forever.
             self._close_after(self.rest_timeout_s)
         super().on_response_complete()
+        self._watch_unsent()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be read, unless this would end up in the middle of another answer."""
-        if self._num_waiting:
-            self.transport.close()
-        elif self._is_head_too_large:
-            self.transport.write(_TOO_LARGE % (len(_TOO_LARGE_BODY), _TOO_LARGE_BODY))
-            self.transport.close()
-        else:
+        if self._is_head_too_large and not self._num_waiting:
+            self._refuse(b"431 Request Header Fields Too Large", _TOO_LARGE_BODY)
+        elif not self._num_waiting:
             super().send_400_response(msg)
+        self._close()
+
+    def _refuse(self, status: bytes, body: bytes) -> None:
+        self.transport.write(_REFUSAL % (status, len(body), body))
+
+    def _drop_oldest(self) -> bool:
+        """Drop the connection that has gone without a complete request for the longest time. False
+        if all have one.
+        """
+        oldest = next(iter(self.without_request), None)
+        if oldest is None:
+            return False
+        del self.without_request[oldest]
+        oldest.transport.abort()
+        return True
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -132,19 +214,51 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_after(self, limit_s: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(limit_s, self.transport.close)
+        self._timer = self.loop.call_later(limit_s, self._close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _close(self) -> None:
+        """Close the connection once what has been written is sent."""
+        self.transport.close()
+        self._watch_unsent()
 
-def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    def _watch_unsent(self) -> None:
+        """Drop the connection if from now on, it takes nothing of what has been written."""
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
+            self._unsent_timer = None
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._unsent_timer = self.loop.call_later(
+                self.slow_reader_timeout_s, self._check_unsent, num_bytes
+            )
+
+    def _check_unsent(self, num_before: int) -> None:
+        """While a stream may add to what is unsent, that need not become less. But then it is
+        little: above a mark, writing is paused.
+        """
+        may_grow = self._num_waiting and not self.flow.write_paused
+        is_closing = self.transport.is_closing()
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes >= num_before and (is_closing or not may_grow):
+            self.transport.abort()
+        else:
+            self._watch_unsent()
+
+
+def server_config(app: Api, **options: Any) -> uvicorn.Config:
     """How `app` is served: within the bounds above."""
+
+    class Protocol(BoundedProtocol):
+        slow_reader_timeout_s = app.limits.slow_reader_timeout_s
+        without_request: ClassVar[dict[BoundedProtocol, None]] = {}
+
     return uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=Protocol,
         lifespan="off",
         ws="none",
         access_log=False,

@@ -19,19 +19,21 @@ class ApiLimits:
     """Limits of one API process.
 
     max_open: outputs that run or wait at a time; a request for more is refused at once.
-    slow_reader_timeout_s: how long a client may leave a chunk unread. keep_alive_s: how long a
-    stream may be silent before a comment is sent. body_time_s: how long a body may take, and a
-    second more for each 8 KiB.
+    slow_reader_timeout_s: how long a client may take nothing of an answer. keep_alive_s: how long a
+    stream may be silent before a comment is sent. body_time_s, body_pause_s: by how much a body may
+    be later than 8 KiB per second, up to small_body_bytes and beyond.
     """
 
     max_open: int = 1024
     max_body_bytes: int = HTTP["body"].most
     max_bodies_bytes: int = HTTP["bodies"].most
+    small_body_bytes: int = HTTP["small body"].most
     max_messages: int = most("messages")
     max_outputs: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
     body_time_s: float = HTTP["body time"].most
+    body_pause_s: float = HTTP["body pause"].most
 
 
 class Admission:
@@ -73,8 +75,8 @@ class Admission:
 
 
 class Uploads:
-    """Counts the bytes of bodies that have been received and not yet read. Used from one event loop
-    only.
+    """Counts the bytes of bodies, from their receipt until their requests are built or refused.
+    Used from one event loop only.
     """
 
     def __init__(self, limits: ApiLimits) -> None:
@@ -83,33 +85,34 @@ class Uploads:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Upload]:
-        """Count a body until the block ends."""
+        """Count a body until the block or the upload ends."""
         upload = Upload(self)
         try:
             yield upload
         finally:
-            self.num_bytes -= upload.num_bytes
+            upload.end()
 
 
 class Upload:
-    """One body while it comes."""
+    """One body while it comes.
+
+    deadline_s: when it is too late for the next part, by `time.monotonic` and the event loop's
+    clock. Each part moves it by the time that the part may take at `BYTES_PER_S`, but a fast start
+    earns no long pause: all that waits for a body holds memory that other bodies cannot have.
+    """
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads, self._limits = uploads, uploads.limits
         self._began_s = time.monotonic()
+        self.deadline_s = self._began_s + self._limits.body_time_s
         self.num_bytes = 0
-
-    @property
-    def deadline_s(self) -> float:
-        """When it is too late for the next part, by `time.monotonic` and the event loop's clock."""
-        return self._began_s + self._limits.body_time_s + self.num_bytes / BYTES_PER_S
 
     def reason(self) -> str:
         """Why it is too late."""
         return (
             f"{self.num_bytes} bytes of the body came within {time.monotonic() - self._began_s:.0f}"
-            f" s; possible are {self._limits.body_time_s:g} s, and one more for each"
-            f" {BYTES_PER_S} bytes"
+            f" s, and then too few; it may be {self._allowed_delay_s:g} s later than"
+            f" {BYTES_PER_S} bytes per second"
         )
 
     def check_length(self, num_bytes: int) -> None:
@@ -120,13 +123,30 @@ class Upload:
 
     def add(self, num_bytes: int) -> None:
         """Count a part. Raises `HttpError` 413, and `OverloadedError` if all bodies together are
-        too large.
+        too large and this one is not small.
         """
         self.num_bytes += num_bytes
         self._uploads.num_bytes += num_bytes
         self.check_length(self.num_bytes)
-        if self._uploads.num_bytes > self._limits.max_bodies_bytes:
+        limits = self._limits
+        if (
+            self.num_bytes > limits.small_body_bytes
+            and self._uploads.num_bytes > limits.max_bodies_bytes
+        ):
             raise OverloadedError(
-                f"{self._limits.max_bodies_bytes // MIB} MiB of other requests are being received;"
-                " try again later"
+                f"{limits.max_bodies_bytes // MIB} MiB of other requests are being received; try"
+                f" again later, or with at most {limits.small_body_bytes} bytes"
             )
+        self.deadline_s = min(
+            self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s
+        )
+
+    def end(self) -> None:
+        """Count the body no longer."""
+        self._uploads.num_bytes -= self.num_bytes
+        self.num_bytes = 0
+
+    @property
+    def _allowed_delay_s(self) -> float:
+        is_small = self.num_bytes <= self._limits.small_body_bytes
+        return self._limits.body_time_s if is_small else self._limits.body_pause_s

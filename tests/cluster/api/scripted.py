@@ -11,8 +11,9 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -137,6 +138,12 @@ class ScriptedEngine:
     def after_news(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Accept no request until the block ends."""
+        with self._changed:
+            yield
+
     def die(self, reason: str) -> None:
         """End every request with an error."""
         with self._changed:
@@ -226,8 +233,10 @@ def make_api(
 class Server:
     """An API on a real port."""
 
-    def __init__(self, api: Api, engine: ScriptedEngine, url: str, loop: object) -> None:
-        self.api, self.engine, self.url, self.loop = api, engine, url, loop
+    def __init__(
+        self, api: Api, engine: ScriptedEngine, url: str, connections: Collection[Any]
+    ) -> None:
+        self.api, self.engine, self.url, self.connections = api, engine, url, connections
 
 
 @contextlib.contextmanager
@@ -238,10 +247,15 @@ def serve(
     limits: ApiLimits | None = None,
     api_key: str | None = None,
     access: Access | None = None,
+    send_buffer: int | None = None,
 ) -> Iterator[Server]:
-    """A server on a port of the system's choice, on a thread of its own."""
+    """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
+    the system takes for a client that does not read, by default some MiB.
+    """
     engine = ScriptedEngine(script, step_s)
     with socket.socket() as listening:
+        if send_buffer is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listening.bind(("127.0.0.1", 0))
         api = make_api(engine, limits, api_key, access)
         config = server_config(api, log_level="error", backlog=4096)
@@ -250,7 +264,8 @@ def serve(
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        yield Server(api, engine, f"http://127.0.0.1:{listening.getsockname()[1]}", None)
+        connections = server.server_state.connections
+        yield Server(api, engine, f"http://127.0.0.1:{listening.getsockname()[1]}", connections)
         server.should_exit = True
         thread.join(10)
         engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -29,6 +30,41 @@ def is_allowed(access: Access, **headers: str) -> bool:
 )
 def test_a_local_server_is_reached_as_localhost(host: str) -> None:
     assert is_allowed(LOCAL, host=host)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost.:8000", "127.1:8000", "[::ffff:127.0.0.1]:8000", "a.localhost."]
+)
+def test_other_spellings_of_localhost_are_allowed(host: str) -> None:
+    assert is_allowed(LOCAL, host=host)
+
+
+@pytest.mark.parametrize("bound", ["127.1", "localhost.", "::ffff:127.0.0.1", "LocalHost", "::1"])
+def test_a_server_that_is_bound_to_another_spelling_of_localhost_is_local(bound: str) -> None:
+    access = Access(bound_host=bound)
+    assert is_allowed(access, host="localhost:8000")
+    assert not is_allowed(access, host="evil.example")
+
+
+def test_the_name_that_a_server_is_bound_to_is_looked_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def look_up(host: object, port: object) -> list[tuple[object, ...]]:
+        asked.append((host, port))
+        return [(socket.AF_INET6, 1, 6, "", ("::1", 0, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    access = Access(bound_host="ip6-localhost")
+    assert not is_allowed(access, host="evil.example")
+    assert is_allowed(access, host="ip6-localhost:8000") and is_allowed(access, host="localhost")
+    assert asked == [("ip6-localhost", None)]
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", "", "10.0.0.1", "nowhere.invalid"])
+def test_a_server_that_is_bound_to_no_loopback_address_may_have_any_name(bound: str) -> None:
+    assert is_allowed(Access(bound_host=bound), host="gpu-box:8000")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +106,26 @@ def test_pages_of_other_sites_are_refused(origin: str, allowed: bool) -> None:
     for bound in ("127.0.0.1", None):
         access = Access(bound_host=bound, allowed_origins=("https://Listed.example",))
         assert is_allowed(access, host="localhost:8000", origin=origin) == allowed
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        ("https://chat.example:8443", "chat.example", True),  # nginx: proxy_set_header Host $host
+        ("https://chat.example", "chat.example", True),
+        ("http://[2001:db8::1]:8443", "[2001:db8::1]", True),
+        ("https://other.example:8443", "chat.example", False),
+        ("https://chat.example.evil.example", "chat.example", False),
+        ("https://chat.example:8443", "chat.example:8000", False),
+        ("https://chat.example", "chat.example:8000", False),
+        ("http://localhost:3000", "localhost", False),
+        ("http://127.0.0.1:3000", "127.0.0.1", False),
+        ("null", "chat.example", False),
+        ("https://:8443", "", False),
+    ],
+)
+def test_a_proxy_may_leave_the_port_out_of_the_host(origin: str, host: str, allowed: bool) -> None:
+    assert is_allowed(Access(), host=host, origin=origin) == allowed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from tests.cluster.api.scripted import Server, serve, wait_until
 
 SHORT_S = 0.3
 BODY = b'{"prompt": "Hi", "max_tokens": 2}'
+LONG = b'{"prompt": "Hi", "max_tokens": 300}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -24,7 +27,12 @@ def server() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedProtocol, "head_timeout_s", SHORT_S)
         patch.setattr(BoundedProtocol, "rest_timeout_s", SHORT_S)
-        limits = ApiLimits(body_time_s=SHORT_S, max_bodies_bytes=100_000)
+        limits = ApiLimits(
+            body_time_s=SHORT_S,
+            body_pause_s=SHORT_S,
+            max_bodies_bytes=100_000,
+            small_body_bytes=20_000,
+        )
         with serve(limits=limits) as running:
             yield running
 
@@ -118,6 +126,47 @@ def test_a_head_just_too_large_gets_the_answer(server: Server) -> None:
     assert answer.startswith(b"HTTP/1.1 431") and b"at most 65536 bytes and 256 headers" in answer
 
 
+@pytest.mark.parametrize("length", [17, 100_000])
+def test_an_upgrade_to_http_2_is_ignored(server: Server, length: int) -> None:
+    """`curl --http2` and Java's client ask for it with every first request."""
+    request = (
+        HEAD
+        + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+        + b"Content-Length: %d\r\n\r\n" % len(BODY)
+        + BODY
+    )
+    last = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(server) as connection:
+        sent = request * 3 + last
+        for start in range(0, len(sent), length):
+            connection.sendall(sent[start : start + length])
+            time.sleep(0.001)
+        answers = answer_of(connection)
+    assert answers.count(b"HTTP/1.1 200") == 4 and answers.count(b'"text_completion"') == 3
+
+
+def test_a_request_for_a_tunnel_is_refused(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"CONNECT a.example:80 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer_of(connection).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("length", [1000, 40_000, 64_000])
+@pytest.mark.parametrize(("num_headers", "value"), [(66, b"a" * 950), (1, b"a" * 62_700)])
+def test_a_head_within_its_bound_is_read_in_whatever_pieces_it_comes(
+    server: Server, length: int, num_headers: int, value: bytes
+) -> None:
+    lines = b"".join(b"X-%d: %s\r\n" % (place, value) for place in range(num_headers))
+    head = b"GET /live HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n"
+    assert 62_000 < len(head) < 65_536
+    with connect(server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(head), length):
+            connection.sendall(head[start : start + length])
+            time.sleep(0.002)
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize(
     "framing",
     [
@@ -161,6 +210,20 @@ def test_a_slow_upload_that_makes_progress_is_read(server: Server) -> None:
         assert answer_of(connection).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("drip", [b"", b" "])
+def test_a_fast_start_of_a_body_earns_no_long_pause(server: Server, drip: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 60000\r\n\r\n" + b" " * 50_000)
+        connection.settimeout(0.02)
+        began_s, answer = time.monotonic(), b""
+        while not answer and time.monotonic() < began_s + 5:
+            connection.sendall(drip)
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65_536)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - began_s < 3  # the 50,000 bytes would be 6 seconds
+
+
 def test_the_rest_of_a_refused_body_is_not_awaited_forever(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(HEAD + b"Content-Length: 99999999\r\n\r\n")
@@ -183,6 +246,28 @@ def test_many_requests_ahead_end_the_connection(server: Server) -> None:
             answers += connection.recv(65_536)
 
 
+def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server) -> None:
+    head = HEAD + b"Content-Length: 99000\r\n\r\n"
+    with connect(server) as large, connect(server) as small, connect(server) as too_many:
+        large.sendall(head + b" " * 98_000)
+        wait_until(lambda: server.api._uploads.num_bytes == 98_000)
+        small.sendall(HEAD + b"Content-Length: 15000\r\n\r\n" + BODY.ljust(15_000))
+        assert small.recv(65_536).startswith(b"HTTP/1.1 200")
+        too_many.sendall(head + b" " * 50_000)
+        assert too_many.recv(65_536).startswith(b"HTTP/1.1 503")
+
+
+def test_a_body_counts_until_its_request_is_built() -> None:
+    with serve(lambda _: "word " * 300, step_s=0.02) as server, connect(server) as connection:
+        with server.engine.held():
+            connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n" + LONG.ljust(5000))
+            wait_until(lambda: server.api.admission.num_open == 1)
+            time.sleep(0.2)  # in which it could be forgotten
+            assert server.api._uploads.num_bytes == 5000
+        wait_until(lambda: server.api._uploads.num_bytes == 0)
+        assert server.api.admission.num_open == 1  # it is running
+
+
 def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
     head = HEAD + b"Content-Length: 60000\r\n\r\n"
     with connect(server) as first, connect(server) as second:
@@ -191,3 +276,87 @@ def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
         second.sendall(head + b" " * 59_000)
         assert second.recv(65_536).startswith(b"HTTP/1.1 503")
     wait_until(lambda: server.api._uploads.num_bytes == 0)
+
+
+def connect_without_reading(server: Server) -> socket.socket:
+    """A connection of which the system receives little that is not read."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def is_connected(server: Server, connection: socket.socket) -> bool:
+    """Whether the server still has this connection."""
+    return connection.getsockname() in [kept.client for kept in list(server.connections)]
+
+
+# An answer of more bytes than the system takes from a server whose client does not read.
+LARGE = json.dumps({"prompt": ["a"] * 10, "max_tokens": 300, "logprobs": 20}).encode()
+
+
+@pytest.fixture(scope="module")
+def wordy() -> Iterator[Server]:
+    limits = ApiLimits(slow_reader_timeout_s=2 * SHORT_S)
+    with serve(lambda _: "word " * 300, limits=limits, send_buffer=16_384) as running:
+        yield running
+
+
+@pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"])
+def test_an_answer_that_is_not_read_is_dropped(wordy: Server, ending: bytes) -> None:
+    with connect_without_reading(wordy) as connection:
+        connection.sendall(HEAD + ending + b"Content-Length: %d\r\n\r\n" % len(LARGE) + LARGE)
+        wait_until(lambda: wordy.api.admission.num_open == 10)
+        wait_until(lambda: wordy.api.admission.num_open == 0, 20.0)
+        assert is_connected(wordy, connection)
+        wait_until(lambda: not is_connected(wordy, connection))
+
+
+def test_an_answer_that_is_read_slowly_comes_whole(wordy: Server) -> None:
+    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(LARGE)
+    with connect_without_reading(wordy) as connection:
+        connection.sendall(head + LARGE)
+        answer = connection.recv(65_536)
+        began_s, num_bytes = time.monotonic(), len(answer)
+        while part := connection.recv(65_536):
+            num_bytes += len(part)
+            time.sleep(0.005)
+        assert time.monotonic() - began_s > 3 * SHORT_S
+    length = re.search(rb"content-length: (\d+)", answer)
+    assert length is not None
+    assert num_bytes == answer.index(b"\r\n\r\n") + 4 + int(length[1]) > 700_000
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server for three connections at a time."""
+    monkeypatch.setattr(BoundedProtocol, "max_connections", 3)
+    with serve(lambda _: "word " * 300, step_s=0.02) as running:
+        yield running
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(narrow: Server) -> None:
+    with connect(narrow) as running, connect(narrow) as body, connect(narrow) as head:
+        running.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
+        wait_until(lambda: narrow.api.admission.num_open == 1)
+        body.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        wait_until(lambda: narrow.api._uploads.num_bytes == 1)
+        head.sendall(HEAD)
+        with connect(narrow) as new:
+            new.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert new.recv(65_536).startswith(b"HTTP/1.1 200")
+            assert answer_of(body) == b""  # it was the oldest one
+            assert is_connected(narrow, head)
+        assert narrow.api.admission.num_open == 1
+
+
+def test_too_many_connections_with_requests_are_refused(narrow: Server) -> None:
+    with connect(narrow) as one, connect(narrow) as two, connect(narrow) as three:
+        for connection in (one, two, three):
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
+        wait_until(lambda: narrow.api.admission.num_open == 3)
+        with connect(narrow) as fourth:
+            answer = answer_of(fourth)
+        assert answer.startswith(b"HTTP/1.1 503") and b"at most 3 connections" in answer
+        assert narrow.api.admission.num_open == 3
