@@ -172,7 +172,7 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
         group.ranks = [maker.create(place) for place in places]
         first = group.ranks[0].actor
         first.start.remote(
-            first.open_rendezvous.remote(), places[0], 0, []
+            first.open_rendezvous.remote(True), places[0], 0, []
         )  # its peer does not arrive
         wait_until(
             lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
