@@ -35,7 +35,7 @@ from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.metrics import ApiMetrics, Family, Timing, engine_families
 from cluster.api.reading import Request, read
-from cluster.api.replies import Writer, encode_json
+from cluster.api.replies import Writer, encode_json, json_pieces
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
@@ -45,7 +45,9 @@ from cluster.api.schema import (
     TokenizeRequest,
 )
 from cluster.api.trace import chrome_trace
+from cluster.api.workers import Workers
 from cluster.client.client import Client
+from cluster.client.streams import Item
 from cluster.client.tokenizer import Tokenizer
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
@@ -64,6 +66,11 @@ STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
 # many take 20 ms.
 READ_INLINE_BYTES = 16_384
 READERS = 2
+WRITERS = 2
+# An answer of more tokens, alternatives and repeated prompt tokens is written in a thread. So many
+# take about 5 ms.
+WRITE_INLINE_TOKENS = 1024
+STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 MESSAGES_PATH = "/v1/messages"
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
@@ -218,6 +225,7 @@ class Api:
         self._uploads = Uploads(self.limits)
         # A few threads, so that little memory is used at a time.
         self._reading = ThreadPoolExecutor(READERS, "reading")
+        self._writing = Workers("writing", WRITERS)
         # A thread of its own: in the common pool, the work would wait behind a burst of requests.
         self._asking = ThreadPoolExecutor(1, "stats")
         self._stats: asyncio.Future[EngineStats] | None = None
@@ -383,7 +391,11 @@ class Api:
                 raise output.error
             self.metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
         timing.end()
-        await exchange.answer(200, encode_json(writer.body()).encode())
+        if job.num_written(generations) <= WRITE_INLINE_TOKENS:
+            body = b"".join(json_pieces(writer.body()))
+        else:
+            body = await self._writing.run(lambda: b"".join(json_pieces(writer.body())))
+        await exchange.answer(200, body)
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
@@ -395,7 +407,7 @@ class Api:
                 while items := await chunks.next():
                     for place, chunk in items:
                         timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
-                    data = b"".join(writer.events(place, chunk) for place, chunk in items)
+                    data = await _in_turns(writer, items)
                     if data:
                         await exchange.event(data)
             finally:
@@ -507,6 +519,17 @@ class Api:
         while self.admission.num_open and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return self.admission.num_open
+
+
+async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
+    """The events of these chunks. Others get a turn while many are made."""
+    events, began_s = [], time.monotonic()
+    for place, chunk in items:
+        events.append(writer.events(place, chunk))
+        if time.monotonic() - began_s > STREAM_TURN_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
+    return b"".join(events)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -60,10 +60,23 @@ class Job:
     streamed: bool
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
+    repeats_prompt: bool = False  # in each output
 
     @property
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
+
+    def num_written(self, generations: list[Generation]) -> int:
+        """How many tokens the finished answer has, with alternatives and repeated prompts."""
+        alternatives = 1 + (self.params.logprobs or 0)
+        total = 0
+        for generation in generations:
+            num_tokens = sum(len(done.token_ids) for done in generation.completions)
+            total += num_tokens * alternatives
+            if self.repeats_prompt:
+                num_prompt_tokens = generation.requests[0].num_prompt_tokens
+                total += num_prompt_tokens * len(generation.outputs)
+        return total
 
 
 def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -113,7 +126,8 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             served.name, generations, tokenizer, state=state, tools=bool(tools), token_ids=ids
         )
 
-    return _job([prompt], served.builder.parameters(params), request, make_writer)
+    params = served.builder.parameters(params)
+    return _job([prompt], params, request, make_writer, bool(request.return_token_ids))
 
 
 def completion_job(request: CompletionRequest, served: Served) -> Job:
@@ -143,7 +157,9 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
             served.name, generations, served.tokenizer, echo=echo, token_ids=ids
         )
 
-    return _job(prompts, served.builder.parameters(params), request, make_writer)
+    params = served.builder.parameters(params)
+    repeats_prompt = bool(request.echo or request.return_token_ids)
+    return _job(prompts, params, request, make_writer, repeats_prompt)
 
 
 def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -194,6 +210,7 @@ def _job(
     params: SamplingParams,
     request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
+    repeats_prompt: bool,
 ) -> Job:
     streamed = bool(request.stream)
     if request.stream_options is not None and not streamed:
@@ -204,6 +221,7 @@ def _job(
         streamed=streamed,
         includes_usage=request.includes_usage,
         make_writer=make_writer,
+        repeats_prompt=repeats_prompt,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
+from scheduler.messages import Request
 from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
 
 CONTEXT = 40_960  # tokens, as of Qwen3
@@ -201,6 +202,39 @@ HONEST: dict[str, tuple[str, Make]] = {
 }
 
 
+def completion(**fields: Any) -> tuple[str, Make]:
+    return COMPLETION, lambda _: json.dumps({"prompt": "Hi"} | fields)
+
+
+def chat(**fields: Any) -> tuple[str, Make]:
+    messages = {"messages": [{"role": "user", "content": "Hi"}]}
+    return CHAT, lambda _: json.dumps(messages | {"logprobs": True} | fields)
+
+
+# Small requests for much. Their answers come at once, so that all is written at a time.
+ANSWERS: dict[str, tuple[str, Make]] = {
+    "a long answer with alternatives": chat(max_tokens=4_000, top_logprobs=20),
+    "many answers with alternatives": chat(n=16, max_tokens=1_000, top_logprobs=20),
+    "many completions with alternatives": completion(n=128, max_tokens=300, logprobs=20),
+    "a step of many streams": completion(n=128, max_tokens=1, logprobs=20, stream=True),
+    "a step of many chats": chat(n=128, max_tokens=1, top_logprobs=20, stream=True),
+    "ids of a prompt in each output": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, return_token_ids=True
+    ),
+    "a prompt in each stream": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, echo=True, stream=True
+    ),
+    "ids of a prompt in each stream": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, return_token_ids=True, stream=True
+    ),
+}
+
+
+def answer_of(request: Request) -> str:
+    """As long as the request allows."""
+    return "word " * request.sampling.max_tokens
+
+
 class Lateness:
     """Measures the longest time for which an event loop does nothing else. While other programs
     use the processor, the loop is late through no fault of its own, so only time counts that this
@@ -247,14 +281,14 @@ def memory() -> int:
 
 
 async def measure(names: list[str], size: int) -> None:
-    engine = ScriptedEngine(lambda _: "It is 85.", 0.0)
+    engine = ScriptedEngine(answer_of, 0.0, per_step=CONTEXT)
     sizes = dataclasses.replace(LIMITS, max_model_len=CONTEXT)
     api = make_api(engine, sizes=sizes)
     await send(api, COMPLETION, b'{"prompt": "Hi"}')
     gc.collect()
     gc.freeze()
     for name in names:
-        path, make = (REQUESTS | HONEST)[name]
+        path, make = (REQUESTS | ANSWERS | HONEST)[name]
         body = make(size).encode()
         before, lateness = memory(), Lateness()
         watching = asyncio.ensure_future(lateness.watch())
@@ -282,7 +316,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    names = args.names or [*REQUESTS, *HONEST]
+    names = args.names or [*REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 
 

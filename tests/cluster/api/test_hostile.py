@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from configs.paths import CHECKOUT
-from tests.cluster.api.hostile import HONEST, REQUESTS
+from tests.cluster.api.hostile import ANSWERS, HONEST, REQUESTS
 
 MOST_STALL_MS = 50
 MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
@@ -42,7 +42,7 @@ def test_a_hostile_request_is_answered_without_stalling_others(
     assert line["memory_mib"] < MOST_MEMORY_MIB, line
 
 
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", [*HONEST, *ANSWERS])
 def test_a_large_request_is_answered_without_stalling_others(
     measured: dict[str, dict[str, Any]], name: str
 ) -> None:
