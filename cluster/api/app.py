@@ -70,6 +70,9 @@ WRITERS = 2
 # An answer of more tokens, alternatives and repeated prompt tokens is written in a thread. So many
 # take about 5 ms.
 WRITE_INLINE_TOKENS = 1024
+TOKENIZERS = 1  # threads of `/tokenize` and its like
+MAX_TOKENIZING = 16  # requests that may wait for them
+MAX_TRACING = 4  # requests for traces that may wait, for one thread
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 MESSAGES_PATH = "/v1/messages"
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
@@ -226,6 +229,8 @@ class Api:
         # A few threads, so that little memory is used at a time.
         self._reading = ThreadPoolExecutor(READERS, "reading")
         self._writing = Workers("writing", WRITERS)
+        self._tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
+        self._tracing = Workers("traces", 1, MAX_TRACING)
         # A thread of its own: in the common pool, the work would wait behind a burst of requests.
         self._asking = ThreadPoolExecutor(1, "stats")
         self._stats: asyncio.Future[EngineStats] | None = None
@@ -276,6 +281,7 @@ class Api:
     async def _dispatch(self, exchange: Exchange) -> None:
         self._access.check_site(exchange.headers)
         if exchange.path not in OPEN_PATHS:
+            self._access.check_fetch(exchange.headers)
             self._access.check_key(exchange.headers)
         if exchange.path not in self._paths:
             if exchange.path.startswith("/v1/models/"):
@@ -340,9 +346,12 @@ class Api:
     async def _compute(
         self, exchange: Exchange, model: type[Request], answer: Callable[[Request], dict[str, Any]]
     ) -> None:
-        """Answer a request with what is computed from it, in a thread."""
-        request = await self._read(exchange, model, lambda request: request)
-        work = asyncio.to_thread(lambda: encode_json(answer(request)).encode())
+        """Answer a request with what the tokenizer makes of it, in a thread. Raises
+        `OverloadedError`, before a body is parsed, if too many such requests wait.
+        """
+        before = self._tokenizing.check_room
+        request = await self._read(exchange, model, lambda request: request, before=before)
+        work = self._tokenizing.run(lambda: b"".join(json_pieces(answer(request))))
         await exchange.answer(200, await work)
 
     async def _read(
@@ -475,10 +484,11 @@ class Api:
             seconds = float(text)
         except ValueError:
             raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
-        loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._asking, self._client.records, seconds)
-        body = encode_json(chrome_trace(await reading)).encode()
-        await exchange.answer(200, body)
+
+        def write() -> bytes:
+            return b"".join(json_pieces(chrome_trace(self._client.records(seconds))))
+
+        await exchange.answer(200, await self._tracing.run(write))
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         many = await self.gather_metrics() if self.gather_metrics else [await self.families()]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
+from scheduler.bounds import MIB
 from scheduler.messages import Request
 from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
 
@@ -117,6 +118,19 @@ REQUESTS: dict[str, tuple[str, Make]] = {
     "a long cache salt": (COMPLETION, repeated('{"prompt": "Hi", "cache_salt": "', "a", '"}')),
     "a long model name": (COMPLETION, repeated('{"prompt": "Hi", "model": "', "a", '"}')),
     "an unknown field": (COMPLETION, repeated('{"prompt": "Hi", "', "a", '": 1}')),
+    "a long template variable": (
+        CHAT,
+        repeated('{"messages": [' + USER + '], "chat_template_kwargs": {"', "a", '": 1}}'),
+    ),
+    "a long message to continue": (
+        CHAT,
+        repeated(
+            '{"continue_final_message": true, "add_generation_prompt": false, "messages": [{"role":'
+            ' "user", "content": "',
+            "a",
+            '"}]}',
+        ),
+    ),
     "unknown fields": (COMPLETION, numbered('{"prompt": "Hi", ', '"k%d": 1', "}")),
     "metadata": (RESPONSES, numbered('{"input": "Hi", "metadata": {', '"k%d": "v"', "}}")),
     "objects as blocks": (
@@ -178,6 +192,14 @@ REQUESTS: dict[str, tuple[str, Make]] = {
 # Requests of honest clients, which must be answered.
 HONEST: dict[str, tuple[str, Make]] = {
     "prompts of many ids": (COMPLETION, lambda _: f'{{"prompt": [{",".join([IDS] * 12)}]}}'),
+    "as many ids of tokens as possible": (
+        "/detokenize",
+        lambda _: '{"tokens": [' + ",".join(["300"] * 500_000) + "]}",
+    ),
+    "as much text to tokenize as possible": (
+        "/tokenize",
+        lambda _: '{"prompt": "' + "a 1, " * (MIB // 5) + '"}',
+    ),
     "a long chat": (
         CHAT,
         lambda _: json.dumps(
@@ -303,6 +325,7 @@ async def measure(names: list[str], size: int) -> None:
             "stall_ms": round(1e3 * lateness.worst_s, 1),
             "memory_mib": round((memory() - before) / 2**20),
             "seconds": round(time.monotonic() - began_s, 2),
+            "answer_bytes": len(answer),
             "answer": answer[:300].decode(errors="replace"),
         }
         print(json.dumps(line), flush=True)

@@ -15,6 +15,7 @@ from configs.paths import CHECKOUT
 from tests.cluster.api.hostile import ANSWERS, HONEST, REQUESTS
 
 MOST_STALL_MS = 50
+MOST_ERROR_BYTES = 4096
 MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
 
 
@@ -38,6 +39,7 @@ def test_a_hostile_request_is_answered_without_stalling_others(
 ) -> None:
     line = measured[name]
     assert line["status"] in (200, 400), line
+    assert line["status"] == 200 or line["answer_bytes"] < MOST_ERROR_BYTES, line
     assert line["stall_ms"] < MOST_STALL_MS, line
     assert line["memory_mib"] < MOST_MEMORY_MIB, line
 
