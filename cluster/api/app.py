@@ -393,7 +393,12 @@ class Api:
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
-        writer = job.make_writer(generations)
+        try:
+            job.check(generations)
+            writer = job.make_writer(generations)
+        except BaseException:
+            self._client.abort(generations)
+            raise
         outputs = await self._client.wait_async(generations)
         for output in outputs:
             if output.error is not None:
@@ -409,6 +414,7 @@ class Api:
     async def _stream(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
+            job.check(generations)
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(self._keep_alive(exchange))

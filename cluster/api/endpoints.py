@@ -25,6 +25,7 @@ from cluster.client.prompts import Prompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.thinking import state_after
 from cluster.client.tokenizer import Tokenizer
+from scheduler.bounds import check, most
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, SamplingParams
 
@@ -65,6 +66,12 @@ class Job:
     @property
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
+
+    def check(self, generations: list[Generation]) -> None:
+        """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        if self.repeats_prompt:
+            each = (g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
+            check("repeated prompt", sum(each), "prompts in each output", "n")
 
     def num_written(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
@@ -107,14 +114,19 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
             "top_logprobs",
         )
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    longest = served.builder.limits.max_total_tokens
+    if logprobs is not None:  # a client that names no length gets as many as are possible
+        num_outputs = request.n or served.builder.defaults.n or 1
+        longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + logprobs))))
     params = request.sampling(
         max_tokens=_first(
             request.max_completion_tokens,
             request.max_tokens,
             served.builder.defaults.max_tokens,
-            served.builder.limits.max_total_tokens,
+            longest,
         ),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=logprobs,
         structure=structure,
     )
 
@@ -212,6 +224,7 @@ def _job(
     make_writer: Callable[[list[Generation]], Writer],
     repeats_prompt: bool,
 ) -> Job:
+    _check_alternatives(len(prompts) * (params.n or 1), params)
     streamed = bool(request.stream)
     if request.stream_options is not None and not streamed:
         raise RequestError("stream_options needs stream: true", "stream_options")
@@ -223,6 +236,14 @@ def _job(
         make_writer=make_writer,
         repeats_prompt=repeats_prompt,
     )
+
+
+def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
+    """Raise `RequestError` if the answer may have too many log probabilities."""
+    if params.logprobs is not None:
+        count = num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
+        place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+        check("alternatives", count, place, "logprobs")
 
 
 def _callable_tools(request: ChatRequest) -> list[Tool] | None:

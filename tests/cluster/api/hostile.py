@@ -131,6 +131,14 @@ REQUESTS: dict[str, tuple[str, Make]] = {
             '"}]}',
         ),
     ),
+    "far too many alternatives": (
+        COMPLETION,
+        lambda _: '{"prompt": "Hi", "n": 128, "max_tokens": 1000, "logprobs": 20}',
+    ),
+    "a prompt in far too many outputs": (
+        COMPLETION,
+        lambda _: f'{{"prompt": {IDS[:150_001]}0], "n": 128, "max_tokens": 1, "echo": true}}',
+    ),
     "unknown fields": (COMPLETION, numbered('{"prompt": "Hi", ', '"k%d": 1', "}")),
     "metadata": (RESPONSES, numbered('{"input": "Hi", "metadata": {', '"k%d": "v"', "}}")),
     "objects as blocks": (
@@ -238,6 +246,7 @@ ANSWERS: dict[str, tuple[str, Make]] = {
     "a long answer with alternatives": chat(max_tokens=4_000, top_logprobs=20),
     "many answers with alternatives": chat(n=16, max_tokens=1_000, top_logprobs=20),
     "many completions with alternatives": completion(n=128, max_tokens=300, logprobs=20),
+    "alternatives of an answer of any length": chat(n=4, top_logprobs=20),
     "a step of many streams": completion(n=128, max_tokens=1, logprobs=20, stream=True),
     "a step of many chats": chat(n=128, max_tokens=1, top_logprobs=20, stream=True),
     "ids of a prompt in each output": completion(

@@ -51,3 +51,11 @@ def test_a_large_request_is_answered_without_stalling_others(
     line = measured[name]
     assert line["status"] == 200, line
     assert line["stall_ms"] < MOST_STALL_MS, line
+
+
+@pytest.mark.parametrize("name", ["far too many alternatives", "a prompt in far too many outputs"])
+def test_an_answer_that_would_be_too_large_is_refused(
+    measured: dict[str, dict[str, Any]], name: str
+) -> None:
+    line = measured[name]
+    assert line["status"] == 400 and "too many" in line["answer"], line
