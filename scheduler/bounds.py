@@ -152,6 +152,18 @@ FIELDS: Mapping[str, Bound] = {
         "text of `/tokenize` and `/v1/messages/count_tokens`",
         "a token takes 350 bytes while it is made; prompts are bounded by the context",
     ),
+    "alternatives": _bound(
+        MIB,
+        "log probabilities",
+        "an answer: outputs times `max_tokens` times alternatives and one",
+        "each takes 90 bytes of the answer; one output of 32,768 tokens with 20 has 688,128",
+    ),
+    "repeated prompt": _bound(
+        MIB,
+        "tokens",
+        "prompts that are repeated in each output: `echo`, `return_token_ids`",
+        "an answer of 128 outputs must not hold a prompt of 40,000 tokens 128 times",
+    ),
     "stop": _bound(
         32, "texts", "`stop`, `stop_sequences`", "each is matched with each new character"
     ),

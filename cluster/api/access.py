@@ -63,6 +63,20 @@ class Access:
                 code="origin_not_allowed",
             )
 
+    def check_fetch(self, headers: Headers) -> None:
+        """Raise `HttpError` 403 for what a web page of another site has a browser fetch, such as an
+        image, from a server without a key. That has no `Origin`, and the page cannot read the
+        answer, but making it may take long. `check_site` must have been called.
+        """
+        is_foreign = headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site"
+        if self.api_key is None and is_foreign and not headers.get(b"origin"):
+            raise HttpError(
+                403,
+                "a web page of another site may not use this server, which has no API key. Open the"
+                " address by itself, or serve with --api-key",
+                code="origin_not_allowed",
+            )
+
     def check_key(self, headers: Headers) -> None:
         """Raise `HttpError` 401 without the key."""
         if self.api_key is None:

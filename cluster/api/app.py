@@ -36,7 +36,7 @@ from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.metrics import ApiMetrics, Family, Timing, engine_families
 from cluster.api.reading import Request, read
-from cluster.api.replies import Writer, encode_json
+from cluster.api.replies import Writer, encode_json, json_pieces
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
@@ -46,8 +46,10 @@ from cluster.api.schema import (
     TokenizeRequest,
 )
 from cluster.api.trace import chrome_trace
+from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
+from cluster.client.streams import Item
 from cluster.client.tokenizer import Tokenizer
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
@@ -66,6 +68,14 @@ STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
 # many take 20 ms.
 READ_INLINE_BYTES = 16_384
 READERS = 2
+WRITERS = 2
+# An answer of more tokens, alternatives and repeated prompt tokens is written in a thread. So many
+# take about 5 ms.
+WRITE_INLINE_TOKENS = 1024
+TOKENIZERS = 1  # threads of `/tokenize` and its like
+MAX_TOKENIZING = 16  # requests that may wait for them
+MAX_TRACING = 4  # requests for traces that may wait, for one thread
+STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 MESSAGES_PATH = "/v1/messages"
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
@@ -220,6 +230,9 @@ class Api:
         self._uploads = Uploads(self.limits)
         # A few threads, so that little memory is used at a time.
         self._reading = ThreadPoolExecutor(READERS, "reading")
+        self._writing = Workers("writing", WRITERS)
+        self._tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
+        self._tracing = Workers("traces", 1, MAX_TRACING)
         # A thread of its own: in the common pool, the work would wait behind a burst of requests.
         self._asking = ThreadPoolExecutor(1, "stats")
         self._stats: asyncio.Future[EngineStats] | None = None
@@ -270,6 +283,7 @@ class Api:
     async def _dispatch(self, exchange: Exchange) -> None:
         self._access.check_site(exchange.headers)
         if exchange.path not in OPEN_PATHS:
+            self._access.check_fetch(exchange.headers)
             self._access.check_key(exchange.headers)
         if exchange.path not in self._paths:
             if exchange.path.startswith("/v1/models/"):
@@ -340,10 +354,15 @@ class Api:
     async def _compute(
         self, exchange: Exchange, model: type[Request], answer: Callable[[Request], dict[str, Any]]
     ) -> None:
-        """Answer a request with what is computed from it, in a thread."""
+        """Answer a request with what the tokenizer makes of it, in a thread. Raises
+        `OverloadedError`, before a body is parsed, if too many such requests wait.
+        """
+        before = self._tokenizing.check_room
         with self._uploads.begin() as upload:
-            request = await self._read(exchange, upload, model, lambda request: request)
-            work = asyncio.to_thread(lambda: encode_json(answer(request)).encode())
+            request = await self._read(
+                exchange, upload, model, lambda request: request, before=before
+            )
+            work = self._tokenizing.run(lambda: b"".join(json_pieces(answer(request))))
             data = await work
         await exchange.answer(200, data)
 
@@ -386,18 +405,28 @@ class Api:
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
-        writer = job.make_writer(generations)
+        try:
+            job.check(generations)
+            writer = job.make_writer(generations)
+        except BaseException:
+            self._client.abort(generations)
+            raise
         outputs = await self._client.wait_async(generations)
         for output in outputs:
             if output.error is not None:
                 raise output.error
             self.metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
         timing.end()
-        await exchange.answer(200, encode_json(writer.body()).encode())
+        if job.num_written(generations) <= WRITE_INLINE_TOKENS:
+            body = b"".join(json_pieces(writer.body()))
+        else:
+            body = await self._writing.run(lambda: b"".join(json_pieces(writer.body())))
+        await exchange.answer(200, body)
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self.metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
+            job.check(generations)
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(self._keep_alive(exchange))
@@ -405,7 +434,7 @@ class Api:
                 while items := await chunks.next():
                     for place, chunk in items:
                         timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
-                    data = b"".join(writer.events(place, chunk) for place, chunk in items)
+                    data = await _in_turns(writer, items)
                     if data:
                         await exchange.event(data)
             finally:
@@ -473,10 +502,11 @@ class Api:
             seconds = float(text)
         except ValueError:
             raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
-        loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._asking, self._client.records, seconds)
-        body = encode_json(chrome_trace(await reading)).encode()
-        await exchange.answer(200, body)
+
+        def write() -> bytes:
+            return b"".join(json_pieces(chrome_trace(self._client.records(seconds))))
+
+        await exchange.answer(200, await self._tracing.run(write))
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         many = await self.gather_metrics() if self.gather_metrics else [await self.families()]
@@ -517,6 +547,17 @@ class Api:
         while self.admission.num_open and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return self.admission.num_open
+
+
+async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
+    """The events of these chunks. Others get a turn while many are made."""
+    events, began_s = [], time.monotonic()
+    for place, chunk in items:
+        events.append(writer.events(place, chunk))
+        if time.monotonic() - began_s > STREAM_TURN_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
+    return b"".join(events)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

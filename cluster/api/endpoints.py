@@ -25,6 +25,7 @@ from cluster.client.prompts import Prompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.thinking import state_after
 from cluster.client.tokenizer import Tokenizer
+from scheduler.bounds import check, most
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, SamplingParams
 
@@ -60,10 +61,29 @@ class Job:
     streamed: bool
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
+    repeats_prompt: bool = False  # in each output
 
     @property
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
+
+    def check(self, generations: list[Generation]) -> None:
+        """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        if self.repeats_prompt:
+            each = (g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
+            check("repeated prompt", sum(each), "prompts in each output", "n")
+
+    def num_written(self, generations: list[Generation]) -> int:
+        """How many tokens the finished answer has, with alternatives and repeated prompts."""
+        alternatives = 1 + (self.params.logprobs or 0)
+        total = 0
+        for generation in generations:
+            num_tokens = sum(len(done.token_ids) for done in generation.completions)
+            total += num_tokens * alternatives
+            if self.repeats_prompt:
+                num_prompt_tokens = generation.requests[0].num_prompt_tokens
+                total += num_prompt_tokens * len(generation.outputs)
+        return total
 
 
 def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -94,14 +114,19 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
             "top_logprobs",
         )
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    longest = served.builder.limits.max_total_tokens
+    if logprobs is not None:  # a client that names no length gets as many as are possible
+        num_outputs = request.n or served.builder.defaults.n or 1
+        longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + logprobs))))
     params = request.sampling(
         max_tokens=_first(
             request.max_completion_tokens,
             request.max_tokens,
             served.builder.defaults.max_tokens,
-            served.builder.limits.max_total_tokens,
+            longest,
         ),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=logprobs,
         structure=structure,
     )
 
@@ -113,7 +138,8 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             served.name, generations, tokenizer, state=state, tools=bool(tools), token_ids=ids
         )
 
-    return _job([prompt], served.builder.parameters(params), request, make_writer)
+    params = served.builder.parameters(params)
+    return _job([prompt], params, request, make_writer, bool(request.return_token_ids))
 
 
 def completion_job(request: CompletionRequest, served: Served) -> Job:
@@ -143,7 +169,9 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
             served.name, generations, served.tokenizer, echo=echo, token_ids=ids
         )
 
-    return _job(prompts, served.builder.parameters(params), request, make_writer)
+    params = served.builder.parameters(params)
+    repeats_prompt = bool(request.echo or request.return_token_ids)
+    return _job(prompts, params, request, make_writer, repeats_prompt)
 
 
 def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -194,7 +222,9 @@ def _job(
     params: SamplingParams,
     request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
+    repeats_prompt: bool,
 ) -> Job:
+    _check_alternatives(len(prompts) * (params.n or 1), params)
     streamed = bool(request.stream)
     if request.stream_options is not None and not streamed:
         raise RequestError("stream_options needs stream: true", "stream_options")
@@ -204,7 +234,16 @@ def _job(
         streamed=streamed,
         includes_usage=request.includes_usage,
         make_writer=make_writer,
+        repeats_prompt=repeats_prompt,
     )
+
+
+def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
+    """Raise `RequestError` if the answer may have too many log probabilities."""
+    if params.logprobs is not None:
+        count = num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
+        place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+        check("alternatives", count, place, "logprobs")
 
 
 def _callable_tools(request: ChatRequest) -> list[Tool] | None:

@@ -18,6 +18,7 @@ from scheduler.errors import (
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE = 2000  # characters; a message may repeat names from the request
+MAX_PARAMETER = 200  # characters of the name of a field, which may be from the request too
 
 logger = logging.getLogger("eagleray.api")
 
@@ -81,5 +82,10 @@ def headers_of(error: BaseException) -> dict[str, str]:
 
 
 def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:
-    shortened = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
-    return {"error": {"message": shortened, "type": kind, "param": parameter, "code": code}}
+    shortened = _shortened(message, MAX_MESSAGE)
+    name = None if parameter is None else _shortened(parameter, MAX_PARAMETER)
+    return {"error": {"message": shortened, "type": kind, "param": name, "code": code}}
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."

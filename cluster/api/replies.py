@@ -11,7 +11,9 @@ import math
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
@@ -29,6 +31,10 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 Entries = Seq[TokenLogprobs | None]
+# Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
+_DEPTH = 5
+_AT_A_TIME = 64  # items of deeper lists, and of iterators, that are encoded together
+_FLAT_AT_A_TIME = 4096  # items of lists of numbers or texts
 
 
 def encode_json(value: object) -> str:
@@ -38,6 +44,39 @@ def encode_json(value: object) -> str:
     except ValueError:
         text = _ENCODER.encode(_without_nan(value))
     return text if text.isascii() else _UNSAFE.sub(_escaped, text)
+
+
+def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """A large value in the form of `encode_json`, a little at a time: the encoder holds the
+    interpreter until it returns. Iterators become lists, of which only a part exists at a time.
+    """
+    if isinstance(value, dict) and depth < _DEPTH:
+        yield from _object_pieces(value, depth)
+    elif isinstance(value, list) and depth < _DEPTH and isinstance(next(iter(value), 0), dict):
+        yield b"["
+        for place, item in enumerate(value):
+            yield b"," * (place > 0)
+            yield from json_pieces(item, depth + 1)
+        yield b"]"
+    elif isinstance(value, list | Iterator):
+        at_a_time = _AT_A_TIME if isinstance(value, Iterator) else _FLAT_AT_A_TIME
+        yield b"["
+        items, is_first = iter(value), True
+        while part := list(islice(items, at_a_time)):
+            yield b"," * (not is_first)
+            yield encode_json(part)[1:-1].encode()
+            is_first = False
+        yield b"]"
+    else:
+        yield encode_json(value).encode()
+
+
+def _object_pieces(value: dict[str, Any], depth: int) -> Iterator[bytes]:
+    yield b"{"
+    for place, (key, item) in enumerate(value.items()):
+        yield b"," * (place > 0) + encode_json(key).encode() + b":"
+        yield from json_pieces(item, depth + 1)
+    yield b"}"
 
 
 def _without_nan(value: Any) -> Any:
@@ -85,7 +124,7 @@ class Writer(Protocol):
         """What follows the last event."""
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, once every output has finished."""
+        """The whole answer, once every output has finished, for `json_pieces`."""
 
     def error(self, error: BaseException) -> bytes:
         """The events that end a stream that failed."""
@@ -208,23 +247,22 @@ class ChatWriter(_Envelope):
         if calls:
             message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
         entries = self._logprobs(done.token_ids, done.logprobs)
+        has_entries = any(done.logprobs or ())
         return {
             "index": done.index,
             "message": message,
-            "logprobs": {"content": entries, "refusal": None} if entries else None,
+            "logprobs": {"content": entries, "refusal": None} if has_entries else None,
             "finish_reason": _finish_reason(done.finish_reason, len(calls)),
         } | ({"token_ids": done.token_ids} if self._with_ids else {})
 
-    def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> list[dict[str, Any]]:
-        found = []
+    def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):
             if entry is not None:
                 top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-                found.append(
+                yield (
                     self._token(token_id, entry.logprob)
                     | {"top_logprobs": [self._token(other, value) for other, value in top]}
                 )
-        return found
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
@@ -280,6 +318,7 @@ class CompletionWriter(_Envelope):
         super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
+        self._starts: dict[int, str] = {}  # of the answers to each prompt
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
         self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
 
@@ -294,6 +333,8 @@ class CompletionWriter(_Envelope):
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
         choices = []
         if text or logprobs:
+            if logprobs:
+                logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
             choices.append(_choice(index, text, logprobs, None))
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
@@ -330,7 +371,9 @@ class CompletionWriter(_Envelope):
             return ""
         if generation.prompt is not None:
             return generation.prompt
-        return self._tokenizer.decode(generation.prompt_token_ids)
+        if place not in self._starts:
+            self._starts[place] = self._tokenizer.decode(generation.prompt_token_ids)
+        return self._starts[place]
 
     def _new_offsets(self, start: str) -> Offsets | None:
         """Offsets of an output behind the text that is repeated."""
@@ -341,19 +384,22 @@ class CompletionWriter(_Envelope):
     ) -> dict[str, Any] | None:
         if logprobs is None or offsets is None:
             return None
-        tokens, values, tops, places = [], [], [], []
+        tokens, values, places = [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
             tokens.append(self._text(token_id))
             places.append(offsets.next(token_id))
             values.append(_at_least_lowest(entry.logprob) if entry else None)
-            top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
-            tops.append({self._text(other): _at_least_lowest(value) for other, value in top})
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": tops,
+            "top_logprobs": self._tops(logprobs[: len(tokens)]),
             "text_offset": places,
         }
+
+    def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:
+        for entry in logprobs:
+            top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
+            yield {self._text(other): _at_least_lowest(value) for other, value in top}
 
     def _text(self, token_id: int) -> str:
         assert self._tokenizer is not None

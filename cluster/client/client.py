@@ -25,7 +25,7 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 Params = SamplingParams | Seq[SamplingParams] | None
-# How many calls of `submit_async` may wait for the engine's answers at a time.
+# Threads of `submit_async`: they build requests and, without `send`, wait for the engine's answers.
 NUM_SENDERS = 8
 
 
@@ -119,8 +119,7 @@ class Client:
         has_grammar = any(
             isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
         )
-        executor = self._sending if self._send_async is None else None
-        executor = self._compiling if has_grammar else executor
+        executor = self._compiling if has_grammar else self._sending
         submitting = asyncio.get_running_loop().run_in_executor(executor, build)
         if self._send_async is not None:
             sending = self._send_built(submitting, request_id)

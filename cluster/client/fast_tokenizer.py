@@ -91,8 +91,14 @@ class FastTokenizer:
         return encoding
 
     def decode(self, token_ids: Seq[int]) -> str:
-        """Text of token ids, without special tokens."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        """Text of token ids, without special tokens. As for `_encoding`, many of them at once would
+        hold the interpreter.
+        """
+        ids = list(token_ids)
+        if len(ids) <= SHORT:
+            text: str = self._backend.decode(ids, skip_special_tokens=True)
+        else:
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=True)
         return text
 
     def render_chat(self, conversation: Conversation) -> str:

@@ -175,7 +175,7 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     if continues and not is_begun:
         raise RequestError(
             "continue_final_message needs a last message of role assistant with text, got"
-            f" {messages[-1]!r}",
+            f" {shown(messages[-1])}",
             "continue_final_message",
         )
     return Conversation(

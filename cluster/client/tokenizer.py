@@ -25,6 +25,7 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Load from a directory. Raises `ConfigError` when its files cannot be read."""
         self._path = path
+        self._bytes: dict[int, bytes] = {}  # by token id; at most as many as the vocabulary has
         self._fast = fast_tokenizer.load(path)
         if self._fast is None:
             _ = self._slow  # loads the tokenizer, so that errors in its files are raised here
@@ -140,9 +141,14 @@ class Tokenizer:
         """The bytes one token stands for, which may be part of a character; a special token's
         name.
         """
-        if self._fast:
-            return self._fast.token_bytes(token_id)
-        return fast_tokenizer.bytes_of_token(self._slow.backend_tokenizer, token_id)
+        data = self._bytes.get(token_id)
+        if data is None:
+            if self._fast:
+                data = self._fast.token_bytes(token_id)
+            else:
+                data = fast_tokenizer.bytes_of_token(self._slow.backend_tokenizer, token_id)
+            self._bytes[token_id] = data
+        return data
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, without special tokens."""

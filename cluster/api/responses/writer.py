@@ -19,6 +19,8 @@ from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 
+AT_A_TIME = 4096  # characters of reasoning that are encoded together, in a few milliseconds
+
 
 class ResponseWriter:
     """Answers one request of one output. A whole answer consists of the same items that the events
@@ -41,7 +43,8 @@ class ResponseWriter:
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last of the items
         self._texts: list[str] = []  # of the item that is open
-        self._reasoning: list[str] = []
+        self._reasoning = ""  # that is not counted yet
+        self._num_reasoning_tokens = 0
         self._num_events = 0
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -99,12 +102,13 @@ class ResponseWriter:
         } | self._echo
 
     def _usage(self) -> dict[str, Any]:
-        """Reasoning is counted by encoding its text."""
+        """Counts of tokens."""
         num_input = self._generation.requests[0].num_prompt_tokens
         num_output = len(self._generation.completions[0].token_ids)
         num_cached = self._generation.num_cached_tokens
-        reasoning = "".join(self._reasoning)
-        num_reasoning = len(self._tokenizer.encode(reasoning)) if reasoning else 0
+        num_reasoning = self._num_reasoning_tokens
+        if self._reasoning:
+            num_reasoning += len(self._tokenizer.encode(self._reasoning))
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
@@ -113,10 +117,21 @@ class ResponseWriter:
             "total_tokens": num_input + num_output,
         }
 
+    def _count_reasoning(self, text: str) -> None:
+        """Reasoning is counted by encoding its text: in parts, because all of it at the end would
+        hold up others. They end before a space, where tokens do too.
+        """
+        self._reasoning += text
+        while len(self._reasoning) > AT_A_TIME:
+            end = self._reasoning.rfind(" ", 1, AT_A_TIME)
+            end = end if end > 0 else AT_A_TIME
+            part, self._reasoning = self._reasoning[:end], self._reasoning[end:]
+            self._num_reasoning_tokens += len(self._tokenizer.encode(part))
+
     def _of_piece(self, piece: Parts) -> list[bytes]:
         events: list[bytes] = []
         if piece.reasoning:
-            self._reasoning.append(piece.reasoning)
+            self._count_reasoning(piece.reasoning)
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if text:
                 events += self._opened(kind)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
+from scheduler.bounds import MIB
+from scheduler.messages import Request
 from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
 
 CONTEXT = 40_960  # tokens, as of Qwen3
@@ -116,6 +118,27 @@ REQUESTS: dict[str, tuple[str, Make]] = {
     "a long cache salt": (COMPLETION, repeated('{"prompt": "Hi", "cache_salt": "', "a", '"}')),
     "a long model name": (COMPLETION, repeated('{"prompt": "Hi", "model": "', "a", '"}')),
     "an unknown field": (COMPLETION, repeated('{"prompt": "Hi", "', "a", '": 1}')),
+    "a long template variable": (
+        CHAT,
+        repeated('{"messages": [' + USER + '], "chat_template_kwargs": {"', "a", '": 1}}'),
+    ),
+    "a long message to continue": (
+        CHAT,
+        repeated(
+            '{"continue_final_message": true, "add_generation_prompt": false, "messages": [{"role":'
+            ' "user", "content": "',
+            "a",
+            '"}]}',
+        ),
+    ),
+    "far too many alternatives": (
+        COMPLETION,
+        lambda _: '{"prompt": "Hi", "n": 128, "max_tokens": 1000, "logprobs": 20}',
+    ),
+    "a prompt in far too many outputs": (
+        COMPLETION,
+        lambda _: f'{{"prompt": {IDS[:150_001]}0], "n": 128, "max_tokens": 1, "echo": true}}',
+    ),
     "unknown fields": (COMPLETION, numbered('{"prompt": "Hi", ', '"k%d": 1', "}")),
     "metadata": (RESPONSES, numbered('{"input": "Hi", "metadata": {', '"k%d": "v"', "}}")),
     "objects as blocks": (
@@ -177,6 +200,14 @@ REQUESTS: dict[str, tuple[str, Make]] = {
 # Requests of honest clients, which must be answered.
 HONEST: dict[str, tuple[str, Make]] = {
     "prompts of many ids": (COMPLETION, lambda _: f'{{"prompt": [{",".join([IDS] * 12)}]}}'),
+    "as many ids of tokens as possible": (
+        "/detokenize",
+        lambda _: '{"tokens": [' + ",".join(["300"] * 500_000) + "]}",
+    ),
+    "as much text to tokenize as possible": (
+        "/tokenize",
+        lambda _: '{"prompt": "' + "a 1, " * (MIB // 5) + '"}',
+    ),
     "a long chat": (
         CHAT,
         lambda _: json.dumps(
@@ -201,6 +232,39 @@ HONEST: dict[str, tuple[str, Make]] = {
 }
 
 
+def completion(**fields: Any) -> tuple[str, Make]:
+    return COMPLETION, lambda _: json.dumps({"prompt": "Hi"} | fields)
+
+
+def chat(**fields: Any) -> tuple[str, Make]:
+    messages = {"messages": [{"role": "user", "content": "Hi"}]}
+    return CHAT, lambda _: json.dumps(messages | {"logprobs": True} | fields)
+
+
+# Small requests for much. Their answers come at once, so that all is written at a time.
+ANSWERS: dict[str, tuple[str, Make]] = {
+    "a long answer with alternatives": chat(max_tokens=4_000, top_logprobs=20),
+    "many answers with alternatives": chat(n=16, max_tokens=1_000, top_logprobs=20),
+    "many completions with alternatives": completion(n=128, max_tokens=300, logprobs=20),
+    "a step of many streams": completion(n=128, max_tokens=1, logprobs=20, stream=True),
+    "a step of many chats": chat(n=128, max_tokens=1, top_logprobs=20, stream=True),
+    "ids of a prompt in each output": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, return_token_ids=True
+    ),
+    "a prompt in each stream": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, echo=True, stream=True
+    ),
+    "ids of a prompt in each stream": completion(
+        prompt=[300] * 8_000, n=128, max_tokens=1, return_token_ids=True, stream=True
+    ),
+}
+
+
+def answer_of(request: Request) -> str:
+    """As long as the request allows."""
+    return "word " * request.sampling.max_tokens
+
+
 class Lateness:
     """Measures the longest time for which an event loop does nothing else. While other programs
     use the processor, the loop is late through no fault of its own, so only time counts that this
@@ -220,7 +284,7 @@ class Lateness:
 
 async def send(api: Api, path: str, body: bytes) -> tuple[int, bytes]:
     """Post a body as a server would pass it on. Returns the status and the answer."""
-    status, answer = 0, b""
+    status, answer = 0, list[bytes]()
     parts = [body[place : place + PART] for place in range(0, len(body), PART)]
     parts.reverse()
 
@@ -232,13 +296,14 @@ async def send(api: Api, path: str, body: bytes) -> tuple[int, bytes]:
         return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
     async def take(message: Any) -> None:
-        nonlocal status, answer
+        nonlocal status
         status = message.get("status", status)
-        answer += message.get("body", b"")
+        if body := message.get("body"):
+            answer.append(body)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     await api(scope, receive, take)
-    return status, answer
+    return status, b"".join(answer)  # which copies nothing if it came at once
 
 
 def memory() -> int:
@@ -247,14 +312,14 @@ def memory() -> int:
 
 
 async def measure(names: list[str], size: int) -> None:
-    engine = ScriptedEngine(lambda _: "It is 85.", 0.0)
+    engine = ScriptedEngine(answer_of, 0.0, per_step=CONTEXT)
     sizes = dataclasses.replace(LIMITS, max_model_len=CONTEXT)
     api = make_api(engine, sizes=sizes)
     await send(api, COMPLETION, b'{"prompt": "Hi"}')
     gc.collect()
     gc.freeze()
     for name in names:
-        path, make = (REQUESTS | HONEST)[name]
+        path, make = (REQUESTS | ANSWERS | HONEST)[name]
         body = make(size).encode()
         before, lateness = memory(), Lateness()
         watching = asyncio.ensure_future(lateness.watch())
@@ -269,6 +334,7 @@ async def measure(names: list[str], size: int) -> None:
             "stall_ms": round(1e3 * lateness.worst_s, 1),
             "memory_mib": round((memory() - before) / 2**20),
             "seconds": round(time.monotonic() - began_s, 2),
+            "answer_bytes": len(answer),
             "answer": answer[:300].decode(errors="replace"),
         }
         print(json.dumps(line), flush=True)
@@ -282,7 +348,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    names = args.names or [*REQUESTS, *HONEST]
+    names = args.names or [*REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 
 

@@ -180,3 +180,26 @@ def test_nothing_is_said_about_models_and_paths_without_the_key() -> None:
         assert httpx.get(f"{server.url}/v1/nothing", headers=headers).status_code == 404
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "cross-site", "origin": "https://listed.example"}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),
+    ],
+)
+def test_pages_of_other_sites_cannot_have_traces_made(headers: dict[str, str], status: int) -> None:
+    access = Access(bound_host="127.0.0.1", allowed_origins=("https://listed.example",))
+    with serve(access=access) as server:
+        assert httpx.get(f"{server.url}/debug/trace", headers=headers).status_code == status
+
+
+def test_with_a_key_the_site_of_a_page_does_not_count() -> None:
+    headers = {"sec-fetch-site": "cross-site", "authorization": "Bearer k"}
+    with serve(access=Access(api_key="k")) as server:
+        assert httpx.get(f"{server.url}/debug/trace", headers=headers).status_code == 200

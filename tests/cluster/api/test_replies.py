@@ -12,7 +12,15 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
-from cluster.api.replies import DONE, LOWEST_LOGPROB, ChatWriter, CompletionWriter, usage_of
+from cluster.api.replies import (
+    DONE,
+    LOWEST_LOGPROB,
+    ChatWriter,
+    CompletionWriter,
+    encode_json,
+    json_pieces,
+    usage_of,
+)
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.thinking import State
@@ -62,6 +70,12 @@ def events_of(writer: ChatWriter | CompletionWriter, chunks: list[Chunk]) -> lis
     return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line]
 
 
+def body_of(writer: ChatWriter | CompletionWriter) -> dict[str, Any]:
+    """The whole answer as a client reads it."""
+    body: dict[str, Any] = json.loads(b"".join(json_pieces(writer.body())))
+    return body
+
+
 def joined(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
     """The message that a client assembles."""
     message: dict[str, Any] = {
@@ -100,7 +114,7 @@ def check_chats() -> None:
         streamed, whole = (
             ChatWriter("tiny", [generation], TOKENIZER, state=state, tools=tools) for _ in range(2)
         )
-        events, body = events_of(streamed, chunks), whole.body()
+        events, body = events_of(streamed, chunks), body_of(whole)
         ChatCompletion.model_validate(body)
         for event in events:
             ChatCompletionChunk.model_validate(event)
@@ -147,7 +161,7 @@ def test_a_streamed_completion_adds_up_to_the_whole_answer() -> None:
         streamed, whole = (
             CompletionWriter("tiny", [generation], TOKENIZER, echo=echo) for _ in range(2)
         )
-        events, body = events_of(streamed, chunks), whole.body()
+        events, body = events_of(streamed, chunks), body_of(whole)
         for answer in [body, *events]:
             Completion.model_validate(answer | {"choices": _with_reasons(answer["choices"])})
         for choice in body["choices"]:
@@ -187,10 +201,34 @@ def test_logprobs_name_their_tokens_and_bytes() -> None:
     rng = random.Random(0)  # does not tear characters
     generation, _ = run("ü", rng, SamplingParams(logprobs=1))
     writer = ChatWriter("tiny", [generation], TOKENIZER, state=State.CONTENT, tools=False)
-    [choice] = writer.body()["choices"]
+    [choice] = body_of(writer)["choices"]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == "ü<|im_end|>".encode()
     assert entries[-1]["token"] == "<|im_end|>" and len(entries[0]["top_logprobs"]) == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        {"a": [], "b": {}, "c": None},
+        {"a": [{"b": [{"c": [{"d": [{"e": [{"f": ["\u2028", 1.5]}]}]}]}]}, {"g": "ü"}]},
+        {
+            "ids": [*range(10_000)],
+            "numbers": [1.0, math.inf],
+            'key "': [{"x": i} for i in range(200)],
+        },
+    ],
+)
+def test_a_value_in_pieces_is_the_same_json(value: Any) -> None:
+    assert b"".join(json_pieces(value)) == encode_json(value).encode()
+
+
+def test_pieces_take_iterators_as_lists() -> None:
+    entries = [{"x": i} for i in range(200)]
+    for values in (entries, []):
+        assert json.loads(b"".join(json_pieces({"a": iter(values)}))) == {"a": values}
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
@@ -201,9 +239,9 @@ def test_log_probabilities_that_json_lacks_are_the_lowest(logprob: float) -> Non
     done.logprobs = [entry] * len(done.token_ids)
     chat = ChatWriter("tiny", [generation], TOKENIZER, state=State.CONTENT, tools=False)
     text = CompletionWriter("tiny", [generation], TOKENIZER, echo=False)
-    first = chat.body()["choices"][0]["logprobs"]["content"][0]
+    first = body_of(chat)["choices"][0]["logprobs"]["content"][0]
     assert first["logprob"] == first["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB
-    logprobs = text.body()["choices"][0]["logprobs"]
+    logprobs = body_of(text)["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"][0] == LOWEST_LOGPROB
     assert [*logprobs["top_logprobs"][0].values()] == [LOWEST_LOGPROB]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,12 @@ from openai.types.responses import Response
 from cluster.api.reading import read
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
+from cluster.api.responses.writer import ResponseWriter
+from cluster.client.thinking import State
 from scheduler.messages import Request
+from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
+from tests.cluster.api.test_replies import run
 
 ADD: Any = {
     "type": "function",
@@ -235,3 +240,22 @@ def test_a_stream_that_fails_ends_with_an_error_event() -> None:
         raw = httpx.post(f"{running.url}/v1/responses", json={"input": "x", "stream": True})
     assert numbers == list(range(len(numbers)))
     assert raw.status_code == 503 and raw.json()["error"]["code"] == "engine_dead"
+
+
+def test_long_reasoning_is_counted_in_parts_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    thought = "What is forty-seven plus thirty-eight? " * 1000
+    expected, encode, lengths = len(TOKENIZER.encode(thought.strip())), TOKENIZER.encode, [0]
+
+    def noted(text: str, most: int | None = None) -> list[int]:
+        if not text.startswith("<"):  # not the script itself, nor the prompt
+            lengths.append(len(text))
+        return encode(text, most)
+
+    monkeypatch.setattr(TOKENIZER, "encode", noted)
+    generation, _ = run(
+        f"<think>\n{thought.strip()}\n</think>\n\n85", random.Random(0), SamplingParams()
+    )
+    writer = ResponseWriter({}, generation, TOKENIZER, state=State.UNDECIDED, tools=False)
+    usage = writer.body()["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == expected
+    assert 0 < max(lengths) <= 4096 < len(thought)

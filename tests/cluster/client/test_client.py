@@ -59,6 +59,27 @@ def test_requests_that_are_sent_on_the_loop_hold_no_thread_and_belong_to_no_call
     assert callers == ["nobody"] * 5
 
 
+def test_requests_are_built_while_the_other_threads_of_the_process_are_busy() -> None:
+    notes: Any = Notes()
+    gate = threading.Event()
+
+    async def send(generations: list[Generation]) -> None:
+        notes.submit(generations)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, gate.wait)
+        try:
+            sent = await asyncio.wait_for(Client(notes, notes, send).submit_async([[1]]), 2)
+        finally:
+            gate.set()
+        await busy
+        assert sent == notes.submitted
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_does_not_answer_leaves_the_other_threads_of_the_process_free() -> None:
     """They count tokens and check health."""
     notes: Any = Notes()

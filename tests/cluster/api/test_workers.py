@@ -1,0 +1,120 @@
+"""Work on threads of its own neither waits without bound nor holds up the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from cluster.api.app import MAX_TOKENIZING, MAX_TRACING, TOKENIZERS
+from cluster.api.workers import Workers
+from scheduler.errors import OverloadedError
+from tests.cluster.api.scripted import TOKENIZER, serve, wait_until
+
+
+def test_a_call_returns_what_its_work_returns_or_raises() -> None:
+    async def check() -> None:
+        workers = Workers("testing", 1)
+        assert await workers.run(lambda: 3) == 3
+        with pytest.raises(ZeroDivisionError):
+            await workers.run(lambda: 1 / 0)
+
+    asyncio.run(check())
+
+
+def test_a_call_beyond_the_queue_is_refused_until_another_ends() -> None:
+    async def check() -> None:
+        workers, gate = Workers("testing", 1, max_waiting=1), threading.Event()
+        calls = [asyncio.ensure_future(workers.run(gate.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2 requests for testing"):
+            await workers.run(gate.wait)
+        gate.set()
+        await asyncio.gather(*calls)
+        assert await workers.run(gate.wait)
+
+    asyncio.run(check())
+
+
+def test_a_canceled_call_leaves_the_queue_unless_it_runs() -> None:
+    async def check() -> None:
+        workers, gate = Workers("testing", 1, max_waiting=1), threading.Event()
+        running, waiting = (asyncio.ensure_future(workers.run(gate.wait)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        workers.check_room()
+        running.cancel()
+        third = asyncio.ensure_future(workers.run(gate.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            workers.check_room()
+        gate.set()
+        assert await third
+
+    asyncio.run(check())
+
+
+@contextmanager
+def many(work: Callable[[], httpx.Response], count: int) -> Iterator[list[int]]:
+    """Sends requests at the same time; afterwards, the list holds their statuses."""
+    statuses: list[int] = []
+    with ThreadPoolExecutor(count) as threads:
+        calls = [threads.submit(work) for _ in range(count)]
+        yield statuses
+        statuses += [call.result().status_code for call in calls]
+
+
+def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, encode = threading.Event(), TOKENIZER.encode
+
+    def slow(text: str, most: int | None = None) -> list[int]:
+        if text.startswith("long"):
+            gate.wait(20)
+        return encode(text, most)
+
+    monkeypatch.setattr(TOKENIZER, "encode", slow)
+    count = TOKENIZERS + MAX_TOKENIZING + 5
+    with serve() as server:
+        url = server.url
+
+        def tokenize() -> httpx.Response:
+            return httpx.post(f"{url}/tokenize", json={"prompt": "long text"}, timeout=30)
+
+        with many(tokenize, count) as statuses:
+            wait_until(lambda: server.api._tokenizing._num_calls == TOKENIZERS + MAX_TOKENIZING)
+            prompt = {"prompt": "Hi", "max_tokens": 2}
+            answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=10)
+            assert answer.status_code == 200
+            time.sleep(0.2)  # the last of the burst have come
+            gate.set()
+        assert statuses.count(200) == TOKENIZERS + MAX_TOKENIZING and statuses.count(503) == 5
+
+
+def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+    with serve() as server:
+        url = server.url
+
+        def slow(seconds: float) -> list[object]:
+            gate.wait(20)
+            return []
+
+        monkeypatch.setattr(server.api._client, "records", slow)
+        count = 1 + MAX_TRACING + 3
+        with many(lambda: httpx.get(f"{url}/debug/trace", timeout=30), count) as statuses:
+            wait_until(lambda: server.api._tracing._num_calls == 1 + MAX_TRACING)
+            assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+            time.sleep(0.2)
+            gate.set()
+        assert statuses.count(200) == 1 + MAX_TRACING and statuses.count(503) == 3
