@@ -26,9 +26,9 @@ from tests.cluster.serve.served import LONG, Program, free_port, stats_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "cpu")
-NUM_STREAMS, NUM_TOKENS = 8, 300
+NUM_STREAMS, NUM_TOKENS = 16, 300
 # Longer than Ray Serve waits for a replica that says it is unhealthy.
-LOAD_S = 20.0
+LOAD_S = 30.0
 
 
 def named(program: Program, name: str) -> set[int]:
