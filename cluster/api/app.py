@@ -98,6 +98,7 @@ class Exchange:
         given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
         self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        self.answer_headers: dict[str, str] = {}  # to be sent with the answer, whatever it is
         self.status: int | None = None
         self.writer: Writer | None = None  # the writer of the stream, once that has begun
         self.written_s = 0.0  # when something was last written
@@ -145,7 +146,7 @@ class Exchange:
     async def start(self, status: int, content_type: str, headers: dict[str, str]) -> None:
         """Send status and headers."""
         self.status = status
-        every = {"content-type": content_type, **headers}
+        every = {"content-type": content_type, **headers, **self.answer_headers}
         pairs = [(name.encode(), value.encode()) for name, value in every.items()]
         pairs += self._own_headers
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
