@@ -89,6 +89,7 @@ class Access:
                 401,
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
             )
 
     def _is_host_allowed(self, host: str) -> bool:
