@@ -147,6 +147,7 @@ def _is_bound_to_loopback(host: str | None) -> bool:
     """Whether a server that listens on `host` can be reached from this machine only."""
     if not host:
         return False
+    host = host.strip("[]")  # as an IPv6 address is written before a port
     if _is_loopback(host.lower()):
         return True
     try:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import httptools
 import uvicorn
-from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.api.app import Api
@@ -31,6 +30,20 @@ _FRAME = 8
 
 class _TooMuchError(Exception):
     """The bytes exceed a bound. Ends the parsing of what has been received."""
+
+
+class _OldCycle(RequestResponseCycle):
+    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer whose
+    length is not said ends with the connection, as the base has it with every answer.
+    """
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if b"content-length" not in dict(message["headers"]):
+                self.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self.expected_content_length:
+            self.expected_content_length = len(message["body"])
+        await super().send(message)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -152,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.send = _close_delimited(self.cycle)  # type: ignore[method-assign]
+            self.cycle.__class__ = _OldCycle  # the base makes it, and its task has not begun
             self.cycle.waiting_for_100_continue = False
         self._num_waiting += 1
 
@@ -252,23 +265,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._watch_unsent()
-
-
-def _close_delimited(cycle: RequestResponseCycle) -> Send:
-    """`send` of an exchange of HTTP/1.0. That has no chunks, which uvicorn would send: an answer
-    whose length is not said ends with the connection, as each does for uvicorn.
-    """
-    send = cycle.send
-
-    async def send_delimited(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            if b"content-length" not in dict(message["headers"]):
-                cycle.chunked_encoding = False
-        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
-            cycle.expected_content_length = len(message["body"])
-        await send(message)
-
-    return send_delimited
 
 
 def server_config(app: Api, **options: Any) -> uvicorn.Config:

@@ -17,18 +17,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
+from cluster.api.document import POST
 from cluster.api.encoding import decode, encoding_of
 from cluster.api.endpoints import Job, Served, chat_job, completion_job, detokenize, tokenize
 from cluster.api.exchange import Exchange
 from cluster.api.limits import Admission, ApiLimits, Upload, Uploads
 from cluster.api.messages.adapter import count_tokens, messages_job
-from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.metrics import ApiMetrics, Timing
-from cluster.api.reading import Request, read
+from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
 from cluster.api.responses.adapter import responses_job
-from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.schema import Model
 from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
@@ -51,20 +50,17 @@ STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
 MESSAGES_PATH = "/v1/messages"
 
-# By path: the model of a request, and what makes a job or an answer of it.
-JOBS: dict[str, tuple[type[Any], Convert[Job]]] = {
-    "/v1/chat/completions": (ChatRequest, chat_job),
-    "/v1/completions": (
-        CompletionRequest,
-        lambda request, served, _: completion_job(request, served),
-    ),
-    "/v1/responses": (ResponsesRequest, responses_job),
-    MESSAGES_PATH: (MessagesRequest, messages_job),
+# By path: what makes a job, or an answer, of a request in the form that `document.py` names.
+JOBS: dict[str, Convert[Job]] = {
+    "/v1/chat/completions": chat_job,
+    "/v1/completions": lambda request, served, _: completion_job(request, served),
+    "/v1/responses": responses_job,
+    MESSAGES_PATH: messages_job,
 }
-COMPUTED: dict[str, tuple[type[Any], Convert[dict[str, Any]]]] = {
-    f"{MESSAGES_PATH}/count_tokens": (CountTokensRequest, count_tokens),
-    "/tokenize": (TokenizeRequest, tokenize),
-    "/detokenize": (DetokenizeRequest, lambda request, served, _: detokenize(request, served)),
+COMPUTED: dict[str, Convert[dict[str, Any]]] = {
+    f"{MESSAGES_PATH}/count_tokens": count_tokens,
+    "/tokenize": tokenize,
+    "/detokenize": lambda request, served, _: detokenize(request, served),
 }
 
 
@@ -98,24 +94,20 @@ class Runner:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What answers each path."""
-        answers = {path: partial(self._generate, *job) for path, job in JOBS.items()}
-        answers |= {path: partial(self._compute, *made) for path, made in COMPUTED.items()}
-        return {path: Endpoint(answer) for path, answer in answers.items()}
+        answers = dict.fromkeys(JOBS, Endpoint(self._generate))
+        return answers | dict.fromkeys(COMPUTED, Endpoint(self._compute))
 
-    async def _generate(
-        self, model: type[Request], convert: Convert[Job], exchange: Exchange
-    ) -> None:
+    async def _generate(self, exchange: Exchange) -> None:
         """Run the job of the request in the body. While the server is full, no body is parsed: a
         refusal must take as little as possible from the requests that run.
         """
         session = exchange.headers.get(SESSION_HEADER, b"")[:200].decode("latin-1")
-        most = self._limits.max_messages
 
-        def job_of(request: Request) -> Job:
-            return convert(request, self._served, most)
+        def job_of(request: Model) -> Job:
+            return JOBS[exchange.path](request, self._served, self._limits.max_messages)
 
         with self.uploads.begin() as upload:
-            job = await self._read(exchange, upload, model, job_of, self.admission.check_room)
+            job = await self._read(exchange, upload, job_of, self.admission.check_room)
 
             def make_writer(generations: list[Generation]) -> Writer:
                 upload.end()  # the prompts are token ids now
@@ -127,27 +119,26 @@ class Runner:
             counted_job = dataclasses.replace(job, make_writer=make_writer)
             await exchange.unless_left(self._run(exchange, counted_job))
 
-    async def _compute(
-        self, model: type[Request], convert: Convert[dict[str, Any]], exchange: Exchange
-    ) -> None:
+    async def _compute(self, exchange: Exchange) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread. Raises
         `OverloadedError`, before a body is parsed, if too many such requests wait.
         """
         before = self.tokenizing.check_room
-        most = self._limits.max_messages
         with self.uploads.begin() as upload:
-            request = await self._read(exchange, upload, model, lambda request: request, before)
-            data = await self.tokenizing.run(
-                lambda: b"".join(json_pieces(convert(request, self._served, most)))
-            )
+            request = await self._read(exchange, upload, lambda request: request, before)
+
+            def answer() -> bytes:
+                made = COMPUTED[exchange.path](request, self._served, self._limits.max_messages)
+                return b"".join(json_pieces(made))
+
+            data = await self.tokenizing.run(answer)
         await exchange.answer(Response(data, media_type="application/json"))
 
     async def _read(
         self,
         exchange: Exchange,
         upload: Upload,
-        model: type[Request],
-        convert: Callable[[Request], Result],
+        convert: Callable[[Model], Result],
         before: Callable[[], None],
     ) -> Result:
         """What `convert` makes of the request in the body; `before` is called when the body is
@@ -162,7 +153,7 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            return convert(read(model, body, self._limits.max_messages))
+            return convert(read(POST[exchange.path][0], body, self._limits.max_messages))
 
         return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
 
