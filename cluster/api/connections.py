@@ -2,9 +2,9 @@
 pipelined requests and slow clients.
 
 A connection that sends no complete head in time is closed, as is one whose request goes on after
-its answer; a head that is too large is answered with 431. The time of a body is the application's
-matter (`app.py`), which knows whether it wants one. A connection that takes nothing of its answer
-for some time is dropped: closing it would wait for that.
+its answer; a head that is too large is answered with 431. The time of a body is the matter of
+`exchange.py`, which knows whether it wants one. A connection that takes nothing of its answer for
+some time is dropped: closing it would wait for that.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -20,6 +20,7 @@ _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+_STREAM_START = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
 
 
 class JsonResponse(JSONResponse):
@@ -53,9 +54,10 @@ class Exchange:
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.answer_headers: dict[str, str] = {}
         if echo_id:
-            given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
-            self.answer_headers["x-request-id"] = given_id.decode("latin-1")
+            given_id = self.headers.get(b"x-request-id") or secrets.token_hex(16).encode()
+            self.answer_headers["x-request-id"] = given_id[:200].decode("latin-1")
         self.status: int | None = None
+        self._start: Message = _STREAM_START
         self.writer: Writer | None = None
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
@@ -89,7 +91,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """ASGI's `send` for whole answers. To HEAD, they have no body."""
         if message["type"] == "http.response.start":
-            await self._start(message["status"], message["headers"])
+            self._start = message  # it is sent with the body
         elif self.method == "HEAD":
             await self._write({**message, "body": b""})
         else:
@@ -102,8 +104,6 @@ class Exchange:
         take what follows for a part of it. So what follows begins with another comment, which ends
         the first.
         """
-        if self.status is None:
-            await self._start(200, _STREAM_HEADERS)
         self.written_s = time.monotonic()
         if self._commented:
             self._commented = False
@@ -143,18 +143,19 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        added = [
-            (name.encode("latin-1"), value.encode("latin-1", "replace"))
-            for name, value in self.answer_headers.items()
-        ]
-        start = {"type": "http.response.start", "status": status, "headers": [*headers, *added]}
-        await self._write(start)
-
     async def _write(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
+                if self.status is None:
+                    self.status = self._start["status"]
+                    await self._send({**self._start, "headers": self._start_headers()})
                 await self._send(message)
         except (TimeoutError, OSError):
             raise Gone from None
+
+    def _start_headers(self) -> list[tuple[bytes, bytes]]:
+        added = self.answer_headers.items()
+        pairs = [
+            (name.encode("latin-1"), text.encode("latin-1", "replace")) for name, text in added
+        ]
+        return self._start["headers"] + pairs  # type: ignore[no-any-return]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ import zstandard
 
 from cluster.api.access import Access
 from cluster.api.encoding import decode
+from cluster.api.exchange import Exchange
 from cluster.api.limits import ApiLimits
 from tests.cluster.api.scripted import ScriptedEngine, Server, echo_number, make_api, serve
 from tests.cluster.api.test_connections import answer_of, connect
@@ -74,7 +77,12 @@ def test_a_bomb_is_decoded_no_further_than_the_limit(name: str) -> None:
     encoding, encode = ENCODERS[name]
     bomb = encode(bytes(50_000_000))
     assert len(bomb) < 60_000
-    assert decode(bomb, encoding.lower().removeprefix("x-"), MOST) == bytes(MOST + 1)
+    tracemalloc.start()
+    decoded = decode(bomb, encoding.lower().removeprefix("x-"), MOST)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert decoded == bytes(MOST + 1)
+    assert peak_bytes < 4 * MOST
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
@@ -154,8 +162,6 @@ def test_head_has_the_headers_of_get_and_no_body(server: Server, path: str) -> N
 
 def test_head_sends_no_body_to_whatever_serves_the_application() -> None:
     """Not every server drops it."""
-    import asyncio
-
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -202,8 +208,6 @@ def test_methods_are_named_to_clients_with_the_key_only() -> None:
 
 def test_a_path_below_a_prefix_is_found(server: Server) -> None:
     """As Ray Serve passes it on: the whole path, and the prefix as `root_path`."""
-    import asyncio
-
     statuses: list[int] = []
 
     async def send(message: Any) -> None:
@@ -306,8 +310,6 @@ def test_a_server_on_the_ipv6_loopback_address_is_reached_by_it(bound: str) -> N
 def test_headers_that_are_added_go_with_every_answer(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cluster.api.exchange import Exchange
-
     original = Exchange.body
 
     async def body(exchange: Exchange, upload: Any) -> bytes:
