@@ -6,6 +6,7 @@ covers all of them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class ApiMetrics:
             ["path", "status"],
             registry=self._registry,
         )
+        self.requests_of = functools.cache(self.requests.labels)  # which takes its time
         self.open = Gauge(
             "eagleray_http_outputs_open",
             "Outputs of requests that have not been answered yet.",
