@@ -46,6 +46,7 @@ from cluster.api.schema import (
     TokenizeRequest,
 )
 from cluster.api.trace import chrome_trace
+from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
@@ -212,9 +213,10 @@ class Api:
         access: Access | None = None,
         limits: ApiLimits | None = None,
         echo_request_id: bool = True,
+        refuse_unknown_fields: bool = False,
     ) -> None:
         """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
-        front adds `x-request-id` itself.
+        front adds `x-request-id` itself. `refuse_unknown_fields`: none is ignored.
         """
         self.limits = limits or ApiLimits()
         self.admission = Admission(self.limits)
@@ -226,6 +228,8 @@ class Api:
             name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
         )
         self._version = version
+        self._refuse_unknown_fields = refuse_unknown_fields
+        self._ignored_fields = IgnoredFields(self.metrics.ignored_fields)
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._uploads = Uploads(self.limits)
@@ -376,18 +380,24 @@ class Api:
         before: Callable[[], None] | None = None,
     ) -> Result:
         """What `convert` makes of the request in the body; `before` is called when the body is
-        complete. A large body is read in a thread.
+        complete. A large body is read in a thread. The answer will name the fields ignored.
         """
         body = await exchange.body(upload)
         if before is not None:
             before()
+        unknown = Unknown(refuse=self._refuse_unknown_fields)
 
         def make() -> Result:
-            return convert(read(model, body, self.limits.max_messages))
+            return convert(read(model, body, self.limits.max_messages, unknown))
 
-        if len(body) <= READ_INLINE_BYTES:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(self._reading, make)
+        try:
+            if len(body) <= READ_INLINE_BYTES:
+                return make()
+            return await asyncio.get_running_loop().run_in_executor(self._reading, make)
+        finally:
+            if unknown.names:
+                exchange.answer_headers[HEADER] = header_of(unknown.names)
+                self._ignored_fields.note(unknown.names)
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         if session := exchange.headers.get(SESSION_HEADER):
