@@ -107,7 +107,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     tokenizer = _needed(served.tokenizer, "a chat")
     tools = _callable_tools(request)
     structure = structure_of(request, tools or [])
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
         raise RequestError(
