@@ -157,9 +157,9 @@ class ChatMessage(Model):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None
-    ) = None
+    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: str | None = None
     tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None
@@ -197,7 +197,6 @@ class ChatMessage(Model):
                 for call in self.tool_calls
             ]
         return message
-
 
     def _text(self) -> str:
         if self.content is None and self.role not in ("assistant", "tool"):
@@ -277,6 +276,7 @@ class ChatRequest(Generate):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None  # as in Qwen's own API
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
