@@ -191,12 +191,12 @@ SENT_BACK: dict[str, Any] = {
 
 
 def test_what_any_server_gave_may_be_sent_back() -> None:
-    call = CALL | {"index": 0, "cache_control": None, "provider_specific_fields": {}}
+    call: dict[str, Any] = CALL | {"index": 0, "cache_control": None, "provider_specific_fields": {}}
     call["function"] = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
     part = {"type": "text", "text": "Yes.", "annotations": [], "cache_control": {}, "index": 0}
     sent = {"role": "assistant", "content": [part], "tool_calls": [call]} | SENT_BACK
-    plain = {"role": "assistant", "content": "Yes.", "tool_calls": [CALL | {"function": {}}]}
-    plain["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a": 1}'}
+    plain_call = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    plain = {"role": "assistant", "content": "Yes.", "tool_calls": [plain_call]}
     messages = [
         read(ChatRequest, json.dumps({"messages": [message]}).encode()).messages[0]
         for message in (sent, plain)
