@@ -43,8 +43,8 @@ def page() -> str:
         lines += [*textwrap.wrap(paragraph, 120), ""]
     lines += ["## The fields of each path", ""]
     lines += [
-        "`yes`: honored. `no effect`: accepted, and changes nothing. `refused`: with a reason, if it",
-        "asks for something. `other name`: refused, with the name to use here.",
+        "`yes`: honored. `no effect`: accepted, and changes nothing. `refused`: if it asks for",
+        "something. `other name`: refused, with the name to use here.",
         "",
     ]
     lines += _table(["field", *(f"`{name}`" for name in models)], _rows_of_fields(models))
