@@ -79,6 +79,12 @@ class ServeConfig:
         flag="--allowed-origins",
         help="Sites, separated by commas, whose pages may use a server without a key.",
     )
+    unknown_fields: str = option(
+        "ignore",
+        flag="--unknown-fields",
+        help="Fields of HTTP requests that are not known: ignore, or refuse.",
+        choices=("ignore", "refuse"),
+    )
     max_open_requests: int = option(
         1024,
         flag="--max-open-requests",

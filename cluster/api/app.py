@@ -61,16 +61,23 @@ class Api:
         access: Access | None = None,
         limits: ApiLimits | None = None,
         echo_request_id: bool = True,
+        refuse_unknown_fields: bool = False,
     ) -> None:
         """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
-        front adds `x-request-id` itself.
+        front adds `x-request-id` itself. `refuse_unknown_fields`: none is ignored.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
         self._served = Served(
             name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
         )
-        self.runner = Runner(client, self._served, self.limits, self.metrics)
+        self.runner = Runner(
+            client,
+            self._served,
+            self.limits,
+            self.metrics,
+            refuse_unknown_fields=refuse_unknown_fields,
+        )
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
         self.gather_metrics: Gather | None = None  # of all processes that serve, including this one

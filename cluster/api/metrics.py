@@ -62,6 +62,12 @@ class ApiMetrics:
             registry=self._registry,
         )
         self.requests_of = functools.cache(self.requests.labels)  # which takes its time
+        self.ignored_fields = Counter(
+            "eagleray_api_ignored_fields",
+            "Unknown fields of requests that were ignored; other: those that no table lists.",
+            ["field"],
+            registry=self._registry,
+        )
         self.open = Gauge(
             "eagleray_http_outputs_open",
             "Outputs of requests that have not been answered yet.",
