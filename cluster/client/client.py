@@ -199,7 +199,9 @@ class Client:
         return True
 
     def stats(self) -> EngineStats:
-        """The engine's counters. Raises `EngineDeadError`."""
+        """The engine's counters. Raises `OverloadedError` while its driver is replaced,
+        `EngineDeadError`.
+        """
         return self._link.stats()
 
     def records(self, seconds: float) -> list[StepRecord]:
