@@ -36,10 +36,18 @@ logger = logging.getLogger("eagleray")
 class Application:
     """An application that this program has started."""
 
-    def __init__(self, name: str, check_again: Callable[[], None] = lambda: None) -> None:
-        """`check_again` raises `ClientError` if no engine could start any more."""
+    def __init__(
+        self,
+        name: str,
+        check_again: Callable[[], None] = lambda: None,
+        check_ray: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_again` raises `ClientError` if no engine could start any more, `check_ray` raises
+        `EngineError` if Ray cannot go on.
+        """
         self._name = name
         self._check_again = check_again
+        self._check_ray = check_ray
         self._lost_because = ""  # what was said of replicas that are lost
 
     def watch(self, stopping: threading.Event) -> None:
@@ -47,9 +55,11 @@ class Application:
         `EngineError` when there will be no other ones.
         """
         while not stopping.wait(WATCH_PERIOD_S):
+            self._check_ray()
             try:
                 overview = self._overview()
             except GetTimeoutError:  # it may be restarting, and the replicas serve meanwhile
+                self._check_ray()
                 continue
             except RayError as error:
                 raise EngineError(f"Ray Serve is gone: {_first_line(error)}") from error

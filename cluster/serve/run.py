@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.client.setup import EngineSetup, prepare
+from cluster.resources.local_ray import check_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
 from configs.serve import ServeConfig
@@ -121,7 +122,11 @@ def _serve(
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
-    application = Application(job.name, functools.partial(check_again, setup.foreseen))
+    application = Application(
+        job.name,
+        functools.partial(check_again, setup.foreseen),
+        check_alive if ends_with_ray else lambda: None,
+    )
     try:
         serve.start(
             proxy_location="Disabled" if is_direct else "HeadOnly",

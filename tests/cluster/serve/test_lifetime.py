@@ -125,6 +125,15 @@ def test_each_start_that_fails_is_said_while_another_one_follows(
     ]
 
 
+def test_a_ray_that_has_lost_a_process_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_lost() -> None:
+        raise EngineError("a process of Ray has died: gcs_server")
+
+    monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
+    with pytest.raises(EngineError, match="gcs_server"):
+        Application("eagleray", check_ray=is_lost).watch(threading.Event())
+
+
 def test_one_of_several_engines_that_is_lost_does_not_end_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -159,6 +159,21 @@ def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
     assert why in said and str(model) in said
 
 
+@pytest.mark.parametrize("lost", ["gcs_server", "raylet"])
+def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
+    start: Callable[..., Program], lost: str
+) -> None:
+    program = start(*SMALL)
+    program.wait_until_ready()
+    for pid in family(program.process.pid):
+        if Path((command_of(pid) or "").split(" ")[0]).name == lost:
+            os.kill(pid, signal.SIGKILL)
+    said, _ = program.process.communicate(timeout=END_S)  # Ray says more than a pipe holds
+    assert program.process.returncode == 1
+    assert said.rstrip().splitlines()[-1] == f"error: a process of Ray has died: {lost}"
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
+
+
 def test_a_server_whose_replica_is_killed_again_and_again_goes_on(
     start: Callable[..., Program],
 ) -> None:
