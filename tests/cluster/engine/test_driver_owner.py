@@ -20,6 +20,7 @@ from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, EngineDeadError, WorkerError
 
 DEAD = DriverDiedError("the driver has died")
+DEFAULTS = EngineConfig()
 
 
 class World:
@@ -43,7 +44,7 @@ class World:
         self.done.append("end")
 
     def check_again(self, config: Any) -> None:
-        assert config.engine == EngineConfig()
+        assert isinstance(config.engine, EngineConfig)
         if self.checkpoint_fault is not None:
             raise self.checkpoint_fault
 
@@ -66,9 +67,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def owner_in(world: World) -> DriverOwner:
+def owner_in(world: World, engine: EngineConfig = DEFAULTS) -> DriverOwner:
     """An owner whose first driver has served."""
-    engine = EngineConfig()
     config: Any = SimpleNamespace(engine=engine)
     placement: Any = SimpleNamespace(
         node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list, waits_for=""
@@ -115,6 +115,25 @@ def test_an_end_that_is_never_confirmed_ends_the_engine_with_the_reason(world: W
     with pytest.raises(EngineDeadError, match=r"no driver could be started: .*out of memory"):
         owner.replace("driver", DEAD, has_served=True)
     assert world.done == [] and GIVE_UP_AFTER_S < world.now_s < GIVE_UP_AFTER_S + 5
+
+
+@pytest.mark.parametrize("wait_s", [0, 900])
+def test_a_driver_is_tried_to_be_replaced_for_300_s_or_as_long_as_nodes_are_waited_for(
+    world: World, wait_s: int
+) -> None:
+    owner = owner_in(world, EngineConfig(wait_for_nodes_s=wait_s))
+    limits_s: list[float] = []
+
+    def restore(limit_s: float, is_wanted: Any) -> None:
+        limits_s.append(limit_s)
+        raise WorkerError("bundles without a node")
+
+    owner.placement.restore = restore  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineDeadError, match="bundles without a node"):
+        owner.replace("driver", DEAD, has_served=True)
+    expected_s = max(300, wait_s)
+    assert set(limits_s) == {expected_s}, "so long is waited for one placement"
+    assert expected_s < world.now_s < expected_s + 20
 
 
 def test_no_driver_is_started_whose_ranks_could_not_load_the_checkpoint(world: World) -> None:
