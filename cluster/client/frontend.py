@@ -172,7 +172,7 @@ class Frontend:
                 self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
             )
         except DriverDiedError:
-            if self.death is not None or not self._reviving.locked():
+            if self.death is not None or self._replace_driver is _cannot_replace:
                 raise
             raise OverloadedError(
                 "the driver has died and is being replaced; requests are kept and will continue."

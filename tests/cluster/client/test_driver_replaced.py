@@ -166,12 +166,13 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
     frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
     frontend.follow()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
-    owner.go.clear()
-    owner.drivers[0].die()
-    wait_until(lambda: bool(owner.told))
     with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
+        frontend.stats()  # nobody else has noticed yet
+    owner.may_replace = False
+    owner.drivers[0].die()
+    wait_until(lambda: frontend.death is not None)
+    with pytest.raises(DriverDiedError):
         frontend.stats()
-    owner.go.set()
     frontend.close()
 
 
