@@ -69,7 +69,13 @@ def kill(llm: LLM, name: str, number: int = signal.SIGKILL) -> int:
 
 
 def wait_until_ready(llm: LLM, limit_s: float = 30.0) -> None:
-    wait_until(lambda: llm.stats().is_ready, "the engine to be ready", limit_s)
+    def is_ready() -> bool:
+        try:
+            return llm.stats().is_ready
+        except OverloadedError:  # the driver is being replaced
+            return False
+
+    wait_until(is_ready, "the engine to be ready", limit_s)
 
 
 def wait_for_recovery(llm: LLM, epoch: int) -> None:
@@ -165,7 +171,7 @@ def test_a_driver_whose_ranks_find_no_memory_is_started_again_and_who_asks_hears
             heard.add(str(error))
         return False
 
-    wait_until(serves_again, "the next driver", 40.0)
+    wait_until(serves_again, "the next driver", LIMIT_S)
     said = "the driver has died and is being replaced; requests are kept and will continue"
     assert heard and all(each.startswith(said) for each in heard), heard
     assert any("start 1 failed after " in each and "KV cache of" in each for each in heard), heard
