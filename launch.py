@@ -35,6 +35,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
@@ -346,5 +347,6 @@ def _exit_codes() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    leave_process_one()
     gc.disable()  # during the start only: a command that runs for long enables it again
     app()

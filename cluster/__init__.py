@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster.resources.authentication import use_token_if_there_is_one
+from cluster.resources.surroundings import fill_in_for_the_system
 
 if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, CompletionOutput, RequestOutput
@@ -36,6 +37,7 @@ _MODULES = {
     "StructuredOutputs": "scheduler.params",
 }
 
+fill_in_for_the_system()
 use_token_if_there_is_one()  # before anything imports Ray
 
 

@@ -145,8 +145,8 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
         surroundings = only_what_engines_use()
         failed = "start a local Ray"
         advice = (
-            "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough"
-            " room"
+            "Its files go to RAY_TMPDIR, TMPDIR or /tmp: use a short path to a writable folder with"
+            " enough room"
         )
     else:
         if is_host_and_port(address) and not listens(address):
