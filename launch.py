@@ -346,7 +346,12 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command that the program's arguments name."""
     leave_process_one()
     gc.disable()  # during the start only: a command that runs for long enables it again
     app()
+
+
+if __name__ == "__main__":
+    main()
