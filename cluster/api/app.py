@@ -45,6 +45,7 @@ from cluster.api.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from cluster.api.structure import loosened_headers
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
 from cluster.client.client import Client
@@ -408,6 +409,7 @@ class Api:
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             writer = job.make_writer(generations)
         except BaseException:
             self._client.abort(generations)
@@ -428,6 +430,7 @@ class Api:
         timing = Timing(self.metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(self._keep_alive(exchange))
