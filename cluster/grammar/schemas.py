@@ -88,6 +88,7 @@ class _Rewriter:
 
     def __init__(self, root: Any, where: str, *, drops: bool) -> None:
         self.has_dropped = False
+        self._has_references = False
         self._root, self._where, self._drops = root, where, drops
         self._references = References(root)
         self._merger = Merger(self._references)
@@ -105,7 +106,8 @@ class _Rewriter:
             targets[name.removeprefix("#/$defs/")] = self._part(target, where, 0)
         if targets and isinstance(root, dict):
             root["$defs"] = targets
-        check_ends(root, self._called, self._where, NotHonored)
+        if self._has_references:
+            check_ends(root, self._called, self._where, NotHonored)
         return root
 
     def _part(self, schema: Any, where: str, depth: int) -> Any:
@@ -242,6 +244,7 @@ class _Rewriter:
 
     def _reference(self, schema: Mapping[str, Any], where: str) -> Any:
         target = self._target(schema, where)
+        self._has_references = True
         if isinstance(target, bool):
             return target
         name = self._name_of.get(id(target))
