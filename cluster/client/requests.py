@@ -85,7 +85,7 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
-            outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
+            outputs.append(OutputFollower(request, index, self._text_stream(params, parsed), sink))
         return Generation(parsed.text, outputs, parsed.session_id, loosened)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -190,10 +190,15 @@ class RequestBuilder:
             return self._tokenizer.encode_rendered(prompt.text, most)
         return self._tokenizer.encode(prompt.text, most)
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+    def _text_stream(self, params: SamplingParams, prompt: ParsedPrompt) -> TextStream | None:
+        """Only answers in a conversation may begin with reasoning."""
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
+        state = State.CONTENT
+        if prompt.conversation is not None:
+            state = state_after(prompt.text or "")
+        stop, min_tokens = params.stop_strings(), params.min_tokens or 0
+        return TextStream(self._tokenizer, stop, min_tokens, state)
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
         """Raise `RequestError` naming the parameter for an id outside the vocabulary."""

@@ -112,9 +112,8 @@ class _Rewriter:
 
     def _part(self, schema: Any, where: str, depth: int) -> Any:
         """A part of the schema, rewritten; with `drops`, without keywords that are not honored."""
-        if isinstance(schema, Mapping) and schema.get("type") in _SCALARS:  # most are nothing else
-            if all(name == "type" or _is_annotation(name) for name in schema):
-                return {"type": schema["type"]}
+        if _has_type_alone(schema):
+            return {"type": schema["type"]}
         try:
             merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
             if isinstance(merged, bool):
@@ -301,6 +300,13 @@ class _Rewriter:
                         " its own",
                         "oneOf",
                     )
+
+
+def _has_type_alone(schema: Any) -> bool:
+    """Whether a schema, like most, asks for nothing but one of the simple types."""
+    if not isinstance(schema, Mapping) or schema.get("type") not in _SCALARS:
+        return False
+    return all(name == "type" or _is_annotation(name) for name in schema)
 
 
 def _needs_merging(schema: Mapping[str, Any], keyword: str) -> bool:
