@@ -37,7 +37,7 @@ from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.metrics import ApiMetrics, Family, Timing, engine_families
 from cluster.api.reading import Request, read
 from cluster.api.replies import Writer, encode_json, json_pieces
-from cluster.api.responses.adapter import responses_job
+from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     ChatRequest,
@@ -210,10 +210,11 @@ class Api:
         version: str,
         access: Access | None = None,
         limits: ApiLimits | None = None,
+        keep_billing_header: bool = False,
         echo_request_id: bool = True,
     ) -> None:
-        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
-        front adds `x-request-id` itself.
+        """`access`: by default anybody may send requests. `keep_billing_header`: as in
+        `ServeConfig`. `echo_request_id`: off where a proxy in front adds `x-request-id` itself.
         """
         self.limits = limits or ApiLimits()
         self.admission = Admission(self.limits)
@@ -222,7 +223,11 @@ class Api:
         self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
         self._client = client
         self._served = Served(
-            name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
+            name=model_name,
+            created=int(time.time()),
+            builder=client.builder,
+            tokenizer=tokenizer,
+            keep_billing_header=keep_billing_header,
         )
         self._version = version
         self._echo_request_id = echo_request_id
@@ -242,6 +247,7 @@ class Api:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
             "/v1/responses": ("POST", self._responses),
+            "/v1/responses/input_tokens": ("POST", self._count_input),
             MESSAGES_PATH: ("POST", self._messages),
             f"{MESSAGES_PATH}/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
@@ -322,6 +328,12 @@ class Api:
         most = self.limits.max_messages
         await self._generate(
             exchange, ResponsesRequest, lambda r: responses_job(r, self._served, most)
+        )
+
+    async def _count_input(self, exchange: Exchange) -> None:
+        most = self.limits.max_messages
+        await self._compute(
+            exchange, ResponsesRequest, lambda r: count_input(r, self._served, most)
         )
 
     async def _messages(self, exchange: Exchange) -> None:
