@@ -33,9 +33,7 @@ class _Offered:
 
 
 class ToolTable:
-    """functions: what the model is offered, as tools of a chat. tools: those of the request that
-    these stand for.
-    """
+    """functions: what the model is offered, as tools of a chat. tools: the same as in the request."""
 
     def __init__(self, tools: Sequence[Tool], omissions: Omissions) -> None:
         """Raises `RequestError` for too many tools, or too long a name."""
@@ -46,22 +44,25 @@ class ToolTable:
             if isinstance(tool, OtherTool):
                 omissions.add(f"tools.{tool.type}")
                 continue
-            self.tools.append(tool)
             if isinstance(tool, NamespaceTool):
                 self._add_namespace(tool, omissions)
             else:
+                self.tools.append(tool)
                 self._add(tool, None, tool.description)
         check("tools", len(self.functions), "tools")
 
     def _add_namespace(self, namespace: NamespaceTool, omissions: Omissions) -> None:
         """Its description stands before that of the first tool in it."""
+        kept = []
         intro = namespace.description
         for tool in namespace.tools:
             if isinstance(tool, OtherTool):
                 omissions.add(f"tools.{tool.type}")
                 continue
+            kept.append(tool)
             self._add(tool, namespace.name, "\n".join(filter(None, [intro, tool.description])))
             intro = None
+        self.tools.append(namespace.model_copy(update={"tools": kept}))
 
     def _add(
         self, tool: FunctionTool | CustomTool, namespace: str | None, description: str | None
