@@ -75,6 +75,12 @@ class ServeConfig:
         help="Give the model the line about billing that Claude Code puts before its instructions;"
         " it differs between sessions, so nothing behind it is cached for the next one.",
     )
+    unknown_fields: str = option(
+        "ignore",
+        flag="--unknown-fields",
+        help="Fields of HTTP requests that are not known: ignore, or refuse.",
+        choices=("ignore", "refuse"),
+    )
     max_open_requests: int = option(
         1024,
         flag="--max-open-requests",

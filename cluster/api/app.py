@@ -46,6 +46,7 @@ from cluster.api.schema import (
     TokenizeRequest,
 )
 from cluster.api.trace import chrome_trace
+from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
@@ -98,6 +99,7 @@ class Exchange:
         given_id = self.headers.get(b"x-request-id", uuid.uuid4().hex.encode())[:200]
         self._own_headers = [(b"x-request-id", given_id)] if echo_id else []
         self.query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        self.answer_headers: dict[str, str] = {}  # to be sent with the answer, whatever it is
         self.status: int | None = None
         self.writer: Writer | None = None  # the writer of the stream, once that has begun
         self.written_s = 0.0  # when something was last written
@@ -145,7 +147,7 @@ class Exchange:
     async def start(self, status: int, content_type: str, headers: dict[str, str]) -> None:
         """Send status and headers."""
         self.status = status
-        every = {"content-type": content_type, **headers}
+        every = {"content-type": content_type, **headers, **self.answer_headers}
         pairs = [(name.encode(), value.encode()) for name, value in every.items()]
         pairs += self._own_headers
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
@@ -212,9 +214,11 @@ class Api:
         limits: ApiLimits | None = None,
         keep_billing_header: bool = False,
         echo_request_id: bool = True,
+        refuse_unknown_fields: bool = False,
     ) -> None:
         """`access`: by default anybody may send requests. `keep_billing_header`: as in
         `ServeConfig`. `echo_request_id`: off where a proxy in front adds `x-request-id` itself.
+        `refuse_unknown_fields`: none is ignored.
         """
         self.limits = limits or ApiLimits()
         self.admission = Admission(self.limits)
@@ -230,6 +234,8 @@ class Api:
             keep_billing_header=keep_billing_header,
         )
         self._version = version
+        self._refuse_unknown_fields = refuse_unknown_fields
+        self._ignored_fields = IgnoredFields(self.metrics.ignored_fields)
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._uploads = Uploads(self.limits)
@@ -387,18 +393,27 @@ class Api:
         before: Callable[[], None] | None = None,
     ) -> Result:
         """What `convert` makes of the request in the body; `before` is called when the body is
-        complete. A large body is read in a thread.
+        complete. A large body is read in a thread. The answer will name the fields ignored.
         """
         body = await exchange.body(upload)
         if before is not None:
             before()
+        unknown = Unknown(refuse=self._refuse_unknown_fields)
 
         def make() -> Result:
-            return convert(read(model, body, self.limits.max_messages))
+            result = convert(read(model, body, self.limits.max_messages, unknown))
+            if isinstance(result, Job):
+                unknown.names |= dict.fromkeys(result.ignored)
+            return result
 
-        if len(body) <= READ_INLINE_BYTES:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(self._reading, make)
+        try:
+            if len(body) <= READ_INLINE_BYTES:
+                return make()
+            return await asyncio.get_running_loop().run_in_executor(self._reading, make)
+        finally:
+            if unknown.names:
+                exchange.answer_headers[HEADER] = header_of(unknown.names)
+                self._ignored_fields.note(unknown.names)
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         if session := exchange.headers.get(SESSION_HEADER):

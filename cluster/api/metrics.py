@@ -60,6 +60,12 @@ class ApiMetrics:
             ["path", "status"],
             registry=self._registry,
         )
+        self.ignored_fields = Counter(
+            "eagleray_api_ignored_fields",
+            "Unknown fields of requests that were ignored; other: those that no table lists.",
+            ["field"],
+            registry=self._registry,
+        )
         self.open = Gauge(
             "eagleray_http_outputs_open",
             "Outputs of requests that have not been answered yet.",

@@ -1,25 +1,25 @@
-"""The requests of the API: what each field may be, and which fields of OpenAI's are known without
-being honored.
+"""The requests of the API: what each field may be.
 
-Every field is in one of three lists: those of a model here are honored; those of `WITHOUT_EFFECT`
-are accepted as far as they ask for nothing; all others are refused by name. A model of another API
-may have lists of its own. The values of sampling parameters are checked by `SamplingParams`, which
-knows their limits; `reading.py` makes requests of bodies.
+The fields of a model here are honored; those of `WITHOUT_EFFECT` are accepted as far as they ask
+for nothing; those of `REFUSED` are refused; `unknown.py` says what becomes of others. A model of
+another API may have lists of its own. The values of sampling parameters are checked by
+`SamplingParams`, which knows their limits; `reading.py` makes requests of bodies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import from_json
 
+from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
+from cluster.api.unknown import Unknown
 from scheduler.bounds import most
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
-Asks = Callable[[Any], bool]
 T = TypeVar("T")
 Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
@@ -27,46 +27,41 @@ Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
-def _anything(_: Any) -> bool:
-    return True
-
-
-# Fields of OpenAI's that change nothing here, with the values for which that is true. Clients send
-# them unasked.
-WITHOUT_EFFECT: dict[str, tuple[Asks, str]] = {
-    "user": (_anything, ""),
-    "metadata": (_anything, ""),
-    "service_tier": (_anything, ""),
-    "safety_identifier": (_anything, ""),
-    "verbosity": (_anything, ""),
-    "prompt_cache_key": (_anything, ""),
-    "prompt_cache_options": (_anything, ""),
-    "prompt_cache_retention": (_anything, ""),
-    "store": (lambda value: value is False, "nothing is stored; only false is possible"),
-    "modalities": (lambda value: value == ["text"], 'only ["text"] is possible'),
-    "best_of": (lambda value: value == 1, "only 1 is possible; ask for several outputs with n"),
-    "suffix": (lambda value: value == "", "insertion is not supported"),
-}
-# Fields of OpenAI's that are refused, each with its own reason.
-REFUSED: dict[str, str] = {
-    "audio": "audio is not supported",
-    "function_call": "deprecated; use tool_choice",
-    "functions": "deprecated; use tools",
-    "moderation": "moderation is not supported",
-    "prediction": "predicted outputs are not supported",
-    "web_search_options": "web search is not supported",
-}
-
-
 class Model(BaseModel):
-    """Base of all requests: exact types, and no unknown field."""
+    """Base of all requests and of what is in them: exact types. Unknown fields of messages, parts
+    and calls are ignored: clients send back what any server gave them.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT
     REFUSED: ClassVar[dict[str, str]] = REFUSED
 
+    @classmethod
+    @functools.cache
+    def names(cls) -> frozenset[str]:
+        """The names of the fields in JSON."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
-class StreamOptions(Model):
+
+class Options(Model):
+    """Base of what says how to answer. Its unknown fields are treated as those of the request, if
+    an `Unknown` is the context of the validation. `PLACE`: its place in the request.
+    """
+
+    PLACE: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_out(cls, values: Any, info: ValidationInfo) -> Any:
+        if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
+            return values
+        values = dict(values)
+        info.context.sort_out(values, cls.names(), place=cls.PLACE)
+        return values
+
+
+class StreamOptions(Options):
+    PLACE: ClassVar[str] = "stream_options"
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
@@ -198,45 +193,53 @@ class ChatMessage(Model):
         return message
 
 
-class Function(Model):
+class Function(Options):
+    PLACE: ClassVar[str] = "tools.function"
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(Options):
+    PLACE: ClassVar[str] = "tools"
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Model):
+class FunctionName(Options):
+    PLACE: ClassVar[str] = "tool_choice.function"
     name: str
 
 
-class NamedTool(Model):
+class NamedTool(Options):
     """The one tool that must be called."""
 
+    PLACE: ClassVar[str] = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
 
-class TextFormat(Model):
+class TextFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["text"]
 
 
-class JsonObjectFormat(Model):
+class JsonObjectFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["json_object"]
 
 
-class JsonSchema(Model):
+class JsonSchema(Options):
+    PLACE: ClassVar[str] = "response_format.json_schema"
     name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Model):
+class JsonSchemaFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["json_schema"]
     json_schema: JsonSchema
 

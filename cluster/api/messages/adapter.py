@@ -68,6 +68,9 @@ def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> 
             " supported",
             "messages",
         )
+    for name in ("container", "mcp_servers"):
+        if getattr(request, name):
+            omissions.add(name)
     system = _system(request.system or "", served.keep_billing_header)
     messages = [{"role": "system", "content": system}] if system else []
     return {

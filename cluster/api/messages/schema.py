@@ -7,58 +7,53 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from cluster.api.schema import Asks, ListOf, Model, Name
-
-
-class Inner(Model):
-    """Base of what is inside a request: unknown keys change nothing."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
+from cluster.api.fields import Asks
+from cluster.api.schema import ListOf, Model, Name, Options
 
 
-class TextBlock(Inner):
+class TextBlock(Model):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Inner):
+class ThinkingBlock(Model):
     """Reasoning sent back. Any signature will do, of this server or another."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Inner):
+class ToolUseBlock(Model):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class SearchResultBlock(Inner):
+class SearchResultBlock(Model):
     type: Literal["search_result"]
     title: str
     source: str
     content: ListOf[TextBlock]
 
 
-class ToolReferenceBlock(Inner):
+class ToolReferenceBlock(Model):
     """The name of a tool that a search for tools has brought."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
 
-class CompactionBlock(Inner):
+class CompactionBlock(Model):
     """A summary in the place of earlier messages."""
 
     type: Literal["compaction"]
     content: str | None = None
 
 
-class OtherBlock(Inner):
+class OtherBlock(Model):
     """A block that this server does not read, such as an image."""
 
     type: str
@@ -74,7 +69,7 @@ def _kind_among(*kinds: str) -> Discriminator:
     return Discriminator(kind_of)
 
 
-class DocumentSource(Inner):
+class DocumentSource(Model):
     """`data` is text if the type is `text`."""
 
     type: str
@@ -91,7 +86,7 @@ class DocumentSource(Inner):
     ) = None
 
 
-class DocumentBlock(Inner):
+class DocumentBlock(Model):
     type: Literal["document"]
     source: DocumentSource
     title: str | None = None
@@ -108,7 +103,7 @@ ResultPart = Annotated[
 ]
 
 
-class ToolResultBlock(Inner):
+class ToolResultBlock(Model):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | ListOf[ResultPart] | None = None
@@ -131,24 +126,26 @@ AnyBlock = Annotated[
 ]
 
 
-class Message(Inner):
+class Message(Model):
     """A message of role `system` stands where it is in the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | ListOf[AnyBlock]
 
 
-class CustomTool(Inner):
+class CustomTool(Options):
     """A tool that the client runs."""
 
+    PLACE: ClassVar[str] = "tools"
     type: str | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    cache_control: Any = None  # changes nothing: every prefix is cached
 
 
-class TypedTool(Inner):
+class TypedTool(Model):
     """A tool without a schema, which Anthropic's models know by its type. Some are run by the
     server.
     """
@@ -168,24 +165,30 @@ AnyTool = Annotated[
 ]
 
 
-class ToolChoice(Inner):
+class ToolChoice(Options):
+    PLACE: ClassVar[str] = "tool_choice"
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Inner):
+class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
+    PLACE: ClassVar[str] = "thinking"
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: str | None = None
 
 
-class OutputFormat(Inner):
+class OutputFormat(Options):
+    PLACE: ClassVar[str] = "output_config.format"
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
-class OutputConfig(Inner):
+class OutputConfig(Options):
+    PLACE: ClassVar[str] = "output_config"
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -197,7 +200,7 @@ def _anything(_: Any) -> bool:
 class CountTokensRequest(Model):
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = dict.fromkeys(
         (
-            *("betas", "cache_control", "container", "context_management", "diagnostics"),
+            *("betas", "cache_control", "context_management", "diagnostics"),
             *(
                 "inference_geo",
                 "mcp_servers",
@@ -214,6 +217,9 @@ class CountTokensRequest(Model):
 
     model: str | None = None
     messages: Annotated[ListOf[Message], Field(min_length=1)]
+    # Of tools that the server would run; left out, and named in the answer.
+    container: Any = None
+    mcp_servers: ListOf[Any] | None = None
     system: str | ListOf[TextBlock] | None = None
     tools: ListOf[AnyTool] | None = None
     tool_choice: ToolChoice | None = None

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
+from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
 from cluster.api.schema import (
-    REFUSED,
-    WITHOUT_EFFECT,
-    Asks,
     JsonObjectFormat,
     ListOf,
     Model,
     Name,
+    Options,
     TextFormat,
 )
 from scheduler.bounds import most
@@ -24,12 +23,6 @@ from scheduler.bounds import most
 _STATEFUL = "nothing is stored between requests; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-
-
-class Inner(Model):
-    """Base of what is inside a request: unknown keys change nothing."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 def _kind_among(*kinds: str, default: str | None = None) -> Discriminator:
@@ -43,26 +36,26 @@ def _kind_among(*kinds: str, default: str | None = None) -> Discriminator:
     return Discriminator(kind_of)
 
 
-class InputText(Inner):
+class InputText(Model):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Inner):
+class OutputText(Model):
     """Text of an earlier answer, sent back."""
 
     type: Literal["output_text"]
     text: str
 
 
-class RefusalPart(Inner):
+class RefusalPart(Model):
     """What another server's model said instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class OtherPart(Inner):
+class OtherPart(Model):
     """A part that this server does not read, such as an image."""
 
     type: str
@@ -77,18 +70,18 @@ Part = Annotated[
 ]
 
 
-class MessageItem(Inner):
+class MessageItem(Model):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | ListOf[Part]
 
 
-class ReasoningText(Inner):
+class ReasoningText(Model):
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
-class ReasoningItem(Inner):
+class ReasoningItem(Model):
     """Reasoning sent back. An answer of this server has the whole text in one of three places; of
     another's, at least a summary can be read.
     """
@@ -99,7 +92,7 @@ class ReasoningItem(Inner):
     encrypted_content: str | None = None
 
 
-class CallItem(Inner):
+class CallItem(Model):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -107,7 +100,7 @@ class CallItem(Inner):
     namespace: str | None = None
 
 
-class CustomCallItem(Inner):
+class CustomCallItem(Model):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -115,17 +108,17 @@ class CustomCallItem(Inner):
     namespace: str | None = None
 
 
-class CallOutputItem(Inner):
+class CallOutputItem(Model):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | ListOf[Part]
 
 
-class ItemReference(Inner):
+class ItemReference(Model):
     type: Literal["item_reference"]
 
 
-class OtherItem(Inner):
+class OtherItem(Model):
     """An item that this server does not read, such as a search on the web."""
 
     type: str
@@ -148,7 +141,8 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Inner):
+class FunctionTool(Options):
+    PLACE: ClassVar[str] = "tools"
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -156,7 +150,7 @@ class FunctionTool(Inner):
     strict: bool | None = None
 
 
-class CustomFormat(Inner):
+class CustomFormat(Model):
     """The form of the text of a custom tool: any, or a grammar, which the model is shown."""
 
     type: str
@@ -164,24 +158,26 @@ class CustomFormat(Inner):
     definition: str | None = None
 
 
-class CustomTool(Inner):
+class CustomTool(Options):
     """A tool that takes text."""
 
+    PLACE: ClassVar[str] = "tools"
     type: Literal["custom"]
     name: Name
     description: str | None = None
     format: CustomFormat | None = None
 
 
-class OtherTool(Inner):
+class OtherTool(Model):
     """A tool that this server would have to run, or whose arguments only OpenAI's models know."""
 
     type: str
 
 
-class NamespaceTool(Inner):
+class NamespaceTool(Options):
     """Tools under a common name."""
 
+    PLACE: ClassVar[str] = "tools"
     type: Literal["namespace"]
     name: Name
     description: str | None = None
@@ -204,14 +200,16 @@ Tool = Annotated[
 ]
 
 
-class NamedTool(Inner):
+class NamedTool(Options):
     """The one tool that must be called."""
 
+    PLACE: ClassVar[str] = "tool_choice"
     type: Literal["function", "custom"]
     name: str
 
 
-class SchemaFormat(Inner):
+class SchemaFormat(Options):
+    PLACE: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
     name: Annotated[str, Field(max_length=most("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -219,18 +217,20 @@ class SchemaFormat(Inner):
     strict: bool | None = None
 
 
-class TextOptions(Inner):
+class TextOptions(Options):
     """`verbosity` changes nothing here."""
 
+    PLACE: ClassVar[str] = "text"
     format: (
         Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
     ) = None
     verbosity: str | None = None
 
 
-class Reasoning(Inner):
+class Reasoning(Options):
     """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
+    PLACE: ClassVar[str] = "reasoning"
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -240,14 +240,15 @@ class Reasoning(Inner):
         return (self.summary or self.generate_summary or "none") != "none"
 
 
-class ResponsesStreamOptions(Inner):
+class ResponsesStreamOptions(Options):
+    PLACE: ClassVar[str] = "stream_options"
     include_obfuscation: bool | None = None  # padding, of which there is none
 
 
 class ResponsesRequest(Model):
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = {
         name: WITHOUT_EFFECT[name]
-        for name in WITHOUT_EFFECT.keys() - {"modalities", "best_of", "suffix"}
+        for name in WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
         "client_metadata": (lambda _: True, ""),

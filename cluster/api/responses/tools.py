@@ -33,7 +33,9 @@ class _Offered:
 
 
 class ToolTable:
-    """functions: what the model is offered, as tools of a chat. tools: the same as in the request."""
+    """functions: what the model is offered, as tools of a chat. tools: the same in the form of the
+    request.
+    """
 
     def __init__(self, tools: Sequence[Tool], omissions: Omissions) -> None:
         """Raises `RequestError` for too many tools, or too long a name."""
