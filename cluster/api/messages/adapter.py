@@ -98,8 +98,8 @@ def _tools(tools: Sequence[AnyTool], omissions: Omissions) -> list[dict[str, Any
     functions = []
     for tool in tools:
         if isinstance(tool, CustomTool):
-            function = {"name": tool.name, "parameters": tool.input_schema}
-            function |= {"description": tool.description, "strict": tool.strict}
+            function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+            function |= {"parameters": tool.input_schema, "strict": tool.strict}
             functions.append({"type": "function", "function": function})
         else:
             omissions.add(f"tools.{tool.type}")
