@@ -43,11 +43,13 @@ class HttpError(EaglerayError):
         parameter: str | None = None,
         code: str | None = None,
         details: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         """`details`: what clients read besides the message."""
         super().__init__(message)
         self.status, self.parameter, self.code = status, parameter, code
         self.details = details
+        self.headers = headers or {}
 
 
 def status_of(error: BaseException) -> int:
@@ -85,10 +87,9 @@ def messages_body_of(error: BaseException) -> dict[str, Any]:
 
 def headers_of(error: BaseException) -> dict[str, str]:
     """Headers that go with an error."""
-    status = status_of(error)
-    if status == 503:
-        return {"retry-after": str(RETRY_AFTER_S)}
-    return {"www-authenticate": "Bearer"} if status == 401 else {}
+    if isinstance(error, HttpError):
+        return error.headers
+    return {"retry-after": str(RETRY_AFTER_S)} if status_of(error) == 503 else {}
 
 
 def _details_of(error: BaseException) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
@@ -126,8 +127,17 @@ class CompletionRequest(Generate):
 
 
 class TextPart(Model):
-    type: Literal["text"]
+    """Text; the other two types are those of responses, which some clients send here too."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Model):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class FunctionCall(Model):
@@ -142,33 +152,29 @@ class MessageCall(Model):
 
 
 class ChatMessage(Model):
-    """A message of a conversation. Clients send answers back as they got them, with fields that are
-    null.
+    """A message of a conversation. Clients send answers back as they got them, from any server.
+    `refusal`: what the assistant said instead of `content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: str | None = None
     tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    annotations: ListOf[Any] | None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """The message as chat templates expect it. Raises `RequestError` without content."""
+        """The message as chat templates expect it. Raises `RequestError` for a question without
+        content.
+        """
         role = "system" if self.role == "developer" else self.role
-        content = self.content
-        if content is None:
-            if not self.tool_calls:
-                raise RequestError(f"a message of role {self.role} needs content", "messages")
-            content = ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
         optional = {
             "name": self.name,
@@ -191,6 +197,17 @@ class ChatMessage(Model):
                 for call in self.tool_calls
             ]
         return message
+
+    def _text(self) -> str:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise RequestError(f"a message of role {self.role} needs content", "messages")
+        if not self.content:
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(
+            part.text if isinstance(part, TextPart) else part.refusal for part in self.content
+        )
 
 
 class Function(Options):
@@ -234,7 +251,7 @@ class JsonSchema(Options):
     PLACE: ClassVar[str] = "response_format.json_schema"
     name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -258,7 +275,8 @@ class ChatRequest(Generate):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None  # as in Qwen's own API
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -273,7 +291,7 @@ class ChatRequest(Generate):
             raise RequestError(
                 "give either response_format or structured_outputs", "response_format"
             )
-        if isinstance(form, JsonObjectFormat):
+        if isinstance(form, JsonObjectFormat) or form.json_schema.schema_ is None:
             return StructuredOutputs(json_object=True)
         return StructuredOutputs(json=form.json_schema.schema_)
 
@@ -298,6 +316,6 @@ def _object(arguments: str) -> Any:
     been checked with that of the body.
     """
     try:
-        return from_json(arguments)
+        return from_json(arguments or "{}")  # OpenAI's models write nothing for no arguments
     except ValueError as error:
         raise RequestError(f"tool_calls: arguments are not JSON: {error}", "messages") from None

@@ -98,9 +98,9 @@ def test_what_is_not_done_here_is_refused_by_name(field: str) -> None:
         ({"tool_choice": "always"}, "tool_choice", "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format: .*json_schema"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
             "response_format",
-            "response_format.json_schema.json_schema.schema: Field required",
+            "response_format.json_schema.json_schema.name: Field required",
         ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "reasoning_effort: "),
     ],
