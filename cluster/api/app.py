@@ -76,6 +76,7 @@ class Api:
             builder=client.builder,
             tokenizer=tokenizer,
             keep_billing_header=keep_billing_header,
+            refuse_unknown=refuse_unknown_fields,
         )
         self.runner = Runner(
             client,

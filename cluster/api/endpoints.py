@@ -41,6 +41,7 @@ class Served:
     builder: RequestBuilder
     tokenizer: Tokenizer | None
     keep_billing_header: bool = False  # in system prompts of the Messages API
+    refuse_unknown: bool = False  # what the model cannot get is refused, not left out
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model."""

@@ -33,7 +33,7 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 
 def messages_job(request: MessagesRequest, served: Served, max_messages: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    omissions = Omissions()
+    omissions = Omissions(refuse=served.refuse_unknown)
     chat = _chat(request, served, omissions)
     chat |= {
         "max_tokens": request.max_tokens,
@@ -55,7 +55,9 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
 
 def count_tokens(request: CountTokensRequest, served: Served, max_messages: int) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
-    chat = ChatRequest.model_validate(_chat(request, served, Omissions()))
+    chat = ChatRequest.model_validate(
+        _chat(request, served, Omissions(refuse=served.refuse_unknown))
+    )
     prompt = chat_prompt(chat, served, max_messages)
     return {"input_tokens": len(served.builder.encode(prompt))}
 

@@ -19,11 +19,8 @@ from cluster.api.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from cluster.api.omissions import Omissions, refusal_of
+from cluster.api.omissions import Omissions
 from scheduler.errors import RequestError
-
-# What a user shows the model.
-_SHOWN_BY_USERS = ("image", "document", "container_upload")
 
 
 def turns_of(messages: Sequence[Message], omissions: Omissions) -> Iterator[dict[str, Any]]:
@@ -88,7 +85,7 @@ def _user_turns(
         elif isinstance(block, CompactionBlock):
             texts += [block.content] if block.content else []
         else:
-            texts.append(_part(block, "messages", omissions, refused=_SHOWN_BY_USERS))
+            texts.append(_part(block, "messages", omissions))
     if texts or not has_results:
         yield {"role": role, "content": "\n".join(texts)}
 
@@ -106,18 +103,14 @@ def _result(block: ToolResultBlock, omissions: Omissions) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _part(part: ResultPart, place: str, omissions: Omissions, refused: Sequence[str] = ()) -> str:
-    """The text of a part, or the line that stands for it. Raises `RequestError` if it would be a
-    line for a part of one of the types that are refused.
-    """
+def _part(part: ResultPart, place: str, omissions: Omissions) -> str:
+    """The text of a part, or the line that stands for it."""
     if isinstance(part, TextBlock):
         return part.text
     if isinstance(part, SearchResultBlock):
         return "\n".join([part.title, part.source, text_of(part.content)])
     if isinstance(part, DocumentBlock) and (text := _document_text(part, omissions)) is not None:
         return "\n".join(filter(None, [part.title, part.context, text]))
-    if part.type in refused:
-        raise refusal_of(part.type, "messages")
     if not isinstance(part, OtherBlock | DocumentBlock):
         return part.tool_name
     return omissions.line(place, part.type)

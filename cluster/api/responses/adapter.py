@@ -27,7 +27,7 @@ _SAME = (
 
 def responses_job(request: ResponsesRequest, served: Served, max_messages: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    omissions = Omissions()
+    omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
     chat = ChatRequest.model_validate(_chat(request, table, served, omissions))
     job = chat_job(chat, served, max_messages)
@@ -51,7 +51,7 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
 
 def count_input(request: ResponsesRequest, served: Served, max_messages: int) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
-    omissions = Omissions()
+    omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
     chat = ChatRequest.model_validate(_chat(request, table, served, omissions))
     num_tokens = len(served.builder.encode(chat_prompt(chat, served, max_messages)))

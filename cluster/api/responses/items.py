@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.omissions import Omissions, refusal_of
+from cluster.api.omissions import Omissions
 from cluster.api.responses.schema import (
     CallItem,
     CallOutputItem,
@@ -23,8 +23,6 @@ from cluster.api.responses.schema import (
 from cluster.api.responses.tools import arguments_of, full_name
 from scheduler.errors import RequestError
 
-# What a user shows the model.
-_SHOWN_BY_USERS = ("input_image", "input_file", "input_audio")
 _OURS = "eagleray."  # begins encrypted reasoning of this server
 
 
@@ -50,7 +48,7 @@ def messages_of(items: str | Sequence[Item], omissions: Omissions) -> list[dict[
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             turn = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            content = _text(item.content, "input", omissions, refused=_SHOWN_BY_USERS)
+            content = _text(item.content, "input", omissions)
             messages.append({"role": item.role, "content": content})
             turn = None
         else:
@@ -114,17 +112,13 @@ def _decrypted(content: str) -> str | None:
         return None
 
 
-def _text(
-    content: str | Sequence[Part], place: str, omissions: Omissions, refused: Sequence[str] = ()
-) -> str:
+def _text(content: str | Sequence[Part], place: str, omissions: Omissions) -> str:
     """The text of the parts, with a line for each that is not text."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
         if isinstance(part, OtherPart):
-            if part.type in refused:
-                raise refusal_of(part.type, "input")
             texts.append(omissions.line(place, part.type))
         else:
             texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)

@@ -155,11 +155,31 @@ def test_a_tool_result_is_given_as_text(server: Server, part: dict[str, Any], te
 
 
 @pytest.mark.parametrize("kind", ["image", "document", "container_upload"])
-def test_what_a_user_shows_is_refused_by_name(server: Server, kind: str) -> None:
-    message = {"role": "user", "content": [{"type": kind, "source": PIXEL}]}
+def test_a_line_stands_for_what_a_user_shows_and_the_answer_names_it(
+    server: Server, kind: str
+) -> None:
+    """Claude Code repeats a picture with every request of the session, so a refusal ends it."""
+    shown = {"type": kind, "source": PIXEL}
+    message = {"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}
     answer = post(server, {"messages": [message]})
+    assert answer.headers["x-eagleray-ignored"] == f"messages.{kind}"
+    assert f"[{kind} omitted: this model reads text only]\nWhat is it?" in PROMPTS[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.image"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.bash_20250124"),
+        (after_tool(IMAGE), "tool_result.image"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    ],
+)
+def test_a_server_can_refuse_what_the_model_cannot_get(fields: dict[str, Any], name: str) -> None:
+    with serve(script, refuse_unknown_fields=True) as running:
+        answer = post(running, fields)
     assert answer.status_code == 400
-    assert f"a part of type '{kind}'" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].startswith(f"{name}: the model cannot get this")
 
 
 def test_tools_that_only_other_servers_know_are_left_out_and_named(server: Server) -> None:

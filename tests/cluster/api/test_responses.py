@@ -202,11 +202,6 @@ def test_langchain_speaks_it(server: Server) -> None:
         ({"input": 7}, "input", "input: Input should be"),
         ({"input": None}, "input", "input: Input should be"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "nothing is stored"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input",
-            "a part of type 'input_image'",
-        ),
         ({"input": [{"role": "assistant", "content": "It"}]}, "input", "the last item must"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"max_output_tokens": 0}, "max_tokens", "max_tokens must be"),

@@ -205,9 +205,28 @@ def test_history_of_other_servers_is_left_out_and_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", ["input_image", "input_file"])
-def test_what_a_user_shows_is_refused_by_name(server: Server, kind: str) -> None:
+def test_a_line_stands_for_what_a_user_shows_and_the_answer_names_it(
+    server: Server, kind: str
+) -> None:
     answer = post(server, {"input": [{"role": "user", "content": [{"type": kind}]}]})
-    assert answer.status_code == 400 and f"a part of type '{kind}'" in answer.text
+    assert ignored(answer) == [f"input.{kind}"]
+    assert f"user\n[{kind} omitted: this model reads text only]" in PROMPTS[-1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"input": [USER, {"type": "web_search_call"}, USER]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    ],
+)
+def test_a_server_can_refuse_what_the_model_cannot_get(fields: dict[str, Any]) -> None:
+    with serve(script, refuse_unknown_fields=True) as running:
+        answer = post(running, fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "the model cannot get this" in error["message"]
+    assert error["param"] in fields
 
 
 def test_reasoning_comes_as_a_summary_where_one_is_asked_for(client: openai.OpenAI) -> None:
@@ -282,8 +301,9 @@ LONG = {"enum": list(range(most("schema values")))}
         ),
     ],
 )
-def test_namespaces_have_the_bounds_of_tools(tools: list[Any], message: str) -> None:
+def test_namespaces_have_the_bounds_of_tools(
+    server: Server, tools: list[Any], message: str
+) -> None:
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
-        read(ResponsesRequest, body)
-        responses_job(read(ResponsesRequest, body), None, 10)  # type: ignore[arg-type]
+        responses_job(read(ResponsesRequest, body), server.api._served, 10)
