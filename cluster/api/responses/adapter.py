@@ -44,6 +44,7 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
             tools=table if has_tools else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
             encrypts=request.encrypts_reasoning,
+            logprobs=request.num_logprobs is not None,
         )
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)

@@ -17,6 +17,7 @@ from cluster.api.errors import body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.replies import named_event
 from cluster.api.responses.items import encrypted
+from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.tools import ToolTable
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import State
@@ -59,14 +60,21 @@ class ResponseWriter:
         tools: ToolTable | None,
         summarizes: bool = False,
         encrypts: bool = False,
+        logprobs: bool = False,
     ) -> None:
         """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
         that may be called. `summarizes`: reasoning is written as a summary. `encrypts`: it is
-        repeated in the form in which clients send it back.
+        repeated in the form in which clients send it back. `logprobs`: messages have those of
+        their tokens.
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
         self._tools, self._encrypts = tools, encrypts
         self._parser = AnswerParser(state, tools=tools is not None)
+        self._logprobs: MessageLogprobs | None = None
+        if logprobs:
+            self._logprobs = MessageLogprobs(tokenizer, state, tools=tools is not None)
+        self._num_messages = 0  # that have begun
+        self._num_logprobs_sent = 0  # of the last one
         self._forms = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
@@ -82,6 +90,10 @@ class ResponseWriter:
         if not self._num_events:
             for name in ("created", "in_progress"):
                 events.append(self._event(name, {"response": self._response("in_progress")}))
+        if self._logprobs is not None:
+            self._logprobs.push(chunk.token_ids, chunk.logprobs)
+            if chunk.finish_reason:
+                self._logprobs.finish()
         for piece in self._parser.pieces(chunk.text):
             events += self._of_piece(piece)
         if reason := chunk.finish_reason:
@@ -107,9 +119,14 @@ class ResponseWriter:
         """The whole answer."""
         [done] = self._generation.completions
         reason = done.finish_reason or "stop"
-        self.events(
-            0, Chunk(index=0, text=done.text, token_ids=done.token_ids, finish_reason=reason)
+        whole = Chunk(
+            index=0,
+            text=done.text,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            finish_reason=reason,
         )
+        self.events(0, whole)
         return self._response(self._status(reason))
 
     def _status(self, reason: str) -> str:
@@ -167,7 +184,10 @@ class ResponseWriter:
                 self._texts.append(text)
                 form = self._forms[kind]
                 delta = {form.place: 0, "delta": text}
-                events.append(self._of_item(f"{form.text}.delta", delta | _LOGPROBS[kind]))
+                if kind == "message":
+                    delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
+                    self._num_logprobs_sent += len(delta["logprobs"])
+                events.append(self._of_item(f"{form.text}.delta", delta))
         for call in piece.calls:
             events += self._closed("completed") + self._called(call)
         return events
@@ -179,6 +199,8 @@ class ResponseWriter:
         self._is_open = True
         form = self._forms[kind]
         self._items.append(_new_item(kind, form))
+        if kind == "message":
+            self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
         shown = self._items[-1] | {form.field: []}
         part = {form.place: 0, "part": dict(self._items[-1][form.field][0])}
         return [
@@ -199,12 +221,20 @@ class ResponseWriter:
         self._texts.clear()
         if item["type"] == "reasoning" and self._encrypts:
             item["encrypted_content"] = encrypted(part["text"])
-        text = {form.place: 0, "text": part["text"]} | _LOGPROBS[item["type"]]
+        text = {form.place: 0, "text": part["text"]}
+        if item["type"] == "message":
+            part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
             self._of_item(f"{form.text}.done", text),
             self._of_item(f"{form.part}.done", {form.place: 0, "part": part}),
             self._of_item("output_item.done", {"item": item}),
         ]
+
+    def _new_logprobs(self, start: int) -> list[dict[str, Any]]:
+        """Those of the last message from its token `start` on, as far as they are known."""
+        if self._logprobs is None or self._num_messages > len(self._logprobs.messages):
+            return []
+        return self._logprobs.messages[self._num_messages - 1][start:]
 
     def _called(self, call: ToolCall) -> list[bytes]:
         assert self._tools is not None
@@ -233,9 +263,6 @@ class ResponseWriter:
     def _event(self, name: str, fields: dict[str, Any], prefix: str = "response.") -> bytes:
         self._num_events += 1
         return named_event(prefix + name, {"sequence_number": self._num_events - 1} | fields)
-
-
-_LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}
 
 
 def _new_item(kind: str, form: _Form) -> dict[str, Any]:

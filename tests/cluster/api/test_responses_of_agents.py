@@ -307,3 +307,39 @@ def test_namespaces_have_the_bounds_of_tools(
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
         responses_job(read(ResponsesRequest, body), server.api._served, 10)
+
+
+SPOKEN = (
+    f"<think>\nnow\n</think>\n\nnöw <tool 😀\n\n<tool_call>\n{CALLS['custom']}\n</tool_call>\nBye"
+)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_texts_have_the_log_probabilities_of_their_own_tokens(top: int) -> None:
+    asked: Any = {"model": "tiny", "input": "Go", "tools": [PATCH], "top_logprobs": top}
+    asked["include"] = ["message.output_text.logprobs"]
+    with serve(lambda _: SPOKEN) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0)
+        whole: Any = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            events: list[Any] = list(stream)
+            streamed: Any = stream.get_final_response()
+    for answer in (whole, streamed):
+        parts = [item.content[0] for item in answer.output if item.type == "message"]
+        assert [part.text for part in parts] == ["nöw <tool 😀", "Bye"]
+        for part in parts:
+            assert bytes(b for entry in part.logprobs for b in entry.bytes).decode() == part.text
+            assert all(len(entry.top_logprobs) == top for entry in part.logprobs)
+            assert {entry.logprob for entry in part.logprobs} == {-0.25}
+    places = [place for place, item in enumerate(whole.output) if item.type == "message"]
+    for place in places:
+        own = [e for e in events if getattr(e, "output_index", None) == place]
+        deltas = [e for e in own if e.type == "response.output_text.delta"]
+        [done] = [e for e in own if e.type == "response.output_text.done"]
+        sent = [entry.token for event in deltas for entry in event.logprobs]
+        assert sent == [entry.token for entry in done.logprobs]
+
+
+def test_without_being_asked_for_there_are_no_log_probabilities(client: openai.OpenAI) -> None:
+    answer: Any = client.responses.create(model="tiny", input="Go", top_logprobs=0)
+    assert answer.output[-1].content[0].logprobs == []
