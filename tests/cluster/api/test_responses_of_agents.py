@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,15 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from cluster.api.parser import AnswerParser
 from cluster.api.reading import read
 from cluster.api.responses.adapter import responses_job
+from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.schema import ResponsesRequest
+from cluster.client.thinking import State
 from scheduler.bounds import most
 from scheduler.errors import RequestError
-from scheduler.messages import Request
+from scheduler.messages import Request, TokenLogprobs
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
 
 USER: Any = {"role": "user", "content": "Go"}
@@ -343,3 +347,31 @@ def test_texts_have_the_log_probabilities_of_their_own_tokens(top: int) -> None:
 def test_without_being_asked_for_there_are_no_log_probabilities(client: openai.OpenAI) -> None:
     answer: Any = client.responses.create(model="tiny", input="Go", top_logprobs=0)
     assert answer.output[-1].content[0].logprobs == []
+
+
+FRAGMENTS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "\n\n", "l", "ll", "<", "ö😀"),
+    *(" tool", '<tool_call>{"name": "add"}</tool_call>', "<tool_call>no</tool_call>", "\t"),
+]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
+    randomness = random.Random(seed)
+    text = "".join(randomness.choices(FRAGMENTS, k=randomness.randint(1, 12)))
+    token_ids = TOKENIZER.encode(text)
+    parser = AnswerParser(State.UNDECIDED, tools=True)
+    messages: list[str] = [""]
+    for piece in [*parser.pieces(text), parser.finish()]:
+        if piece.reasoning or piece.calls:
+            messages.append("")
+        messages[-1] += piece.content
+    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, tools=True)
+    for token_id in token_ids:
+        found.push([token_id], [TokenLogprobs(logprob=-1.0)])
+    found.finish()
+    texts = [bytes(b for entry in tokens for b in entry["bytes"]) for tokens in found.messages]
+    for tokens, message in zip(texts, filter(None, messages), strict=True):
+        # The first and last token may be partly in what is no message.
+        assert message.encode() in tokens, (text, tokens)
+        assert len(tokens) <= len(message.encode()) + 12
