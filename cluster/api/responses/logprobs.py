@@ -11,10 +11,11 @@ from typing import Any
 
 from cluster.api.parser import AnswerParser, Parts
 from cluster.api.replies import described
-from cluster.client.thinking import CALL, State
+from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 from scheduler.messages import TokenLogprobs
 
+_HAS_MARKER_BEHIND = (State.REASONING, State.CALL)
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -64,9 +65,8 @@ class MessageLogprobs:
         before = self._parser.state
         self._take(self._parser.push(character))
         after = self._parser.state
-        if after is State.CALL and before is not State.CALL:
-            del self._pending[: -len(CALL)]  # what is no call in the end is text, with its marker
-        elif after is State.REASONING or before not in (after, State.UNDECIDED):
+        # The text of a call that turns out to be none will be reported as it is.
+        if after is State.REASONING or (after is State.CONTENT and before in _HAS_MARKER_BEHIND):
             self._pending.clear()
             last = self._num_tokens - 1  # more characters of it may follow
             self._entries = {last: self._entries[last]} if last in self._entries else {}
