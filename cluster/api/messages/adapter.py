@@ -23,7 +23,7 @@ from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.schema import ChatRequest
 from cluster.client.outputs import Generation
-from cluster.client.thinking import state_after
+from cluster.client.thinking import THINKING_SWITCH, state_after
 from scheduler.errors import RequestError
 
 # The line with which Claude Code begins its system prompt. It differs between sessions, so that
@@ -81,7 +81,7 @@ def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> 
         "tools": _tools(request.tools or [], omissions) or None,
         "response_format": _response_format(request),
         **_choice(request.tool_choice),
-        **_variables(request, served, omissions),
+        **_variables(request, served),
     }
 
 
@@ -132,18 +132,16 @@ def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
 
 
-def _variables(request: CountTokensRequest, served: Served, omissions: Omissions) -> dict[str, Any]:
+def _variables(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """
+    tokenizer = served.tokenizer
+    if tokenizer is None or THINKING_SWITCH not in tokenizer.template_variables:
+        return {}
     effort = request.output_config.effort if request.output_config is not None else None
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
     else:
         thinks = effort not in (None, "none")
-    tokenizer = served.tokenizer
-    if tokenizer is not None and "enable_thinking" in tokenizer.template_variables:
-        return {"chat_template_kwargs": {"enable_thinking": thinks}}
-    if thinks:
-        omissions.add("output_config.effort" if request.thinking is None else "thinking")
-    return {}
+    return {"chat_template_kwargs": {THINKING_SWITCH: thinks}}

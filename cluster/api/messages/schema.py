@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from cluster.api.fields import Asks
-from cluster.api.schema import ListOf, Model, Name, Options
+from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort
 
 
 class TextBlock(Model):
@@ -189,7 +189,7 @@ class OutputFormat(Options):
 
 class OutputConfig(Options):
     PLACE: ClassVar[str] = "output_config"
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 

@@ -22,6 +22,7 @@ from cluster.client.thinking import state_after
 _SAME = (
     *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
+    "chat_template_kwargs",
 )
 
 
@@ -29,7 +30,7 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    chat = ChatRequest.model_validate(_chat(request, table, served, omissions))
+    chat = ChatRequest.model_validate(_chat(request, table, omissions))
     job = chat_job(chat, served, max_messages)
     has_tools = bool(table.functions) and request.tool_choice != "none"
 
@@ -54,14 +55,12 @@ def count_input(request: ResponsesRequest, served: Served, max_messages: int) ->
     """The answer of `/v1/responses/input_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    chat = ChatRequest.model_validate(_chat(request, table, served, omissions))
+    chat = ChatRequest.model_validate(_chat(request, table, omissions))
     num_tokens = len(served.builder.encode(chat_prompt(chat, served, max_messages)))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
-def _chat(
-    request: ResponsesRequest, table: ToolTable, served: Served, omissions: Omissions
-) -> dict[str, Any]:
+def _chat(request: ResponsesRequest, table: ToolTable, omissions: Omissions) -> dict[str, Any]:
     """The fields of the chat."""
     chat = {name: getattr(request, name) for name in _SAME}
     messages = messages_of(request.input, omissions)
@@ -76,7 +75,8 @@ def _chat(
     else:
         chat["tool_choice"] = choice
     chat["response_format"] = _response_format(request)
-    chat["chat_template_kwargs"] = _variables(request, served, omissions)
+    if request.reasoning is not None:
+        chat["reasoning_effort"] = request.reasoning.effort
     if request.num_logprobs is not None:
         chat |= {"logprobs": True, "top_logprobs": request.num_logprobs}
     return chat
@@ -88,19 +88,6 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
         schema = form.model_dump(by_alias=True, exclude={"type"})
         return {"type": "json_schema", "json_schema": schema}
     return None if form is None else {"type": form.type}
-
-
-def _variables(
-    request: ResponsesRequest, served: Served, omissions: Omissions
-) -> dict[str, Any] | None:
-    """The variables of the template; an effort switches thinking in templates that can."""
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    if effort is None:
-        return request.chat_template_kwargs
-    if served.tokenizer is None or "enable_thinking" not in served.tokenizer.template_variables:
-        omissions.add("reasoning.effort")
-        return request.chat_template_kwargs
-    return {"enable_thinking": effort != "none"} | (request.chat_template_kwargs or {})
 
 
 def _echo(request: ResponsesRequest, table: ToolTable, job: Job, model: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from cluster.api.schema import (
     Model,
     Name,
     Options,
+    ReasoningEffort,
     TextFormat,
 )
 from scheduler.bounds import most
@@ -231,7 +232,7 @@ class Reasoning(Options):
     """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
     PLACE: ClassVar[str] = "reasoning"
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 

@@ -6,17 +6,19 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
-from cluster.api.messages.adapter import messages_job
-from cluster.api.messages.schema import MessagesRequest
+from cluster.api.messages.adapter import count_tokens, messages_job
+from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.reading import read
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
+from tests.cluster.api.test_thinking_switch import ALWAYS, TURNS, served_with
 
 USER: Any = {"role": "user", "content": "What is 47 + 38?"}
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
@@ -269,3 +271,15 @@ def test_the_line_about_billing_is_left_out(server: Server) -> None:
 def test_the_line_about_billing_can_be_kept(server: Server) -> None:
     with serve(script, keep_billing_header=True) as running:
         assert "system\nx-anthropic-billing-header: cc_ver" in prompt_for(running, billed("1a"))
+
+
+@pytest.mark.parametrize("thinking", ["adaptive", "enabled", "disabled"])
+@pytest.mark.parametrize("ending", ["", ALWAYS])
+def test_a_model_whose_thinking_cannot_be_switched_answers_all_the_same(
+    tmp_path: Path, ending: str, thinking: str
+) -> None:
+    served = served_with(tmp_path, TURNS + ending)
+    effort = {"effort": "high"}
+    body = {"messages": [USER], "thinking": {"type": thinking}, "output_config": effort}
+    request = read(CountTokensRequest, json.dumps(body).encode())
+    assert count_tokens(request, served, 10)["input_tokens"] > 0
