@@ -379,6 +379,7 @@ FLAGS = {
             "--api-key",
             "--allowed-hosts",
             "--allowed-origins",
+            "--keep-billing-header",
             "--max-open-requests",
             "--drain-timeout-s",
             "--name",
@@ -521,7 +522,8 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         "--route-prefix": "/chat",
         "--temperature": 0.5,
     }
-    values = [*words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(flags)]
+    switches = [*ENGINE_SWITCHES, "--keep-billing-header"]
+    values = [*words(ENGINE_FLAGS_AND_VALUES), *switches, *words(flags)]
     assert invoke("serve", *values).exit_code == 0
     assert invoke("serve", *values, "--api-key", "given").exit_code == 0
     config = ServeConfig(
@@ -536,6 +538,7 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         allowed_hosts="a.example,b.example",
         allowed_origins="https://a.example",
         unknown_fields="refuse",
+        keep_billing_header=True,
         max_open_requests=5,
         drain_timeout_s=6.5,
     )

@@ -26,7 +26,7 @@ from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
-from cluster.api.responses.adapter import responses_job
+from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.schema import Model
 from cluster.api.structure import loosened_headers
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
@@ -61,6 +61,7 @@ JOBS: dict[str, Convert[Job]] = {
 }
 COMPUTED: dict[str, Convert[dict[str, Any]]] = {
     f"{MESSAGES_PATH}/count_tokens": count_tokens,
+    "/v1/responses/input_tokens": count_input,
     "/tokenize": tokenize,
     "/detokenize": lambda request, served, _: detokenize(request, served),
 }
@@ -165,7 +166,11 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            return convert(read(POST[exchange.path][0], body, self._limits.max_messages, unknown))
+            request = read(POST[exchange.path][0], body, self._limits.max_messages, unknown)
+            result = convert(request)
+            if isinstance(result, Job):
+                unknown.names |= dict.fromkeys(result.ignored)
+            return result
 
         try:
             return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
