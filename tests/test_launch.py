@@ -198,7 +198,7 @@ def test_an_argument_that_is_not_utf8_is_refused_before_ray_starts() -> None:
     [
         ("--max-tokens", "0", "max_tokens must be a whole number between 1 and"),
         ("--temperature", "-1", "temperature must be a number between 0.0 and 100.0, got -1.0"),
-        ("--top-p", "0", "top_p must be above 0 and at most 1"),
+        ("--top-p", "1.5", "top_p must be a number between 0.0 and 1.0"),
         ("--n", "0", "n must be a whole number between 1 and 128, got 0"),
         ("--tp", "0", "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ("--device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),

@@ -97,7 +97,9 @@ class Api:
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
         self._router = self._make_router(version)
-        self._paths = [route.path for route in self._router.routes if isinstance(route, Route)]
+        self._paths = [
+            route.path_format for route in self._router.routes if isinstance(route, Route)
+        ]
 
     def _make_router(self, version: str) -> Router:
         """The table of paths; those that are asked for most often come first."""
@@ -140,10 +142,8 @@ class Api:
             await self._refuse(exchange, error)
         finally:
             route = exchange.scope.get("route")
-            path = exchange.path if route is None else route.path
-            self.metrics.requests.labels(
-                path if path in self._paths else "other", str(status)
-            ).inc()
+            path = exchange.path if route is None else route.path_format
+            self.metrics.requests_of(path if path in self._paths else "other", status).inc()
 
     async def _dispatch(self, exchange: Exchange) -> None:
         self._access.check_site(exchange.headers)

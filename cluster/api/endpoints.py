@@ -252,7 +252,7 @@ def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> 
     `RequestError` if it is to be off and the model always thinks.
     """
     variables, field = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
-    if isinstance(request, ChatRequest) and THINKING_SWITCH not in variables:
+    if THINKING_SWITCH not in variables:
         if request.enable_thinking is not None:
             variables[THINKING_SWITCH], field = request.enable_thinking, "enable_thinking"
         elif request.reasoning_effort is not None:

@@ -1,6 +1,6 @@
 """The fields of other servers' requests: what becomes of those that no model of ours has.
 
-Four tables, from which docs/fields.md is made together with the models: fields that change nothing,
+Tables from which docs/fields.md is made together with the models: fields that change nothing,
 fields that are refused because they would change the answer, other names of fields that are
 honored, and fields that clients are known to send and that may be ignored. `unknown.py` applies
 them; a model of one API may have lists of its own.
@@ -102,8 +102,50 @@ REFUSED_EVERYWHERE: dict[str, str] = {
     "container": "the server runs no tools",
     "data_sources": "the server reads no data of its own",
     "search_parameters": _SEARCH,
+    "web_search_options": _SEARCH,
+    "moderation": REFUSED["moderation"],
     "enable_search": _SEARCH,
+    "logprob_token_ids": "log probabilities of chosen tokens are not part of answers",
     "return_hidden_states": "hidden states are not part of answers",
+}
+
+
+def _is_empty(value: Any) -> bool:
+    return not value
+
+
+def _names_no_format(value: Any) -> bool:
+    return not (isinstance(value, dict) and value.get("format"))
+
+
+# Fields that other paths honor and without which the answer would be another, with the values that
+# ask for nothing. They are refused where they are not honored.
+OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "output_format"),
+        (_is_empty, "this path does not constrain the answer by it; /v1/chat/completions does"),
+    ),
+    **dict.fromkeys(
+        ("text", "output_config"),
+        (_names_no_format, "this path takes no format in it; use that of /v1/chat/completions"),
+    ),
+    "tools": (_is_empty, "this path has no tools; /v1/chat/completions has"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "this path has no tools"),
+    "parallel_tool_calls": (lambda value: value is not False, "this path does not honor it"),
+    "n": (lambda value: value == 1, "this path makes one output"),
+    "echo": (_is_empty, "only /v1/completions repeats the prompt"),
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "return_token_ids"),
+        (_is_empty, "not part of answers here; ask /v1/chat/completions"),
+    ),
+    **dict.fromkeys(
+        ("logit_bias", "stop_token_ids", "min_tokens", "cache_salt"),
+        (_is_empty, "this path does not honor it; /v1/chat/completions does"),
+    ),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "continue_final_message"),
+        (_is_empty, "this path does not honor it; /v1/chat/completions does"),
+    ),
 }
 # What clients look for in `error.details.error_code`: after it, they send the whole conversation.
 ERROR_CODES = {"thread": "thread_unsupported_request"}
@@ -150,6 +192,8 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("vllm_xargs", "guided_decoding_backend", "length_penalty"), _VLLM),
     **dict.fromkeys(("guided_whitespace_pattern", "early_stopping"), _VLLM),
     **dict.fromkeys(("chat_template_content_format", "data_parallel_rank"), _VLLM),
+    **dict.fromkeys(("thinking_token_budget", "truncation_side", "watermarking"), _VLLM),
+    **dict.fromkeys(("ec_transfer_params", "repetition_detection", "return_prompt_text"), _VLLM),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning", "no_stop_trim"), _SGLANG),
     **dict.fromkeys(("rid", "extra_key", "return_cached_tokens_details"), _SGLANG),
     **dict.fromkeys(("custom_params", "bootstrap_host", "bootstrap_port"), _SGLANG),

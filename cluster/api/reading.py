@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic_core import from_json
 
-from cluster.api.fields import REFUSED_EVERYWHERE
 from cluster.api.schema import Model
 from cluster.api.unknown import Unknown
 from scheduler.bounds import JSON, check, check_schema, most, shown
@@ -60,8 +59,8 @@ def read(
     unknown.sort_out(
         values,
         model.names(),
-        without_effect=model.WITHOUT_EFFECT,
-        refused=REFUSED_EVERYWHERE | model.REFUSED,
+        without_effect=model.without_effect(),
+        refused=model.refused(),
     )
     try:
         return model.model_validate(values, context=unknown)

@@ -207,7 +207,8 @@ class ChatWriter(_Envelope):
         parts = choice.parser.push(chunk.text)
         new = choice.deltas(parts)
         if chunk.finish_reason:
-            new += choice.deltas(choice.parser.finish())
+            is_cut_off = chunk.finish_reason == "length"
+            new += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
         choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
         choice.token_ids += chunk.token_ids
         events = [_delta(chunk.index, delta) for delta in new]
@@ -233,7 +234,7 @@ class ChatWriter(_Envelope):
     def _choice(self, done: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, tools=self._tools)
         parts = parser.push(done.text)
-        rest = parser.finish()
+        rest = parser.finish(is_cut_off=done.finish_reason == "length")
         reasoning = parts.reasoning + rest.reasoning
         content: str | None = parts.content + rest.content
         calls = parts.calls + rest.calls

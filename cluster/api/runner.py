@@ -28,6 +28,7 @@ from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
 from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.schema import Model
+from cluster.api.structure import loosened_headers
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.api.workers import Workers
 from cluster.client.client import Client
@@ -190,6 +191,7 @@ class Runner:
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             writer = job.make_writer(generations)
         except BaseException:
             self._client.abort(generations)
@@ -212,6 +214,7 @@ class Runner:
         timing = Timing(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))

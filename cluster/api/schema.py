@@ -14,7 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import from_json
 
-from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
+from cluster.api.fields import (
+    OF_OTHER_PATHS,
+    REFUSED,
+    REFUSED_EVERYWHERE,
+    WITHOUT_EFFECT,
+    Asks,
+)
 from cluster.api.unknown import Unknown
 from scheduler.bounds import most
 from scheduler.errors import RequestError
@@ -42,6 +48,20 @@ class Model(BaseModel):
     def names(cls) -> frozenset[str]:
         """The names of the fields in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    @functools.cache
+    def without_effect(cls) -> dict[str, tuple[Asks, str]]:
+        """Fields that are accepted as far as they ask for nothing, and what is possible."""
+        others = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
+        return {name: OF_OTHER_PATHS[name] for name in sorted(others)} | cls.WITHOUT_EFFECT
+
+    @classmethod
+    @functools.cache
+    def refused(cls) -> dict[str, str]:
+        """Fields that are refused, and why."""
+        others = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
+        return {name: REFUSED_EVERYWHERE[name] for name in sorted(others)} | cls.REFUSED
 
 
 class Options(Model):
@@ -301,6 +321,8 @@ class TokenizeRequest(Model):
     prompt: str | None = None
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)] | None = None
     tools: ListOf[Tool] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

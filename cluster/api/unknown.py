@@ -125,7 +125,7 @@ def header_of(names: Iterable[str]) -> str:
 
 def lookalike(name: str, known: frozenset[str]) -> str | None:
     """The known field of which a name looks like a misspelling, if there is one."""
-    if len(name) > 2 * MAX_NAME:
+    if len(name) > MAX_NAME:
         return None
     forms = _misspellings(known)
     plain = _plain(name)

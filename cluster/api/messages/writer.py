@@ -17,6 +17,8 @@ import operator
 import uuid
 from typing import Any
 
+from pydantic_core import from_json
+
 from cluster.api.errors import messages_body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.replies import named_event
@@ -53,7 +55,8 @@ class MessageWriter:
         for piece in self._parser.pieces(chunk.text):
             events += self._of_parts(piece)
         if chunk.finish_reason:
-            events += self._of_parts(self._parser.finish()) + self._closed()
+            rest = self._parser.finish(is_cut_off=chunk.finish_reason == "length")
+            events += self._of_parts(rest) + self._closed()
             done = self._generation.completions[0]
             reason, sequence = _stop(done, self._has_calls)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -69,14 +72,13 @@ class MessageWriter:
         """The whole answer."""
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
-        pieces = [*parser.pieces(done.text), parser.finish()]
+        pieces = list(parser.pieces(done.text))
+        pieces.append(parser.finish(is_cut_off=done.finish_reason == "length"))
         values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
             if kind == "tool_use":
-                content += [
-                    _tool_use(call) | {"input": json.loads(_input_json(call))} for _, call in group
-                ]
+                content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
             else:
                 text = "".join(text for _, text in group)
                 content.append(_EMPTY[kind] | {kind: text})
@@ -169,8 +171,22 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
 
 
+def _input(call: ToolCall) -> Any:
+    """The arguments as an object; those of a call that is cut off as far as they go, which is what
+    clients make of the same stream.
+    """
+    if call.is_complete:
+        return json.loads(_input_json(call))
+    try:
+        return from_json(_input_json(call) or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+
+
 def _input_json(call: ToolCall) -> str:
     """The arguments as an object; a value that is not an object is wrapped in one."""
+    if not call.is_complete and not call.arguments.startswith("{"):
+        return ""
     is_object = call.arguments.startswith("{")
     return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from cluster.api.omissions import Omissions
 from cluster.api.parser import ToolCall
 from cluster.api.responses.schema import CustomTool, FunctionTool, NamespaceTool, OtherTool, Tool
@@ -84,7 +86,10 @@ class ToolTable:
     def item_of(self, call: ToolCall) -> dict[str, Any]:
         """The item of a call that the model has made."""
         offered = self._offered.get(call.name)
-        item: dict[str, Any] = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "status": "completed"}
+        item: dict[str, Any] = {
+            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "status": "completed" if call.is_complete else "incomplete",
+        }
         if offered is not None and offered.is_custom:
             item |= {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}"}
             item |= {"name": offered.name, "input": _text_in(call.arguments)}
@@ -115,7 +120,12 @@ def _with_grammar(tool: CustomTool, description: str | None) -> str:
 
 
 def _text_in(arguments: str) -> str:
-    """The text for a custom tool; all of the arguments if they are not what was asked for."""
-    value = json.loads(arguments)
+    """The text for a custom tool, as far as it goes in a call that was cut off; all of the arguments
+    if they are not what was asked for.
+    """
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

@@ -97,7 +97,7 @@ class ResponseWriter:
         for piece in self._parser.pieces(chunk.text):
             events += self._of_piece(piece)
         if reason := chunk.finish_reason:
-            events += self._of_piece(self._parser.finish())
+            events += self._of_piece(self._parser.finish(is_cut_off=reason == "length"))
             events += self._closed("completed" if reason == "stop" else "incomplete")
             status = self._status(reason)
             events.append(self._event(status, {"response": self._response(status)}))

@@ -191,11 +191,8 @@ SENT_BACK: dict[str, Any] = {
 
 
 def test_what_any_server_gave_may_be_sent_back() -> None:
-    call: dict[str, Any] = CALL | {
-        "index": 0,
-        "cache_control": None,
-        "provider_specific_fields": {},
-    }
+    added: dict[str, Any] = {"index": 0, "cache_control": None, "provider_specific_fields": {}}
+    call: dict[str, Any] = CALL | added
     call["function"] = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
     part = {"type": "text", "text": "Yes.", "annotations": [], "cache_control": {}, "index": 0}
     sent = {"role": "assistant", "content": [part], "tool_calls": [call]} | SENT_BACK
