@@ -91,6 +91,7 @@ class Job:
 
 def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
     """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
+    request = request.narrowed()
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "a chat")
     variables = _variables(request, tokenizer)
@@ -104,6 +105,7 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
 
 def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
+    request = request.narrowed()
     prompt = chat_prompt(request, served, max_messages)
     tokenizer = _needed(served.tokenizer, "a chat")
     tools = _callable_tools(request)

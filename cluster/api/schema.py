@@ -257,6 +257,20 @@ class NamedTool(Options):
     function: FunctionName
 
 
+class AllowedNames(Options):
+    PLACE: ClassVar[str] = "tool_choice.allowed_tools"
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
+
+
+class AllowedTools(Options):
+    """Some of the tools, of which none or one must be called."""
+
+    PLACE: ClassVar[str] = "tool_choice"
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class TextFormat(Options):
     PLACE: ClassVar[str] = "response_format"
     type: Literal["text"]
@@ -292,7 +306,11 @@ class ChatRequest(Generate):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ListOf[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -300,6 +318,22 @@ class ChatRequest(Generate):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def narrowed(self) -> ChatRequest:
+        """The request with the allowed tools alone. Raises `RequestError` if there are others."""
+        choice = self.tool_choice
+        if not isinstance(choice, AllowedTools):
+            return self
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        names = [tool.function.name for tool in self.tools or ()]
+        if missing := sorted(allowed.difference(names)):
+            raise RequestError(
+                f"tool_choice allows {missing[0]!r}, which is not among the tools"
+                f" {', '.join(names)}",
+                "tool_choice",
+            )
+        tools = [tool for tool in self.tools or () if tool.function.name in allowed]
+        return self.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
 
     def structure(self) -> StructuredOutputs | None:
         """As `Generate.structure`, or from the response format."""

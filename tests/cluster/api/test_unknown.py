@@ -183,7 +183,8 @@ HARMLESS_ELSEWHERE = {
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("enable_thinking", "reasoning_effort", "reasoning", "thinking", "background", "include"),
     *("max_tool_calls", "truncation", "access_programs", "background_options"),
-    *("context_management", "image", "metadata"),
+    *("context_management", "image", "metadata", "client_metadata", "diagnostics", "speed"),
+    *("user_profile_id", "cache_control", "inference_geo", "betas"),
 }
 
 
