@@ -56,8 +56,8 @@ def _multiples(step: int, bounds: Schema, where: str) -> Schema:
         return bounds
     if not bounds and step <= _MAX_MULTIPLE:
         return {"multipleOf": step}
-    least, most = bounds.get("minimum", -math.inf), bounds.get("maximum", math.inf)
-    if most - least > step * _MAX_MULTIPLES:
+    least, most = bounds.get("minimum"), bounds.get("maximum")
+    if least is None or most is None or most - least > step * _MAX_MULTIPLES:
         raise NotHonored(
             f"{where}.multipleOf is supported up to {_MAX_MULTIPLE} without bounds, or with bounds"
             f" that leave at most {_MAX_MULTIPLES} multiples",
