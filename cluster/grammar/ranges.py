@@ -109,8 +109,8 @@ def _bounds(schema: Schema, where: str) -> Schema:
             )
         rounded = _rounded(value, rounding)
         bounds[least if rounded != value else name] = rounded
-    lower: float = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
-    upper: float = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
+    lower: Any = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
+    upper: Any = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
     if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):
         raise NotHonored(f"{where}: no number with few decimals is between the bounds", "minimum")
     return bounds
