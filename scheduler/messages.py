@@ -154,7 +154,7 @@ class EngineStats:
     the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
     the last result while steps are under way. waits_for names the missing resources while ranks
-    cannot be placed.
+    cannot be placed, or says why the last start failed while another one follows.
     """
 
     num_running: int

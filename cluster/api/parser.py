@@ -80,6 +80,11 @@ class AnswerParser:
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
+    @property
+    def state(self) -> State:
+        """The part of the answer that the next text belongs to."""
+        return self._state
+
     def push(self, text: str) -> Parts:
         """Parse the next text. Returns what it adds to the answer."""
         pieces = list(self.pieces(text))

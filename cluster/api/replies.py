@@ -259,19 +259,24 @@ class ChatWriter(_Envelope):
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):
             if entry is not None:
-                top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-                yield (
-                    self._token(token_id, entry.logprob)
-                    | {"top_logprobs": [self._token(other, value) for other, value in top]}
-                )
+                yield described(self._tokenizer, token_id, entry)
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {
-            "token": data.decode(errors="replace"),
-            "bytes": list(data),
-            "logprob": _at_least_lowest(logprob),
-        }
+
+def described(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+    """A token with its log probability and its alternatives, in OpenAI's form."""
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return _token(tokenizer, token_id, entry.logprob) | {
+        "top_logprobs": [_token(tokenizer, other, value) for other, value in top]
+    }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode(errors="replace"),
+        "bytes": list(data),
+        "logprob": _at_least_lowest(logprob),
+    }
 
 
 class _ChatChoice:

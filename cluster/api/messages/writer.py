@@ -2,10 +2,15 @@
 
 The order of events: message_start; per block content_block_start, its deltas, content_block_stop;
 message_delta with the reason and the counts; message_stop.
+
+Clients send thinking back unchanged only if it is signed, so the last delta of its block is a
+signature. It proves nothing and is not checked: thinking is text like any other here.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import json
 import operator
@@ -37,6 +42,7 @@ class MessageWriter:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
         self._open: str | None = None  # the kind of the block that is open
+        self._thinking_hash = hashlib.sha256()  # of the block that is open
         self._has_calls = self._has_started = False
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -74,7 +80,10 @@ class MessageWriter:
             if kind == "tool_use":
                 content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
             else:
-                content.append(_EMPTY[kind] | {kind: "".join(text for _, text in group)})
+                text = "".join(text for _, text in group)
+                content.append(_EMPTY[kind] | {kind: text})
+                if kind == "thinking":
+                    content[-1]["signature"] = _signature(hashlib.sha256(text.encode()))
         has_calls = any(piece.calls for piece in pieces)
         return self._message(content, *_stop(done, has_calls))
 
@@ -110,6 +119,8 @@ class MessageWriter:
         for kind, text in _texts(parts):
             events += self._opened(kind, _EMPTY[kind])
             events.append(self._delta({"type": f"{kind}_delta", kind: text}))
+            if kind == "thinking":
+                self._thinking_hash.update(text.encode())
         for call in parts.calls:
             self._has_calls = True
             events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
@@ -131,9 +142,19 @@ class MessageWriter:
     def _closed(self) -> list[bytes]:
         if self._open is None:
             return []
+        events: list[bytes] = []
+        if self._open == "thinking":
+            signature = _signature(self._thinking_hash)
+            events.append(self._delta({"type": "signature_delta", "signature": signature}))
+            self._thinking_hash = hashlib.sha256()
+        events.append(named_event("content_block_stop", {"index": self._num_blocks}))
         self._open = None
         self._num_blocks += 1
-        return [named_event("content_block_stop", {"index": self._num_blocks - 1})]
+        return events
+
+
+def _signature(thinking: hashlib._Hash) -> str:
+    return base64.b64encode(thinking.digest()).decode()
 
 
 def _texts(piece: Parts) -> list[tuple[str, str]]:
