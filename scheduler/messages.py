@@ -31,8 +31,8 @@ class Request:
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
     earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, in seconds since the
-    epoch: resubmitted requests keep their place in line. `grammar` is the compiled form of what its
-    output must match, for the driver's `Grammars`; empty if any output will do.
+    epoch: resubmitted requests keep their place in line. `grammar` says what its output must
+    match, for the driver's `Grammars`; empty if any output will do.
     """
 
     request_id: str

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.client.setup import EngineSetup, prepare
+from cluster.resources.addresses import check_port, host_and_port
 from cluster.resources.local_ray import check_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
@@ -57,10 +58,11 @@ def run_serve(job: ServeJob) -> None:
     application does not start.
     """
     began = time.perf_counter()
+    job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_names(job)
     is_alone = find_address(job.config.engine.ray_address) == "local"
     if is_alone:
-        _check_port(job.host, job.port)
+        check_port(job.host, job.port)
         if job.detach:
             raise ConfigError(
                 "--detach needs a Ray cluster that outlives this command: start one with 'ray start"
@@ -115,9 +117,9 @@ def _serve(
         listening = client.http_config
         if (job.host, job.port) != (listening.host, listening.port):
             job = dataclasses.replace(job, host=listening.host, port=listening.port)
-            logger.info("Serve listens on %s:%d already", job.host, job.port)
+            logger.info("Serve listens on %s already", host_and_port(job.host, job.port))
     elif not ends_with_ray:
-        _check_port(job.host, job.port)
+        check_port(job.host, job.port)
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
@@ -149,7 +151,8 @@ def _serve(
         signals.is_serving = True
         seconds = time.perf_counter() - began
         path = job.route_prefix.rstrip("/")
-        logger.info("ready on http://%s:%d%s after %.1f s", job.host, job.port, path, seconds)
+        where = host_and_port(job.host, job.port)
+        logger.info("ready on http://%s%s after %.1f s", where, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
@@ -178,8 +181,8 @@ def _wait_until_it_listens(job: ServeJob) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise EngineError(
-                    f"nothing listens on {job.host}:{job.port} {LISTEN_TIMEOUT_S:g} s after the"
-                    f" application has started: {error}"
+                    f"nothing listens on {host_and_port(job.host, job.port)}"
+                    f" {LISTEN_TIMEOUT_S:g} s after the application has started: {error}"
                 ) from None
             time.sleep(0.05)
 
@@ -211,17 +214,6 @@ def _check_names(job: ServeJob) -> None:
         )
     if not re.fullmatch(r"/|(/[\w.-]+)+", job.route_prefix):
         raise ConfigError(f"--route-prefix {job.route_prefix!r} must be a path such as /chat")
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}. Choose another --port or --host"
-            ) from None
 
 
 @contextmanager
