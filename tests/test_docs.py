@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, ROOT / "benchmarks" / "results" / "README.md"]
 DELIMITERS = re.compile(r"\|(:?-+:?\|)+")
 
 
@@ -59,6 +60,25 @@ def test_every_row_of_a_table_is_one_line_with_a_cell_per_column(page: Path) -> 
     assert faults_of_tables(page.read_text()) == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text().replace("\n", " ")):
+        path, _, anchor = link.partition("#")
+        if path.startswith(("http:", "https:")):
+            continue
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            lost.append(link)
+    assert lost == []
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {path.stem for path in files}
@@ -71,6 +91,21 @@ def test_every_test_that_a_page_names_exists() -> None:
     }
     assert [(page, name) for page, name in sorted(named) if name not in defined] == []
     assert len(named) > 20, "the pages name tests"
+
+
+def test_everything_that_is_promised_after_a_fault_is_held_by_a_test() -> None:
+    """Each row of the table, and each paragraph that says how."""
+    parts = (ROOT / "docs" / "recovery.md").read_text().split("\n## ")
+    sections = {title: text for title, _, text in (part.partition("\n") for part in parts)}
+    rows = [line for line in sections["What is promised"].splitlines() if line.startswith("| ")][1:]
+    assert [row for row in rows if "`test_" not in row.split("|")[-2]] == []
+    paragraphs = [
+        " ".join(line for _, line in block)
+        for title in ("Nodes", "How")
+        for block in blocks(sections[title])
+    ]
+    assert [each for each in paragraphs if "`test_" not in each] == []
+    assert len(rows) > 15 and len(paragraphs) > 8
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ class ApiReplica:
                 allowed_hosts=config.names(config.allowed_hosts),
                 allowed_origins=config.names(config.allowed_origins),
             ),
+            keep_billing_header=config.keep_billing_header,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
+            refuse_unknown_fields=config.unknown_fields == "refuse",
             limits=ApiLimits(
                 max_open=config.max_open_per_api,
                 max_body_bytes=config.max_body_bytes,

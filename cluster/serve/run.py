@@ -11,6 +11,7 @@ a second one                           everything ends at once
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -24,13 +25,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from cluster.client.setup import prepare
+from cluster.client.setup import EngineSetup, prepare
 from cluster.resources.addresses import check_port, host_and_port
+from cluster.resources.local_ray import check_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
+from workers.models.local import check_again
 
 DRAIN_GRACE_S = 5.0
 LISTEN_TIMEOUT_S = 10.0
@@ -65,7 +68,7 @@ def run_serve(job: ServeJob) -> None:
                 "--detach needs a Ray cluster that outlives this command: start one with 'ray start"
                 " --head', or name one with --ray-address"
             )
-    prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
+    setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _signals() as signals:
         size = job.config.engine.tensor_parallel_size
         lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
@@ -73,7 +76,7 @@ def run_serve(job: ServeJob) -> None:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, size)
                 check_room(size, device, groups=job.config.replicas)
-            _serve(job, signals, began, ends_with_ray=SESSION.owns(lease))
+            _serve(job, setup, signals, began, ends_with_ray=SESSION.owns(lease))
         finally:
             SESSION.release(lease)
 
@@ -91,7 +94,9 @@ class _Signals:
         self.stopping.set()
 
 
-def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: bool) -> None:
+def _serve(
+    job: ServeJob, setup: EngineSetup, signals: _Signals, began: float, *, ends_with_ray: bool
+) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
@@ -119,7 +124,11 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
-    application = Application(job.name)
+    application = Application(
+        job.name,
+        functools.partial(check_again, setup.foreseen),
+        check_alive if ends_with_ray else lambda: None,
+    )
     try:
         serve.start(
             proxy_location="Disabled" if is_direct else "HeadOnly",

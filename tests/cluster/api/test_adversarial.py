@@ -13,8 +13,10 @@ import pytest
 from cluster.api import parser as parser_module
 from cluster.api import replies
 from cluster.api.messages.writer import MessageWriter
+from cluster.api.omissions import Omissions
 from cluster.api.parser import MAX_DEPTH, ToolCall
-from cluster.api.replies import ChatWriter, encode_json, event
+from cluster.api.replies import ChatWriter, encode_json, event, json_pieces
+from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
@@ -23,6 +25,8 @@ from tests.cluster.api.test_parser_work import generation_of
 
 NUM_ANSWERS = 600
 DEEP = 100_000
+
+NO_TOOLS = ToolTable([], Omissions())  # calls are looked for, of whatever is called
 
 
 def call(arguments: str, name: str = '"f"') -> str:
@@ -100,7 +104,7 @@ def writer_of(api: str, generation: Generation, state: State) -> Any:
         return ChatWriter("tiny", [generation], TOKENIZER, state=state, tools=True)
     if api == "messages":
         return MessageWriter("tiny", generation, state=state, tools=True)
-    return ResponseWriter({}, generation, TOKENIZER, state=state, tools=True)
+    return ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS)
 
 
 Answer = list[tuple[str, Any]]  # the parts of an answer in their order, neighbors of a kind joined
@@ -144,7 +148,7 @@ def messages_of_events(events: list[Any]) -> Answer:
             if delta["type"] == "input_json_delta":
                 blocks[-1]["input"] = read(delta["partial_json"])
             else:
-                kind = blocks[-1]["type"]
+                kind = delta["type"].removesuffix("_delta")
                 blocks[-1][kind] += delta[kind]
     return messages_of_body({"content": blocks})
 
@@ -260,12 +264,19 @@ def test_calls_with_unusual_arguments_are_calls(api: str, name: str) -> None:
         assert streamed == whole == [("call", want[api])]
 
 
-@pytest.mark.parametrize("char", ["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x1c", "\ud800"])
+# All that Python's `str.splitlines` takes for the end of a line, and half of a pair.
+LINE_ENDS = [char for char in map(chr, range(0x3000)) if len(f"a{char}b".splitlines()) > 1]
+
+
+@pytest.mark.parametrize("char", [*LINE_ENDS, "\ud800"])
 def test_no_character_breaks_an_event(char: str) -> None:
+    assert len(LINE_ENDS) == 10
     body = {f"key{char}": f"a{char}\nb"}
     [line, empty, rest] = event(body).decode().split("\n")
     assert not empty and not rest and line.splitlines() == [line]
     assert read(line.removeprefix("data: ")) == body
+    whole = b"".join(json_pieces({"choices": [body], "ids": iter([body])})).decode()
+    assert whole.splitlines() == [whole] and read(whole)["choices"] == [body]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
