@@ -84,7 +84,15 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
-            outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
+            outputs.append(
+                OutputFollower(
+                    request,
+                    index,
+                    self._text_stream(params),
+                    sink,
+                    only_prompt=params.max_tokens == 0,
+                )
+            )
         return Generation(parsed.text, outputs, parsed.session_id)
 
     def encode(self, prompt: Prompt) -> list[int]:
