@@ -12,25 +12,29 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
 from cluster.api.offsets import Offsets
 from cluster.api.parser import AnswerParser, Parts
+from cluster.api.prompts_scored import (
+    Echo,
+    Entries,
+    at_least_lowest,
+    prompt_logprobs,
+    token_text,
+    top_by_text,
+)
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
-from scheduler.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-Entries = Seq[TokenLogprobs | None]
 # Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
 _DEPTH = 5
 _AT_A_TIME = 64  # items of deeper lists, and of iterators, that are encoded together
@@ -190,10 +194,15 @@ class ChatWriter(_Envelope):
         state: State,
         tools: bool,
         token_ids: bool = False,
+        prompt_top: int | None = None,
     ) -> None:
-        """`state`: the part with which an answer begins. `tools`: whether to look for calls."""
+        """`state`: the part with which an answer begins. `tools`: whether to look for calls.
+        `prompt_top`: how many alternatives to report per token of the prompt, None for no
+        log probabilities of it.
+        """
         super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
         self._tokenizer, self._state, self._tools = tokenizer, state, tools
+        self._prompt_top = prompt_top
         self._choices: dict[int, _ChatChoice] = {}
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -225,7 +234,8 @@ class ChatWriter(_Envelope):
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
         choices = [self._choice(done) for done in generation.completions]
-        return self._body(choices) | self._prompt_ids()
+        scores = _prompt_logprobs(self._tokenizer, generation, 0, self._prompt_top)
+        return self._body(choices) | self._prompt_ids() | scores
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
@@ -269,7 +279,7 @@ class ChatWriter(_Envelope):
         return {
             "token": data.decode(errors="replace"),
             "bytes": list(data),
-            "logprob": _at_least_lowest(logprob),
+            "logprob": at_least_lowest(logprob),
         }
 
 
@@ -314,9 +324,16 @@ class CompletionWriter(_Envelope):
         *,
         echo: bool,
         token_ids: bool = False,
+        echo_top: int | None = None,
+        prompt_top: int | None = None,
     ) -> None:
+        """`echo_top`, `prompt_top`: how many alternatives to report per token of a repeated prompt,
+        and in vLLM's list; None for no log probabilities.
+        """
         super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
+        self._echo_top, self._prompt_top = echo_top, prompt_top
+        self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
         self._starts: dict[int, str] = {}  # of the answers to each prompt
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
@@ -324,10 +341,13 @@ class CompletionWriter(_Envelope):
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         index = self._index(place, chunk.index)
+        if chunk.prompt_logprobs is not None:
+            return self._echo_events(place, index, chunk.prompt_logprobs)
         text = chunk.text
         if index not in self._offsets:
             start = self._start(place)
-            text = start + text
+            if index not in self._echoes:
+                text = start + text
             self._offsets[index] = self._new_offsets(start)
         self._unsent.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
@@ -338,12 +358,31 @@ class CompletionWriter(_Envelope):
             choices.append(_choice(index, text, logprobs, None))
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
-        if choices and self._with_ids:
-            if index not in self._with_prompt:
-                self._with_prompt.add(index)
-                choices[0] |= self._prompt_ids(place)
-            choices[0]["token_ids"] = self._unsent.pop(index)
+        self._add_ids(place, index, choices)
         return self._events(self.CHUNK, choices)
+
+    def _echo_events(self, place: int, index: int, entries: Entries) -> bytes:
+        """The events for a part of the prompt that is repeated with log probabilities."""
+        if self._echo_top is None:
+            return b""
+        if index not in self._echoes:
+            self._echoes[index] = self._new_echo(place, self._echo_top)
+        text, logprobs = self._echoes[index].take(entries)
+        logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
+        choices = [_choice(index, text, logprobs, None)]
+        self._add_ids(place, index, choices)
+        return self._events(self.CHUNK, choices)
+
+    def _add_ids(self, place: int, index: int, choices: list[dict[str, Any]]) -> None:
+        """Add the token ids that are due to the first of the choices of an event, if there is
+        any.
+        """
+        if not choices or not self._with_ids:
+            return
+        if index not in self._with_prompt:
+            self._with_prompt.add(index)
+            choices[0] |= self._prompt_ids(place)
+        choices[0]["token_ids"] = self._unsent.pop(index, [])
 
     def body(self) -> dict[str, Any]:
         choices = []
@@ -352,8 +391,15 @@ class CompletionWriter(_Envelope):
             for done in generation.completions:
                 offsets = self._new_offsets(start)
                 logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
+                entries = generation.outputs[done.index].prompt_logprobs
+                if self._echo_top is not None and entries is not None:
+                    _, of_prompt = self._new_echo(place, self._echo_top).take(entries)
+                    logprobs = _joined(of_prompt, logprobs)
                 index = self._index(place, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
+                choices[-1] |= _prompt_logprobs(
+                    self._tokenizer, generation, done.index, self._prompt_top
+                )
                 if self._with_ids:
                     choices[-1] |= self._prompt_ids(place) | {"token_ids": done.token_ids}
         return self._body(choices)
@@ -375,6 +421,17 @@ class CompletionWriter(_Envelope):
             self._starts[place] = self._tokenizer.decode(generation.prompt_token_ids)
         return self._starts[place]
 
+    def _new_echo(self, place: int, num_top: int) -> Echo:
+        generation = self._generations[place]
+        assert self._tokenizer is not None
+        return Echo(
+            self._tokenizer,
+            self._start(place),
+            generation.prompt_token_ids,
+            num_top,
+            is_text=generation.prompt is not None,
+        )
+
     def _new_offsets(self, start: str) -> Offsets | None:
         """Offsets of an output behind the text that is repeated."""
         return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
@@ -388,7 +445,7 @@ class CompletionWriter(_Envelope):
         for token_id, entry in zip(token_ids, logprobs, strict=False):
             tokens.append(self._text(token_id))
             places.append(offsets.next(token_id))
-            values.append(_at_least_lowest(entry.logprob) if entry else None)
+            values.append(at_least_lowest(entry.logprob) if entry else None)
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -397,18 +454,31 @@ class CompletionWriter(_Envelope):
         }
 
     def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:
+        assert self._tokenizer is not None
         for entry in logprobs:
-            top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
-            yield {self._text(other): _at_least_lowest(value) for other, value in top}
+            yield top_by_text(self._tokenizer, entry, len(entry.top_logprobs)) if entry else {}
 
     def _text(self, token_id: int) -> str:
         assert self._tokenizer is not None
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        return token_text(self._tokenizer, token_id)
 
 
-def _at_least_lowest(logprob: float) -> float:
-    """A log probability that JSON has; the lowest one for NaN."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+def _prompt_logprobs(
+    tokenizer: Tokenizer | None, generation: Generation, output: int, num_top: int | None
+) -> dict[str, Any]:
+    """vLLM's field for the prompt of an output; empty if that is not wanted."""
+    entries = generation.outputs[output].prompt_logprobs
+    if num_top is None or entries is None:
+        return {}
+    token_ids = generation.prompt_token_ids
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top)}
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
+    """The log probabilities of a prompt and of what follows it, as iterators."""
+    if second is None:
+        return first
+    return {name: chain(first[name], second[name]) for name in first}
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

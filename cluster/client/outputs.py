@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,9 @@ from cluster.client.text_stream import TextStream
 from cluster.news import News
 from scheduler.errors import EaglerayError, EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
+
+# Tokens of a prompt whose log probabilities are written together: a few ms of work.
+ENTRIES_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,18 @@ class Chunk:
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    prompt_logprobs: PromptEntries | None = None
+    prompt_logprobs: Seq[TokenLogprobs | None] | None = None
+
+    def pieces(self) -> Iterator[Chunk]:
+        """The same in chunks with a part of the prompt each, and one without it."""
+        entries = self.prompt_logprobs
+        if entries is None:
+            yield self
+            return
+        for start in range(0, len(entries), ENTRIES_AT_A_TIME):
+            part = entries[start : start + ENTRIES_AT_A_TIME]
+            yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=part)
+        yield replace(self, prompt_logprobs=None)
 
 
 Sink = Callable[[Chunk], None]

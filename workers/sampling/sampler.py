@@ -30,6 +30,7 @@ from workers.sampling.state import (
     DrawRows,
     Filters,
     Ints,
+    LogprobRows,
     PenaltyRows,
     SamplingBatch,
     SamplingState,
@@ -187,21 +188,26 @@ class Sampler:
         token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
-        rows, logprobs = batch.logprobs, None
-        if rows is not None:
-            columns = self.shard.logprobs(
-                raw_BV.index_select(0, rows.rows_L),
-                token_ids_B.index_select(0, rows.rows_L),
-                max(1, *rows.num_top),
-            )
-            logprobs = SampledLogprobs(
-                rows=rows.rows,
-                num_top=rows.num_top,
-                logprob_L=columns.logprob_L,
-                top_ids_LM=columns.top_ids_LM,
-                top_logprobs_LM=columns.top_logprobs_LM,
-            )
+        logprobs = None
+        if batch.logprobs is not None:
+            logprobs = self._logprobs(raw_BV, token_ids_B, batch.logprobs)
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
+
+    def _logprobs(
+        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
+    ) -> SampledLogprobs:
+        columns = self.shard.logprobs(
+            logits_BV.index_select(0, rows.rows_L),
+            token_ids_B.index_select(0, rows.rows_L),
+            max(1, *rows.num_top),
+        )
+        return SampledLogprobs(
+            rows=rows.rows,
+            num_top=rows.num_top,
+            logprob_L=columns.logprob_L,
+            top_ids_LM=columns.top_ids_LM,
+            top_logprobs_LM=columns.top_logprobs_LM,
+        )
 
     def _adjust(
         self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None

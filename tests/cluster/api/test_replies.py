@@ -12,9 +12,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
+from cluster.api.prompts_scored import LOWEST_LOGPROB
 from cluster.api.replies import (
     DONE,
-    LOWEST_LOGPROB,
     ChatWriter,
     CompletionWriter,
     encode_json,
