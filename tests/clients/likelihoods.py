@@ -84,7 +84,13 @@ def likelihoods(venv: Path, tasks: Path, out: Path, model: str, *arguments: str)
     """What the harness logs per item: [log likelihood, whether it is greedy] of each choice."""
     command = [str(venv / "bin" / "lm_eval"), "--model", model, "--tasks", TASK]
     command += ["--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "hf")}
+    # One thread: several that wait for one another take minutes on a busy machine.
+    offline = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tasks / "hf"),
+    }
     subprocess.run([*command, *arguments], env=os.environ | offline, check=True)
     [samples] = out.rglob(f"samples_{TASK}_*.jsonl")
     by_item = {
