@@ -4,6 +4,7 @@ divided into steps and over ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.paths import DEFAULT_MODEL_DIR
+from kernels.select import select_backend
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import PromptLogprobs, Request, ints
@@ -23,6 +25,12 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
+from tests.workers.planner import Planner, Row
+from workers.batch.state import BatchState
+from workers.device import Device
+from workers.parallel.group import TensorParallelGroup
+from workers.sampling.prompt_logprobs import POSITIONS_AT_ONCE, PromptScorer
+from workers.sampling.shard import VocabularyShard
 
 TOLERANCE = 1e-4
 NUM_TOP = 5
@@ -175,3 +183,112 @@ def test_prompt_logprobs_are_those_of_transformers(
     run(pool, tested.model_dir, work, size, max_num_batched_tokens=chunk, max_num_seqs=seqs)
     print(f"{name}, tp {size}, chunks of {chunk}: {max(differences):.1e}")
     assert max(differences) <= TOLERANCE
+
+
+def test_a_cached_prefix_is_scored_too(
+    pool: WorkerPool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    tested, prompt = checkpoint("tied"), prompts()[-1]
+    cached: list[int | None] = []
+
+    def work(engine: Run) -> None:
+        engine.add("first", prompt, prompt_logprobs=-1)
+        engine.finish()
+        engine.add("second", prompt)
+        engine.finish()
+        assert largest_difference(tested.model, prompt, engine.scores("second")) <= TOLERANCE
+        cached.append(engine.engine.scheduler.stats.num_cached_tokens)
+        engine.add("third", prompt, prompt_logprobs=-1)
+        engine.finish()
+
+    scheduler = run(pool, tested.model_dir, work)
+    assert cached == [0], "a request whose prompt is scored reads no cached prefix"
+    assert scheduler.stats.num_cached_tokens > 0, "but others find what it has filled"
+
+
+def test_preempted_prompts_are_scored_once(
+    pool: WorkerPool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    tested = checkpoint("tied")
+
+    def work(engine: Run) -> None:
+        for i, prompt in enumerate(prompts()):
+            engine.add(str(i), prompt, max_tokens=20)
+        engine.finish()
+        for i, prompt in enumerate(prompts()):
+            difference = largest_difference(tested.model, prompt, engine.scores(str(i)))
+            assert difference <= TOLERANCE, (i, difference)
+
+    scheduler = run(
+        pool, tested.model_dir, work, size=2, num_kv_blocks=14, max_num_batched_tokens=9
+    )
+    assert scheduler.stats.num_preemptions > 0, "the pool is too large for this test"
+
+
+def test_other_rows_of_the_same_steps_get_the_same_tokens_and_no_scores(
+    pool: WorkerPool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    tested, outputs = checkpoint("untied"), list[dict[str, list[int]]]()
+
+    def work(engine: Run, num_top: int = NUM_TOP) -> None:
+        sequences = {}
+        for i, prompt in enumerate(prompts()):
+            engine.add(str(i), prompt, prompt_logprobs=num_top if i % 2 else -1)
+            sequences[str(i)] = engine.engine._sequences[str(i)]
+        engine.finish()
+        outputs.append({name: seq.token_ids for name, seq in sequences.items()})
+        scored = {name for name, parts in engine.parts.items() if parts}
+        assert scored <= {str(i) for i in range(1, len(prompts()), 2)}
+        assert bool(scored) == (num_top >= 0)
+
+    run(pool, tested.model_dir, work, max_num_batched_tokens=7)
+    run(pool, tested.model_dir, lambda engine: work(engine, -1), max_num_batched_tokens=7)
+    assert outputs[0] == outputs[1]
+
+
+class CountingHead:
+    """Logits that follow from the hidden states, and how many positions they had at a time."""
+
+    def __init__(self, weight_VE: torch.Tensor) -> None:
+        self.weight_VE = weight_VE
+        self.sizes: list[int] = []
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(hidden_BE))
+        return hidden_BE @ self.weight_VE.T
+
+
+def test_logits_of_few_positions_exist_at_a_time(small_checkpoint: Path) -> None:
+    config = config_of(small_checkpoint, max_model_len=256, max_num_batched_tokens=256)
+    kernels, device = select_backend("cpu", "reference"), Device(torch.device("cpu"))
+    state = BatchState(config, 128, device, kernels, 2)
+    group = TensorParallelGroup.alone(device.torch)
+    shard = VocabularyShard(group, kernels.sampling, 50, 0, 50, device.torch)
+    generator = torch.Generator().manual_seed(1)
+    head = CountingHead(torch.randn(50, 8, generator=generator))
+    scorer = PromptScorer(head, shard, state)
+    lengths = (150, 1, 60)
+    planner, rows = Planner(BLOCK), []
+    for slot, length in enumerate(lengths):
+        sampling = Sampling(seed=0, max_tokens=1, prompt_logprobs=slot)
+        rows.append(Row([(7 * i + slot) % 50 for i in range(length)], length, sampling))
+        planner.admit(rows[-1], slot)
+        scorer.admit(slot, sampling)
+    plan = planner.step([(row, 256) for row in rows])
+    plan = dataclasses.replace(plan, scored=bytes([1, 0, 1]))
+    state.apply(plan)
+    scoring = scorer.stage(plan, state.take(plan), lambda array: device.upload(array)[0])
+    assert scoring is not None
+    hidden_TE = torch.randn(sum(lengths), 8, generator=generator)
+    first, second = scorer.score(hidden_TE, scoring).messages()
+    assert sum(head.sizes) == 149 + 59 and max(head.sizes) == POSITIONS_AT_ONCE
+    assert (first.end, first.num_top, second.end, second.num_top) == (150, 0, 60, 2)
+    exact = (hidden_TE @ head.weight_VE.T).double().log_softmax(dim=1)
+    for part, row, begin in ((first, rows[0], 0), (second, rows[2], 151)):
+        want = [float(exact[begin + i, token]) for i, token in enumerate(row.tokens[1:])]
+        np.testing.assert_allclose(part.logprobs, want, atol=1e-5)
+        better = [
+            int((exact[begin + i] >= exact[begin + i, token]).sum())
+            for i, token in enumerate(row.tokens[1:])
+        ]
+        assert part.ranks.tolist() == better

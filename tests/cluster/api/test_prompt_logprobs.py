@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types import Completion
 
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
 
@@ -59,7 +58,6 @@ def test_echo_with_logprobs_has_prompt_and_output_in_one_list(server: Server, pr
     token_ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     plain = complete(server, prompt=prompt, max_tokens=3, logprobs=2)["choices"][0]
     body = complete(server, prompt=prompt, max_tokens=3, logprobs=2, echo=True)
-    Completion.model_validate(body)
     [choice] = body["choices"]
     logprobs, count = choice["logprobs"], len(token_ids)
     start = prompt if isinstance(prompt, str) else TOKENIZER.decode(token_ids)
