@@ -3,8 +3,8 @@ line.
 
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
-`num_prompt_tokens` and `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if requested; with `n` above 1, a list
-`outputs` with one entry per output.
+`num_prompt_tokens` and `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if requested; with
+`n` above 1, a list `outputs` with one entry per output.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cluster.client.prompts import EXTRAS, FORMS, check_token_ids, form_of, pars
 from cluster.client.requests import RequestBuilder
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
+from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 
 

@@ -115,6 +115,7 @@ def test_a_long_prompt_is_shown_in_pieces() -> None:
     pieces = list(chunks[0].pieces())
     parts = [list(piece.prompt_logprobs or ()) for piece in pieces]
     assert [len(entries) for entries in parts] == [64, 64, 22, 0]
-    assert sum(parts, []) == list(generation.prompt_logprobs or ())
+    together = [entry for entries in parts for entry in entries]
+    assert together == list(generation.prompt_logprobs or ())
     assert [piece.token_ids for piece in pieces] == [[], [], [], [1]]
     assert list(pieces[-1].pieces()) == [pieces[-1]]
