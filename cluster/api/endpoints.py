@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
-from cluster.api.replies import ChatWriter, CompletionWriter, Writer
+from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
     ChatMessage,
     ChatRequest,

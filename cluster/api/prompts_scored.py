@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from cluster.api.offsets import Offsets
+from cluster.client.outputs import Generation
 from cluster.client.tokenizer import Tokenizer
 from scheduler.messages import TokenLogprobs
 
@@ -45,6 +46,17 @@ def prompt_logprobs(
         for place, (other, logprob) in enumerate(best):
             by_id[str(other)] = described(other, logprob, place + 1)
         yield by_id
+
+
+def scores_of(
+    tokenizer: Tokenizer | None, generation: Generation, output: int, num_top: int | None
+) -> dict[str, Any]:
+    """vLLM's field for the prompt of an output; empty if that is not wanted."""
+    entries = generation.outputs[output].prompt_logprobs
+    if num_top is None or entries is None:
+        return {}
+    token_ids = generation.prompt_token_ids
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top)}
 
 
 class Echo:

@@ -28,7 +28,7 @@ def test_prompts_are_scored_once_although_a_rank_dies(
     options = OPTIONS | {"max_num_seqs": 4, "max_num_batched_tokens": 8}
     with LLM(small_model.path, tensor_parallel_size=2, **options) as llm:
         generations = llm.client.submit(prompts, params)
-        wait_until(lambda: llm.stats().num_steps > 40, 60)
+        wait_until(lambda: llm.stats().num_steps > 40, "40 steps", 60)
         os.kill(processes_of(llm)["rank 1"].pid, signal.SIGKILL)
         outputs = llm.client.wait(generations)
         assert llm.stats().num_recoveries == 1
