@@ -244,11 +244,14 @@ def make_api(
     api_key: str | None = None,
     access: Access | None = None,
     sizes: SchedulerLimits = LIMITS,
+    **options: Any,
 ) -> Api:
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
-    return Api(client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits)
+    return Api(
+        client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits, **options
+    )
 
 
 class Server:
@@ -270,9 +273,10 @@ def serve(
     access: Access | None = None,
     send_buffer: int | None = None,
     address: str = "127.0.0.1",
+    **options: Any,
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
-    the system takes for a client that does not read, by default some MiB.
+    the system takes for a client that does not read, by default some MiB. `options`: of `Api`.
     """
     engine = ScriptedEngine(script, step_s)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -280,7 +284,7 @@ def serve(
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listening.bind((address, 0))
-        api = make_api(engine, limits, api_key, access)
+        api = make_api(engine, limits, api_key, access, **options)
         config = server_config(api, log_level="error", backlog=4096)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=_run, args=(server, listening), daemon=True)
