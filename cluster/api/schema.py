@@ -110,15 +110,24 @@ class Generate(Model):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, structure: StructuredOutputs | None
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        structure: StructuredOutputs | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """The sampling parameters. Raises `RequestError` for a value that is not possible."""
+        """The sampling parameters. `prompt_logprobs`: in place of the field, if the answer needs
+        more. Raises `RequestError` for a value that is not possible.
+        """
         names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
+        wanted = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         return SamplingParams.from_dict(
             values
             | {
@@ -126,6 +135,7 @@ class Generate(Model):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
+                "prompt_logprobs": max(wanted) if wanted else None,
             }
         )
 

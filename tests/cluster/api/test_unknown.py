@@ -183,7 +183,16 @@ HARMLESS_ELSEWHERE = {
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("enable_thinking", "reasoning_effort", "reasoning", "thinking", "background", "include"),
     *("max_tool_calls", "truncation", "access_programs", "background_options"),
-    *("context_management", "image", "metadata", "store"),
+    *(
+        "context_management",
+        "image",
+        "metadata",
+        "store",
+        "client_metadata",
+        "diagnostics",
+        "speed",
+    ),
+    *("user_profile_id", "cache_control", "inference_geo", "betas"),
 }
 
 
