@@ -158,6 +158,7 @@ def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None
         ("n", 1, 2),
         ("echo", False, True),
         ("logprobs", 0, 3),
+        ("prompt_logprobs", False, 0),
         ("return_token_ids", False, True),
         ("logit_bias", {}, {"5": 1}),
         ("min_tokens", 0, 1),
