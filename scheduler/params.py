@@ -27,15 +27,14 @@ def _parameter(
     low: float | None = None,
     high: float | None = None,
     whole: bool = False,
-    help: str = "",
+    help: str,
+    has_flag: bool = True,
 ) -> Any:
     """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from
-    `low` to `high`.
-
-    One with `help` has a flag on the command line.
+    `low` to `high`. `has_flag`: on the command line.
     """
-    limits = {"default": default, "low": low, "high": high, "whole": whole, "help": help}
-    return dataclasses.field(default=None, metadata=limits)
+    limits = {"default": default, "low": low, "high": high, "whole": whole}
+    return dataclasses.field(default=None, metadata=limits | {"help": help, "has_flag": has_flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,8 @@ class Sampling:
     set.
 
     `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report,
-    -1 for no logprobs. `stop_token_ids` holds every id that ends the sequence, those of the
-    checkpoint included.
+    -1 for no logprobs; `prompt_logprobs` is the same for the tokens of the prompt.
+    `stop_token_ids` holds every id that ends the sequence, those of the checkpoint included.
     """
 
     seed: int
@@ -61,6 +60,7 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +140,14 @@ class SamplingParams:
     token. min_p in [0, 1]. seed: any 64-bit number; the engine's is the same modulo 2**63.
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
     presence_penalty, frequency_penalty: in [-2, 2], over the output. logit_bias: token id to a bias
-    in [-100, 100]. logprobs: number of alternatives, 0 to 20. stop: the text ends before the first
-    match; in a conversation, reasoning is not searched. stop_token_ids: ids that end the sequence
-    besides the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of
-    outputs, each with its own seed. stream_interval: a stream brings the first token, then this
-    many at a time; a stop string is noticed when they come. structured_outputs: what the answer
-    must match, after the reasoning; not with min_tokens or ignore_eos. How long lists and texts may
-    be is said in `scheduler/bounds.py`.
+    in [-100, 100]. logprobs: number of alternatives, 0 to 20; prompt_logprobs: the same for each
+    token of the prompt, given those before it. max_tokens: 0 only with prompt_logprobs. stop: the
+    text ends before the first match; in a conversation, reasoning is not searched. stop_token_ids:
+    ids that end the sequence besides the checkpoint's end-of-sequence ids, which `ignore_eos`
+    switches off. n: number of outputs, each with its own seed. stream_interval: a stream brings the
+    first token, then this many at a time; a stop string is noticed when they come.
+    structured_outputs: what the answer must match, after the reasoning; not with min_tokens or
+    ignore_eos. How long lists and texts may be is said in `scheduler/bounds.py`.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -159,28 +160,76 @@ class SamplingParams:
     min_p: float | None = _parameter(
         0.0, low=0.0, high=1.0, help="Least share of the best token's probability."
     )
-    repetition_penalty: float | None = _parameter(1.0, low=0.0, high=100.0, help="1 means none.")
-    presence_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
-    frequency_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
-    logit_bias: Mapping[int, float] | None = _parameter()
-    seed: int | None = _parameter(low=-SEED_LIMIT, high=SEED_LIMIT - 1, whole=True)
+    repetition_penalty: float | None = _parameter(
+        1.0, low=0.0, high=100.0, help="Over prompt and output; 1 means none."
+    )
+    presence_penalty: float | None = _parameter(
+        0.0, low=-2.0, high=2.0, help="Over the output; 0 means none."
+    )
+    frequency_penalty: float | None = _parameter(
+        0.0, low=-2.0, high=2.0, help="Over the output, per occurrence; 0 means none."
+    )
+    logit_bias: Mapping[int, float] | None = _parameter(
+        help="Token id to a number from -100 to 100.", has_flag=False
+    )
+    seed: int | None = _parameter(
+        low=-SEED_LIMIT,
+        high=SEED_LIMIT - 1,
+        whole=True,
+        help="Any 64-bit number; the same seed gives the same tokens. Drawn if unset; the flag"
+        " `--seed` is the engine's.",
+        has_flag=False,
+    )
     stop: str | tuple[str, ...] | list[str] | None = _parameter(
         help="End the output before this text; may be repeated."
     )
-    stop_token_ids: tuple[int, ...] | list[int] | None = _parameter()
+    stop_token_ids: tuple[int, ...] | list[int] | None = _parameter(
+        help="Ids that end the output besides the checkpoint's own: those of its config.json,"
+        " generation_config.json, tokenizer and chat template (the end of a turn) together.",
+        has_flag=False,
+    )
     min_tokens: int | None = _parameter(
         0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens."
     )
     max_tokens: int | None = _parameter(
-        256, low=1, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
+        256, low=0, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
-    logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
-    n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
-    stream_interval: int | None = _parameter(
-        1, low=1, high=2**31 - 1, whole=True, help="Tokens per event of a stream."
+    logprobs: int | None = _parameter(
+        low=0,
+        high=MAX_LOGPROBS,
+        whole=True,
+        help=f"Alternatives to report per token, 0 to {MAX_LOGPROBS}, from the raw logits.",
+        has_flag=False,
     )
-    structured_outputs: StructuredOutputs | None = _parameter()
+    prompt_logprobs: int | None = _parameter(
+        low=0,
+        high=MAX_LOGPROBS,
+        whole=True,
+        help="The same for each token of the prompt, given those before it; max_tokens may then be"
+        " 0. Such a request computes its whole prompt: it reads no cached prefix.",
+        has_flag=False,
+    )
+    n: int | None = _parameter(
+        1,
+        low=1,
+        high=128,
+        whole=True,
+        help="Outputs per request; they share the prompt's blocks, and each has its own seed.",
+    )
+    stream_interval: int | None = _parameter(
+        1,
+        low=1,
+        high=2**31 - 1,
+        whole=True,
+        help="A stream brings the first token, then so many at a time, or what there is after 2 s;"
+        " a stop string is noticed with them.",
+    )
+    structured_outputs: StructuredOutputs | None = _parameter(
+        help="What the answer must match: one of json, json_object, regex, choice, structural_tag;"
+        " not with min_tokens or ignore_eos.",
+        has_flag=False,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -194,6 +243,12 @@ class SamplingParams:
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
             raise RequestError(
                 f"ignore_eos must be true or false, got {shown(self.ignore_eos)}", "ignore_eos"
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                f"max_tokens must be a whole number between 1 and {2**31 - 1}, got 0; 0 is possible"
+                " with prompt_logprobs, and with echo in a completion, to ask for the prompt alone",
+                "max_tokens",
             )
         self._check_structured_outputs()
         _check_stop(self.stop)
@@ -263,7 +318,10 @@ class SamplingParams:
                 "top_k": max(0, full.top_k or 0),
                 "logit_bias": tuple(sorted((full.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
+                # What is generated for a `max_tokens` of 0 is dropped where the output is made.
+                "max_tokens": max(1, full.max_tokens or 0),
                 "logprobs": -1 if full.logprobs is None else full.logprobs,
+                "prompt_logprobs": -1 if full.prompt_logprobs is None else full.prompt_logprobs,
             }
         )
 

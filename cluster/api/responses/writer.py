@@ -183,7 +183,7 @@ class ResponseWriter:
                 events += self._opened(kind)
                 self._texts.append(text)
                 form = self._forms[kind]
-                delta = {form.place: 0, "delta": text}
+                delta: dict[str, Any] = {form.place: 0, "delta": text}
                 if kind == "message":
                     delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
                     self._num_logprobs_sent += len(delta["logprobs"])
