@@ -92,6 +92,7 @@ class Recorder:
 
 def write(requests: list[Recorded], folder: Path, program: str) -> None:
     """Write the bodies of one program, those whose form is new."""
+    folder.mkdir(parents=True, exist_ok=True)
     forms: set[str] = set()
     number = 0
     for request in requests:
@@ -137,7 +138,7 @@ class Neutral:
                 return json.dumps(self.of(json.loads(text), "arguments"))
             except ValueError:
                 pass
-        return "Some words." if key not in ("arguments", "input") else "Some words."
+        return "Some words."
 
 
 def _different(tools: list[Any]) -> list[Any]:

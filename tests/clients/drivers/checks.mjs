@@ -32,7 +32,7 @@ export function outputOf(command, args, env = {}, input = "") {
   const done = spawnSync(command, args, options);
   console.log(done.stdout, done.stderr);
   if (done.status !== 0) {
-    const end = `${done.stdout?.slice(-300)} ${done.stderr?.slice(-300)}`;
+    const end = `${done.stderr?.slice(-200)} ${done.stdout?.slice(-200)}`;
     throw new Error(`${command} ended with ${done.status ?? done.signal}: ${end}`);
   }
   return done.stdout;
