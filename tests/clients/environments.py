@@ -71,7 +71,9 @@ class Environment:
 def _npm(path: Path, *packages: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "package.json").write_text('{"private": true}')
-    _run("npm", "install", "--prefix", path, "--no-audit", "--no-fund", "--loglevel=error", *packages)
+    _run(
+        "npm", "install", "--prefix", path, "--no-audit", "--no-fund", "--loglevel=error", *packages
+    )
 
 
 def _run(*command: str | Path) -> None:

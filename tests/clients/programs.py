@@ -72,12 +72,28 @@ PROGRAMS: tuple[Program, ...] = (
         does="agents over chats, responses and messages",
     ),
     _python("openai-agents", "openai-agents==0.24.0", does="agents over chats and responses"),
-    _python("smolagents", "smolagents[openai]==1.26.0", does="agents that call tools, that write code"),
+    _python(
+        "smolagents", "smolagents[openai]==1.26.0", does="agents that call tools, that write code"
+    ),
     _python("aider", "aider-chat==0.86.2", does="one edit of a file", limit_s=240),
     _python("lm-eval", "lm-eval[api]==0.4.13", does="a task of chats", engine="model", limit_s=240),
-    _python("inspect-ai", "inspect-ai==0.3.285", "openai==3.57.0", does="an evaluation with a tool"),
-    _python("guidellm", "guidellm==0.8.1", does="a benchmark of chats", engine="model", limit_s=240),
-    _node("claude-code", "@anthropic-ai/claude-code@2.1.332", does="five turns with tools", limit_s=240),
+    _python(
+        "inspect-ai", "inspect-ai==0.3.285", "openai==3.57.0", does="an evaluation with a tool"
+    ),
+    _python(
+        "guidellm",
+        "guidellm==0.8.1",
+        "torch==2.13.0",
+        does="a benchmark of chats",
+        engine="model",
+        limit_s=240,
+    ),
+    _node(
+        "claude-code",
+        "@anthropic-ai/claude-code@2.1.332",
+        does="five turns with tools",
+        limit_s=240,
+    ),
     _node("codex", "@openai/codex@0.171.0", does="five turns with tools", limit_s=240),
     _node("opencode", "opencode-ai@1.18.33", does="turns with tools", limit_s=240),
     _node("qwen-code", "@qwen-code/qwen-code@0.24.4", does="turns with tools", limit_s=240),

@@ -21,18 +21,19 @@ MAX_TOOLS = 6
 _HEADERS = ("accept", "anthropic-beta", "anthropic-version", "openai-beta")
 # Keys whose texts say what something is.
 _KEPT = frozenset(
-    ("type role name model format required enum effort status tool_choice verbosity summary detail")
-    .split()
-    + ["service_tier", "truncation", "include", "reasoning_effort", "display", "ttl", "syntax"]
-    + ["$schema", "$ref", "pattern", "phase", "schema", "mode", "context", "execution", "keep"]
-    + ["modalities", "prompt_cache_retention", "betas", "scope", "edit", "source", "clear"]
+    """
+    type role name model format required enum effort status tool_choice verbosity summary detail
+    service_tier truncation include reasoning_effort display ttl syntax phase schema mode context
+    execution keep modalities prompt_cache_retention betas scope edit source clear pattern $schema
+    $ref
+    """.split()  # noqa: SIM905
 )
 _IDS = frozenset(("id", "call_id", "tool_call_id", "tool_use_id"))
 
 
 @dataclass
 class Recorded:
-    """One request and the status of its answer; `reason`: the body of an answer that is an error."""
+    """One request and the status of its answer; `reason`: what an error says."""
 
     method: str
     path: str  # with the query
@@ -83,7 +84,7 @@ class Recorder:
         async def send_part(message: Message) -> None:
             recorded.status = message.get("status", recorded.status)
             body = message.get("body", b"")
-            if recorded.status >= 400 or b'"error"' in body[:200]:
+            if recorded.status >= 400 or b'"error":{' in body[:200]:
                 recorded.reason += body
             await send(message)
 

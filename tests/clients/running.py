@@ -55,15 +55,15 @@ def run(environment: Environment, url: str) -> Outcome:
         home, work = Path(scratch, "home"), Path(scratch, "work")
         home.mkdir()
         work.mkdir()
-        # Beside the packages: there node looks for them.
-        for path in DRIVERS.glob("*" if program.kind == "python" else "*.mjs"):
-            if path.is_file():
-                shutil.copy(path, environment.path / path.name)
+        # Beside the packages, where node looks for them, and not by the name of a package.
+        driver = environment.path / f"driver{DRIVERS.joinpath(program.driver).suffix}"
+        shutil.copy(DRIVERS / program.driver, driver)
+        shutil.copy(DRIVERS / f"checks{driver.suffix}", environment.path)
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ} | _QUIET
         variables["PATH"] = ":".join([*map(str, environment.commands), variables["PATH"]])
         variables |= {"HOME": str(home), "SERVER_URL": url, "SERVER_KEY": API_KEY}
         variables["SERVER_MODEL"] = MODEL_NAME
-        command = [str(environment.interpreter), str(environment.path / program.driver)]
+        command = [str(environment.interpreter), str(driver)]
         return _outcome(*_run(command, work, variables, program.limit_s))
 
 

@@ -30,8 +30,8 @@ _NO_THINKING = """
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """The default model's tokenizer with a template that, as Qwen3's, ends the thinking of an answer
-    when it is off.
+    """The default model's tokenizer with a template that, as Qwen3's, ends the thinking if that is
+    off.
     """
     for path in Path(DEFAULT_MODEL_DIR).glob("*.json"):
         shutil.copy(path, folder)
@@ -49,10 +49,11 @@ def answer(prompt: str) -> str:
     if not prompt.endswith(("assistant\n", "</think>\n\n")):
         return " and so on."  # a prompt that is no chat
     turns = [(role, text) for role, text in _TURN.findall(prompt)][:-1]
-    asked, num_results = _last_question(turns)
-    calls = [(name, arguments) for name, arguments in _CALL.findall(asked) if name in _offered(prompt)]
-    if num_results < len(calls):
-        name, arguments = calls[num_results]
+    asked, num_answers = _last_question(turns)
+    offered = _offered(prompt)
+    calls = [(name, arguments) for name, arguments in _CALL.findall(asked) if name in offered]
+    if num_answers < len(calls):
+        name, arguments = calls[num_answers]
         call = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
         return f"{thought}Let me see.\n<tool_call>\n{call}\n</tool_call>"
     said = _SAY.findall(asked)
@@ -66,16 +67,13 @@ def script(tokenizer: Tokenizer, request: Request) -> str:
 
 
 def _last_question(turns: list[tuple[str, str]]) -> tuple[str, int]:
-    """The last message of a user, the last one with directives if any, and how many results of tools
-    came after it.
-    """
-    num_results = 0
+    """The last message of a user that has directives, and how many answers came after it."""
+    num_answers = 0
     for role, text in reversed(turns):
-        if "<tool_response>" in text and not _SAY.search(text):
-            num_results += text.count("<tool_response>")
-        elif role == "user" and (_SAY.search(text) or _CALL.search(text)):
-            return text, num_results
-    return "", num_results
+        if role == "user" and (_SAY.search(text) or _CALL.search(text)):
+            return text, num_answers
+        num_answers += role == "assistant"
+    return "", num_answers
 
 
 def _offered(prompt: str) -> set[str]:

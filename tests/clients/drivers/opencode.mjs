@@ -5,7 +5,7 @@ import { KEY, MODEL, V1, equal, ok, outputOf, run } from "./checks.mjs";
 const provider = {
   npm: "@ai-sdk/openai-compatible",
   options: { baseURL: V1, apiKey: KEY },
-  models: { [MODEL]: { name: MODEL, reasoning: true, tool_call: true } },
+  models: { [MODEL]: { name: MODEL, reasoning: true, tool_call: true, interleaved: { field: "reasoning_content" } } },
 };
 const settings = { provider: { here: provider }, autoupdate: false, share: "disabled" };
 writeFileSync("opencode.json", JSON.stringify(settings));
