@@ -26,6 +26,11 @@ export async function run(...checks) {
   }
 }
 
+// Say why something could not be checked.
+export function left(name, reason) {
+  console.log(`left ${name} ${reason}`);
+}
+
 // What a command prints; throws if it fails or takes too long.
 export function outputOf(command, args, env = {}, input = "") {
   const options = { encoding: "utf8", timeout: 100_000, env: { ...process.env, ...env }, input };

@@ -38,6 +38,11 @@ def run(*checks: Callable[[], None]) -> None:
             print(f"ok {name}", flush=True)
 
 
+def left(name: str, reason: str) -> None:
+    """Say why something could not be checked."""
+    print(f"left {name} {reason}", flush=True)
+
+
 def equal(value: object, wanted: object) -> None:
     """Raise `AssertionError` with both values unless they are equal."""
     assert value == wanted, f"{value!r}, not {wanted!r}"
