@@ -1,5 +1,6 @@
 """Eagleray's command line.
 
+    python launch.py --tp 2                          a conversation in the terminal (chat)
     python launch.py generate "What is 47 + 38?" --tp 2
     python launch.py generate --input requests.jsonl --output answers.jsonl --model DIR_OR_HUB_ID
     python launch.py serve --model DIR_OR_HUB_ID --tp 2 --port 8000
@@ -34,13 +35,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
 
+
+class _ChatByDefault(typer.core.TyperGroup):
+    """Flags without a command are those of `chat`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_flag = bool(args) and args[0].startswith("-") and args[0] not in ("--help", "-h")
+        return super().parse_args(ctx, ["chat", *args] if is_flag else args)
+
+
 app = typer.Typer(
+    cls=_ChatByDefault,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -155,6 +167,16 @@ def generate(
             raw=raw,
         )
     )
+
+
+@app.command()
+@_with_flags
+def chat(*, config: EngineConfig, defaults: SamplingParams) -> None:
+    """Talk with the model in the terminal; also without a command: launch.py --tp 2."""
+    _start_logging(config.log_level)
+    from cluster.commands.chat import run_chat  # loads Ray
+
+    run_chat(config, defaults)
 
 
 def _made_up(flag: str, text: str, default: float) -> Any:

@@ -83,7 +83,7 @@ HTTP: Mapping[str, Bound] = {
     "body": _bound(
         8 * MIB,
         "bytes",
-        "the body (`max_body_bytes`)",
+        "the body, decoded (`max_body_bytes`)",
         "a context of 262,144 tokens is about 1 MiB of text",
     ),
     "bodies": _bound(

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import cluster
 import cluster.commands.bench
+import cluster.commands.chat
 import cluster.commands.doctor
 import cluster.commands.generate
 import cluster.serve.run
@@ -362,6 +363,7 @@ SAMPLING_FLAGS = {
 }
 FLAGS = {
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--input", "--output", "--raw"},
+    "chat": ENGINE_FLAGS | SAMPLING_FLAGS,
     "serve": (
         ENGINE_FLAGS
         | SAMPLING_FLAGS
@@ -570,6 +572,19 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
             raw=True,
         )
     ]
+
+
+@pytest.mark.parametrize("command", [["chat"], []])
+def test_flags_without_a_command_are_those_of_a_chat(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    chats: list[tuple[EngineConfig, SamplingParams]] = []
+    monkeypatch.setattr(
+        cluster.commands.chat, "run_chat", lambda config, params: chats.append((config, params))
+    )
+    result = invoke(*command, "--tp", "2", "--temperature", "0.5")
+    assert result.exit_code == 0
+    assert chats == [(EngineConfig(tensor_parallel_size=2), SamplingParams(temperature=0.5))]
 
 
 def test_every_flag_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ class Access:
                 401,
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
             )
 
     def _is_host_allowed(self, host: str) -> bool:
@@ -146,6 +147,7 @@ def _is_bound_to_loopback(host: str | None) -> bool:
     """Whether a server that listens on `host` can be reached from this machine only."""
     if not host:
         return False
+    host = host.strip("[]")  # as an IPv6 address is written before a port
     if _is_loopback(host.lower()):
         return True
     try:

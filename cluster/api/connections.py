@@ -2,42 +2,48 @@
 pipelined requests and slow clients.
 
 A connection that sends no complete head in time is closed, as is one whose request goes on after
-its answer; a head that is too large is answered with 431. The time of a body is the application's
-matter (`app.py`), which knows whether it wants one. A connection that takes nothing of its answer
-for some time is dropped: closing it would wait for that.
+its answer; a head that is too large is answered with 431. The time of a body is the matter of
+`exchange.py`, which knows whether it wants one. A connection that takes nothing of its answer for
+some time is dropped: closing it would wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.api.app import Api
+from cluster.api.errors import HttpError, body_of, headers_of, status_of
+from cluster.api.exchange import JsonResponse
 from scheduler.bounds import HTTP
+from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
-_REFUSAL = (
-    b"HTTP/1.1 %s\r\n"
-    b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-)
-_TOO_MANY_BODY = (
-    b'{"error": {"message": "at most %d connections are possible, and all have requests; try again'
-    b' later", "type": "overloaded_error", "param": null, "code": "overloaded"}}'
-)
-_TOO_LARGE_BODY = (
-    b'{"error": {"message": "the headers are too large; at most %d bytes and %d headers are'
-    b' possible", "type": "invalid_request_error", "param": null, "code": null}}'
-) % (HTTP["head"].most, HTTP["headers"].most)
 # Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
 _FRAME = 8
 
 
 class _TooMuchError(Exception):
     """The bytes exceed a bound. Ends the parsing of what has been received."""
+
+
+class _OldCycle(RequestResponseCycle):
+    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer whose
+    length is not said ends with the connection, as the base has it with every answer.
+    """
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if b"content-length" not in dict(message["headers"]):
+                self.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self.expected_content_length:
+            self.expected_content_length = len(message["body"])
+        await super().send(message)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -70,9 +76,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.without_request[self] = None
             self._close_after(self.head_timeout_s)
         else:
-            body = _TOO_MANY_BODY % self.max_connections
-            self._refuse(b"503 Service Unavailable", body)
-            self._close()
+            most = self.max_connections
+            reason = f"at most {most} connections are possible, and all have requests; try again"
+            self._refuse(OverloadedError(f"{reason} later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
@@ -158,6 +164,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _OldCycle  # the base makes it, and its task has not begun
+            self.cycle.waiting_for_100_continue = False
         self._num_waiting += 1
 
     def on_body(self, body: bytes) -> None:
@@ -186,14 +195,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be read, unless this would end up in the middle of another answer."""
-        if self._is_head_too_large and not self._num_waiting:
-            self._refuse(b"431 Request Header Fields Too Large", _TOO_LARGE_BODY)
-        elif not self._num_waiting:
-            super().send_400_response(msg)
-        self._close()
+        most, most_headers = HTTP["head"].most, HTTP["headers"].most
+        if self._num_waiting:
+            self._close()
+        elif self._is_head_too_large:
+            reason = f"at most {most} bytes and {most_headers} headers are possible"
+            self._refuse(HttpError(431, f"the headers are too large; {reason}"))
+        else:
+            self._refuse(HttpError(400, "this is not a request of HTTP/1.1 or HTTP/1.0"))
 
-    def _refuse(self, status: bytes, body: bytes) -> None:
-        self.transport.write(_REFUSAL % (status, len(body), body))
+    def _refuse(self, error: EaglerayError) -> None:
+        """Answer a connection for which there is no exchange, and close it."""
+        status, body = HTTPStatus(status_of(error)), JsonResponse(body_of(error)).body
+        headers = {"content-type": "application/json", "connection": "close"} | headers_of(error)
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self._close()
 
     def _drop_oldest(self) -> bool:
         """Drop the connection that has gone without a complete request for the longest time. False

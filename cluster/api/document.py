@@ -13,11 +13,12 @@ from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Model,
     TokenizeRequest,
 )
 
 REFERENCE = "#/components/schemas/{model}"
-POST: dict[str, tuple[type[BaseModel], str]] = {
+POST: dict[str, tuple[type[Model], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, as items of a response."),
@@ -35,27 +36,24 @@ GET = {
     "/version": "The version.",
     "/metrics": "Counters for Prometheus.",
 }
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """What a refused request is answered with."""
+
+    error: ErrorDetails
 
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = [(model, "validation") for model, _ in POST.values()]
+    models = [(model, "validation") for model in (Error, *(model for model, _ in POST.values()))]
     _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
     paths: dict[str, Any] = {}
     for path, (model, summary) in POST.items():
@@ -71,7 +69,7 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {"title": "Eagleray", "version": version},
         "paths": paths,
         "components": {
-            "schemas": definitions["$defs"] | {"Error": ERROR},
+            "schemas": definitions["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

@@ -36,10 +36,17 @@ class HttpError(EaglerayError):
     """An error answer for which the error tree has no class, such as 404."""
 
     def __init__(
-        self, status: int, message: str, *, parameter: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        parameter: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.parameter, self.code = status, parameter, code
+        self.headers = headers or {}
 
 
 def status_of(error: BaseException) -> int:
@@ -75,10 +82,9 @@ def messages_body_of(error: BaseException) -> dict[str, Any]:
 
 def headers_of(error: BaseException) -> dict[str, str]:
     """Headers that go with an error."""
-    status = status_of(error)
-    if status == 503:
-        return {"retry-after": str(RETRY_AFTER_S)}
-    return {"www-authenticate": "Bearer"} if status == 401 else {}
+    if isinstance(error, HttpError):
+        return error.headers
+    return {"retry-after": str(RETRY_AFTER_S)} if status_of(error) == 503 else {}
 
 
 def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:

@@ -248,15 +248,17 @@ def serve(
     api_key: str | None = None,
     access: Access | None = None,
     send_buffer: int | None = None,
+    address: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
     the system takes for a client that does not read, by default some MiB.
     """
     engine = ScriptedEngine(script, step_s)
-    with socket.socket() as listening:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listening:
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        listening.bind(("127.0.0.1", 0))
+        listening.bind((address, 0))
         api = make_api(engine, limits, api_key, access)
         config = server_config(api, log_level="error", backlog=4096)
         server = uvicorn.Server(config)
@@ -265,7 +267,8 @@ def serve(
         while not server.started:
             time.sleep(0.01)
         connections = server.server_state.connections
-        yield Server(api, engine, f"http://127.0.0.1:{listening.getsockname()[1]}", connections)
+        host = f"[{address}]" if ":" in address else address
+        yield Server(api, engine, f"http://{host}:{listening.getsockname()[1]}", connections)
         server.should_exit = True
         thread.join(10)
         engine.close()

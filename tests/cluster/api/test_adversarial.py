@@ -14,7 +14,7 @@ from cluster.api import parser as parser_module
 from cluster.api import replies
 from cluster.api.messages.writer import MessageWriter
 from cluster.api.parser import MAX_DEPTH, ToolCall
-from cluster.api.replies import ChatWriter, encode_json, event
+from cluster.api.replies import ChatWriter, encode_json, event, json_pieces
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
@@ -260,12 +260,19 @@ def test_calls_with_unusual_arguments_are_calls(api: str, name: str) -> None:
         assert streamed == whole == [("call", want[api])]
 
 
-@pytest.mark.parametrize("char", ["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x1c", "\ud800"])
+# All that Python's `str.splitlines` takes for the end of a line, and half of a pair.
+LINE_ENDS = [char for char in map(chr, range(0x3000)) if len(f"a{char}b".splitlines()) > 1]
+
+
+@pytest.mark.parametrize("char", [*LINE_ENDS, "\ud800"])
 def test_no_character_breaks_an_event(char: str) -> None:
+    assert len(LINE_ENDS) == 10
     body = {f"key{char}": f"a{char}\nb"}
     [line, empty, rest] = event(body).decode().split("\n")
     assert not empty and not rest and line.splitlines() == [line]
     assert read(line.removeprefix("data: ")) == body
+    whole = b"".join(json_pieces({"choices": [body], "ids": iter([body])})).decode()
+    assert whole.splitlines() == [whole] and read(whole)["choices"] == [body]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from cluster.api.app import MAX_TOKENIZING, MAX_TRACING, TOKENIZERS
+from cluster.api.app import MAX_TRACING
+from cluster.api.runner import MAX_TOKENIZING, TOKENIZERS
 from cluster.api.workers import Workers
 from scheduler.errors import OverloadedError
 from tests.cluster.api.scripted import TOKENIZER, serve, wait_until
@@ -90,7 +91,9 @@ def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
             return httpx.post(f"{url}/tokenize", json={"prompt": "long text"}, timeout=30)
 
         with many(tokenize, count) as statuses:
-            wait_until(lambda: server.api._tokenizing._num_calls == TOKENIZERS + MAX_TOKENIZING)
+            wait_until(
+                lambda: server.api.runner.tokenizing._num_calls == TOKENIZERS + MAX_TOKENIZING
+            )
             prompt = {"prompt": "Hi", "max_tokens": 2}
             answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=10)
             assert answer.status_code == 200

@@ -44,7 +44,7 @@ def _schema(schema: Any, **fields: Any) -> tuple[str, Body]:
     return _chat(response_format=form, **fields)
 
 
-# One function per kind, since some bodies take megabytes: (path, body).
+# One function per kind, since some bodies take megabytes as objects: (path, body).
 HOSTILE: dict[str, Callable[[], tuple[str, Body]]] = {
     "prompt of empty objects": lambda: ("/v1/completions", {"prompt": [{}] * 2_000_000}),
     "messages of empty objects": lambda: (
@@ -94,31 +94,38 @@ def _deep(depth: int) -> Any:
 
 
 class Attack(threading.Thread):
-    """Sends hostile requests in turn, one at a time, until stopped."""
+    """Sends hostile requests in turn, one at a time, until stopped.
+
+    Their bytes are made before: what it costs the attacker to write two million empty objects must
+    not count as what they do to a server on the same cores.
+    """
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
         self._port = port
         self._stopped = threading.Event()
+        self._requests: dict[str, tuple[str, bytes]] = {}
+        for name, make in HOSTILE.items():
+            path, body = make()
+            self._requests[name] = path, json.dumps(body).encode()
         self.answers: dict[str, Counter[str]] = {name: Counter() for name in HOSTILE}
 
     def run(self) -> None:
-        for name in itertools.cycle(HOSTILE):
+        for name in itertools.cycle(self._requests):
             if self._stopped.is_set():
                 return
-            path, body = HOSTILE[name]()
-            self.answers[name][self._send(path, body)] += 1
+            self.answers[name][self._send(*self._requests[name])] += 1
 
     def stop(self) -> None:
         self._stopped.set()
         self.join(2 * ANSWER_LIMIT_S)
 
-    def _send(self, path: str, body: Body) -> str:
+    def _send(self, path: str, body: bytes) -> str:
         """The status of the answer, or what happened to the connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_LIMIT_S)
         try:
             headers = {"content-type": "application/json"}
-            connection.request("POST", path, json.dumps(body), headers)
+            connection.request("POST", path, body, headers)
             return str(connection.getresponse().status)
         except (OSError, http.client.HTTPException) as error:
             return type(error).__name__
@@ -186,12 +193,12 @@ def main() -> None:
     port = free_port()
     command = [sys.executable, "launch.py", "serve", "--tp", "2", "--port", str(port)]
     with running(command, port) as session:
+        attack = Attack(port)
         good_streams(port, args.streams, 1.0)
         time.sleep(SPARES_S)
         memory = Memory(session)
         alone = good_streams(port, args.streams, max(5.0, args.seconds / 5))
         memory.start()
-        attack = Attack(port)
         attack.start()
         beside = good_streams(port, args.streams, args.seconds)
         attack.stop()

@@ -1,0 +1,126 @@
+"""`launch.py chat` as a user runs it: in a pseudo-terminal, and from a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from configs.paths import CHECKOUT
+from tests.cluster.processes import family, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
+
+LIMIT_S = 90.0
+QUESTION = "What is 47 + 38?"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A program in a pseudo-terminal of its own, typed at and read like a user does."""
+
+    def __init__(self, *args: str) -> None:
+        self._fd, theirs = pty.openpty()
+        command = ["setsid", "--ctty", sys.executable, "launch.py", *args]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, cwd=CHECKOUT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        )
+        os.close(theirs)
+        self.text = ""  # what has been shown since `wait_for` last returned
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """What is shown up to the end of the first match."""
+        until_s = time.monotonic() + LIMIT_S
+        while not (match := re.search(pattern, self.text)):
+            left_s = until_s - time.monotonic()
+            assert left_s > 0, f"no {pattern!r} in {self.text!r}"
+            if select.select([self._fd], [], [], left_s)[0]:
+                shown = os.read(self._fd, 65536).decode(errors="replace")
+                self.text += _ESCAPES.sub("", shown).replace("\r", "")
+        shown, self.text = self.text[: match.end()], self.text[match.end() :]
+        return shown
+
+    def ask(self, line: str) -> str:
+        """Type a line; what is shown between it and the next prompt."""
+        self.type(f"{line}\n")
+        self.wait_for(re.escape(line) + "\n")
+        return self.wait_for(r"> $").removesuffix("> ").strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    terminal = Terminal(*request.param)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.parametrize("terminal", [["--tp", "2"]], indirect=True)
+def test_a_conversation_remembers_forgets_and_tells_what_it_took(terminal: Terminal) -> None:
+    terminal.wait_for(r"> $")
+    assert terminal.ask(QUESTION) == "85"
+    first = terminal.ask("/stats")
+    terminal.type("What is \\\n")
+    terminal.wait_for(r"\n\.\.\. $")
+    assert terminal.ask("82 - 35?")
+    second = terminal.ask("/stats")
+    assert num_before(second) > num_before(first) + 10
+    assert terminal.ask("/new") == ""
+    assert terminal.ask(QUESTION) == "85"
+    assert num_before(terminal.ask("/stats")) == num_before(first)
+    assert terminal.ask("/system Be brief.") == ""
+    assert terminal.ask(QUESTION) == "85"
+    assert num_before(terminal.ask("/stats")) > num_before(first)
+    assert "/help" in terminal.ask("/nonsense")
+    terminal.type("\x04")
+    assert terminal.process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    "terminal", [["chat", "--ignore-eos", "--max-tokens", "900"]], indirect=True
+)
+def test_ctrl_c_ends_an_answer_and_then_the_program(terminal: Terminal) -> None:
+    terminal.wait_for(r"> $")
+    terminal.type(f"{QUESTION}\n")
+    terminal.wait_for(r"\?\n.")
+    terminal.type("\x03")
+    terminal.wait_for(r"\[ended: interrupted\]\n> $")
+    assert num_before(terminal.ask("/stats")) > 0, "the engine lives on"
+    terminal.type("\x03")
+    assert terminal.process.wait(LIMIT_S) == 130
+    wait_until(lambda: not family(terminal.process.pid), "the end of all processes", 10.0)
+
+
+def test_every_line_of_a_pipe_is_answered_and_a_refused_one_counts() -> None:
+    done = subprocess.run(
+        [sys.executable, "launch.py", "chat"],
+        cwd=CHECKOUT,
+        input=f"{QUESTION}\n\n/nonsense\nWhat is 82 - 35?",
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout == "85\n47\n"
+    assert done.returncode == 2 and "no command '/nonsense'" in done.stderr
+
+
+def num_before(stats: str) -> int:
+    """The number of prompt tokens that `/stats` tells."""
+    match = re.search(r"(\d+) tokens before", stats)
+    assert match is not None, stats
+    return int(match[1])
