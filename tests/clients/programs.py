@@ -64,7 +64,7 @@ PROGRAMS: tuple[Program, ...] = (
         does="chats and an agent with functions",
     ),
     _python("litellm", "litellm==1.110.2", does="the library: chats, messages, responses"),
-    _python("litellm-proxy", "litellm[proxy]==1.110.2", does="the proxy in front of the server"),
+    _python("litellm-proxy", "litellm[proxy]==1.106.12", does="the proxy in front of the server"),
     _python("instructor", "instructor==1.17.0", does="objects by tools and by JSON schema"),
     _python(
         "pydantic-ai",
@@ -78,7 +78,11 @@ PROGRAMS: tuple[Program, ...] = (
     _python("aider", "aider-chat==0.86.2", does="one edit of a file", limit_s=240),
     _python("lm-eval", "lm-eval[api]==0.4.13", does="a task of chats", engine="model", limit_s=240),
     _python(
-        "inspect-ai", "inspect-ai==0.3.285", "openai==3.57.0", does="an evaluation with a tool"
+        "inspect-ai",
+        "inspect-ai==0.3.285",
+        "openai==3.57.0",
+        "anthropic==2.14.0",
+        does="an evaluation with a tool",
     ),
     _python(
         "guidellm",

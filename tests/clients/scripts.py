@@ -21,7 +21,7 @@ THOUGHT = "The numbers are small."
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 _CALL = re.compile(r"\[\[call (\S+) (\{.*?\})\]\]", re.DOTALL)
 _SAY = re.compile(r"\[\[say (.*?)\]\]", re.DOTALL)
-_OFFERED = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
+_OFFERED = re.compile(r'^\{"type": "function", "function": \{"name": "([^"]+)"', re.MULTILINE)
 _NO_THINKING = """
     {%- if enable_thinking is defined and enable_thinking is false -%}
         {{- '<think>\\n\\n</think>\\n\\n' -}}
@@ -78,5 +78,4 @@ def _last_question(turns: list[tuple[str, str]]) -> tuple[str, int]:
 
 def _offered(prompt: str) -> set[str]:
     """The names of the tools that are offered."""
-    lines = [line for found in _OFFERED.findall(prompt)[:1] for line in found.splitlines()]
-    return {json.loads(line)["function"]["name"] for line in lines}
+    return set(_OFFERED.findall(prompt))

@@ -17,18 +17,18 @@ export async function run(...checks) {
   for (const check of checks) {
     try {
       await check();
-      console.log(`ok ${check.name}`);
+      console.log(`\nok ${check.name}`);
     } catch (error) {
       console.error(error);
       const reason = `${error.name}: ${error.message}`.replace(/\s+/g, " ");
-      console.log(`failed ${check.name} ${reason.slice(0, 500)}`);
+      console.log(`\nfailed ${check.name} ${reason.slice(0, 500)}`);
     }
   }
 }
 
 // Say why something could not be checked.
 export function left(name, reason) {
-  console.log(`left ${name} ${reason}`);
+  console.log(`\nleft ${name} ${reason}`);
 }
 
 // What a command prints; throws if it fails or takes too long.

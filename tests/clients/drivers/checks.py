@@ -33,14 +33,14 @@ def run(*checks: Callable[[], None]) -> None:
         except Exception as error:
             traceback.print_exc()
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"failed {name} {reason[:500]}", flush=True)
+            print(f"\nfailed {name} {reason[:500]}", flush=True)
         else:
-            print(f"ok {name}", flush=True)
+            print(f"\nok {name}", flush=True)
 
 
 def left(name: str, reason: str) -> None:
     """Say why something could not be checked."""
-    print(f"left {name} {reason}", flush=True)
+    print(f"\nleft {name} {reason}", flush=True)
 
 
 def equal(value: object, wanted: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import time
@@ -16,6 +17,7 @@ from checks import ADD, KEY, MODEL, SUM, V1, equal, run
 from openai import OpenAI
 
 START_LIMIT_S = 90
+PROXY_KEY = "sk-7f3a9c2e5b8d1064"  # it refuses to start without one, and with a plain one
 TOOLS: Any = [{"type": "function", "function": ADD}]
 
 
@@ -29,30 +31,31 @@ def proxy() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", port]
-    with subprocess.Popen(command) as process:
+    variables = os.environ | {"LITELLM_MASTER_KEY": PROXY_KEY}
+    with subprocess.Popen(command, env=variables) as process:
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_for(f"{url}/health/liveliness")
+            _wait_for(f"{url}/health/liveliness", process)
             yield url
         finally:
             process.terminate()
 
 
-def _wait_for(url: str) -> None:
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     until_s = time.monotonic() + START_LIMIT_S
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
         except OSError:
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s or process.poll() is not None:
                 raise
             time.sleep(0.5)
 
 
 def ask(url: str, messages: list[Any], **options: Any) -> Any:
     """The answer to a streamed turn, which is added to the messages."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", api_key=PROXY_KEY, max_retries=0)
     asked = {"model": MODEL, "messages": messages} | options
     with client.chat.completions.stream(**asked) as events:
         message = events.get_final_completion().choices[0].message
@@ -80,7 +83,7 @@ with proxy() as address:
     def messages() -> None:
         asked = {"model": MODEL, "max_tokens": 100}
         asked["messages"] = [{"role": "user", "content": "[[say One.]]"}]
-        headers = {"content-type": "application/json", "x-api-key": "sk-any"}
+        headers = {"content-type": "application/json", "x-api-key": PROXY_KEY}
         body = json.dumps(asked).encode()
         request = urllib.request.Request(f"{address}/v1/messages", body, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
