@@ -57,39 +57,57 @@ class EngineConfig:
     )
     revision: str | None = option(None, flag="--revision", help="Revision of a hub id.")
     tensor_parallel_size: int = option(
-        1, flag="--tp", help="Number of tensor-parallel ranks.", at_least=1
+        1,
+        flag="--tp",
+        help="Number of tensor-parallel ranks; must split the heads and the MLP.",
+        at_least=1,
     )
-    device: str = option("auto", flag="--device", choices=DEVICES)
+    device: str = option(
+        "auto",
+        flag="--device",
+        help="cpu or cuda; auto takes cuda where the cluster has a GPU for every rank.",
+        choices=DEVICES,
+    )
     dtype: str = option(
         "auto",
         flag="--dtype",
-        help="auto (the checkpoint's), float32, bfloat16 or float16.",
+        help="float32, bfloat16 or float16 (not on CPU); auto takes the checkpoint's, or float32"
+        " where a processor has no bfloat16, with the weights kept in bfloat16.",
         choices=("auto", *DTYPES),
     )
     quantization: str | None = option(
         None,
         flag="--quantization",
-        help="int8: matrices as 8-bit numbers, half the memory; faster, less exact. CPU only.",
+        help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
+        " exact. Checkpoints of compressed-tensors in that format are read as they are, those of"
+        " GPTQ (4 or 8 bits) as the values that they store.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
         "auto",
         flag="--kv-cache-dtype",
-        help="fp8_e4m3: keys and values as 8-bit numbers, twice the tokens, less exact.",
+        help="fp8_e4m3: keys and values as 8-bit numbers, so twice the tokens fit; less exact,"
+        " slower on a CPU, not with flash-attn.",
         choices=KV_CACHE_DTYPES,
     )
-    attention_backend: str = option("auto", flag="--attention-backend", choices=ATTENTION_BACKENDS)
+    attention_backend: str = option(
+        "auto",
+        flag="--attention-backend",
+        help="On GPUs flash_attn, triton, hybrid (FlashAttention-3 for prompts and Triton for"
+        " decoding, on Hopper) or reference; on CPU cpu, reference, or triton in its interpreter.",
+        choices=ATTENTION_BACKENDS,
+    )
     block_size: int | None = option(
         None,
         flag="--block-size",
-        help="Tokens per KV block; by default the backend's best.",
+        help="Tokens per KV block; by default 64 on CPU, 16 with Triton, 128 with flash-attn 3.",
         at_least=1,
         at_most=2**20,
     )
     num_kv_blocks: int | None = option(
         None,
         flag="--num-kv-blocks",
-        help="Number of KV blocks, instead of a memory size.",
+        help="Number of KV blocks, whatever memory they take.",
         at_least=1,
         at_most=2**31 - 1,  # block ids are 32-bit numbers
     )
@@ -103,47 +121,55 @@ class EngineConfig:
         above=0,
         at_most=1,
     )
-    enable_prefix_caching: bool = option(True, flag="--prefix-caching/--no-prefix-caching")
+    enable_prefix_caching: bool = option(
+        True,
+        flag="--prefix-caching/--no-prefix-caching",
+        help="Share the keys and values of equal prefixes.",
+    )
     max_num_seqs: int | None = option(
         None,
         flag="--max-num-seqs",
-        help="Sequences running at once; by default the device's best.",
+        help="Sequences running at once; by default 64 on CPU, 256 on GPUs.",
         at_least=1,
         at_most=65536,  # each takes a row of the batch's tables
     )
     max_num_batched_tokens: int | None = option(
         None,
         flag="--max-num-batched-tokens",
-        help="Tokens per step; by default the device's best.",
+        help="Tokens per step, at least max_num_seqs; by default 256 on CPU, 8192 on GPUs.",
         at_least=1,
     )
     max_decode_slowdown: float = option(
         3.0,
         flag="--max-decode-slowdown",
-        help="A step with prompts takes at most so many times one without; 0: no limit.",
+        help="Prompts beside sequences that decode may lengthen a step to so many times one that"
+        " only decodes; 0: no limit.",
         above=1,
         or_zero=True,
         at_most=1000,
     )
     max_model_len: int | None = option(
-        None, flag="--max-model-len", help="Tokens of prompt and output.", at_least=2
+        None,
+        flag="--max-model-len",
+        help="Tokens of prompt and output; by default the checkpoint's, at most 40960.",
+        at_least=2,
     )
     enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
     shared_memory: bool = option(
         True,
         flag="--shared-memory/--no-shared-memory",
-        help="Sum over the ranks of a node through memory that they share, not gloo or NCCL.",
+        help="Sum over the ranks of a node through memory that they share, where that is possible,"
+        " instead of gloo or NCCL.",
     )
     num_steps_ahead: int | None = option(
         None,
         flag="--num-steps-ahead",
-        help="Steps submitted beyond the last unread result; 0 waits for each. By default what the "
-        "device needs.",
+        help="Steps submitted beyond the last unread result; by default 1 on CPU, 3 on GPUs.",
         at_least=0,
         at_most=8,  # each starts a thread on every rank
     )
     seed: int | None = option(
-        None, flag="--seed", help="Makes unseeded sampling repeatable.", at_least=0
+        None, flag="--seed", help="Makes requests without a seed repeatable.", at_least=0
     )
     ray_address: str | None = option(
         None, flag="--ray-address", help="Ray cluster to join; local for a new one."
@@ -151,11 +177,14 @@ class EngineConfig:
     wait_for_nodes_s: int = option(
         0,
         flag="--wait-for-nodes-s",
-        help="How long to wait for nodes that the Ray cluster does not have yet.",
+        help="How long to wait for nodes that the cluster does not have yet, such as those of an"
+        " autoscaler.",
         at_least=0,
         at_most=int(MAX_TIMEOUT_S),
     )
-    start_timeout_s: float = option(300.0, above=0, at_most=MAX_TIMEOUT_S)
+    start_timeout_s: float = option(
+        300.0, help="Limit on starting.", above=0, at_most=MAX_TIMEOUT_S
+    )
     stuck_after_s: float = option(
         20.0,
         flag="--stuck-after-s",
@@ -166,11 +195,17 @@ class EngineConfig:
     spares: str = option(
         "warm",
         flag="--spares",
-        help="off; warm: a process per rank that is ready to take its place; loaded: with weights.",
+        help="warm: a process per rank that is ready to take its place; loaded: with its weights"
+        " too, on a CPU; off saves their memory.",
         choices=("off", "warm", "loaded"),
     )
-    step_timeout_s: float = option(120.0, above=0, at_most=MAX_TIMEOUT_S)
-    frontend_timeout_s: float = option(60.0, above=0, at_most=MAX_TIMEOUT_S)
+    step_timeout_s: float = option(120.0, help="Limit on a step.", above=0, at_most=MAX_TIMEOUT_S)
+    frontend_timeout_s: float = option(
+        60.0,
+        help="Limit on the silence of a frontend, whose requests are then aborted.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
     log_level: str = option("info", flag="--log-level", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:

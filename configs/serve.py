@@ -50,8 +50,18 @@ class ServeConfig:
         at_least=1,
         at_most=2**20,
     )
-    upscale_delay_s: float = option(30.0, above=0, at_most=MAX_TIMEOUT_S)
-    downscale_delay_s: float = option(600.0, above=0, at_most=MAX_TIMEOUT_S)
+    upscale_delay_s: float = option(
+        30.0,
+        help="How long load must be above before an engine is added.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
+    downscale_delay_s: float = option(
+        600.0,
+        help="How long load must be below before an engine is ended.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
     served_model_name: str | None = option(
         None, flag="--served-model-name", help="Name in the API; by default that of --model."
     )
@@ -69,6 +79,12 @@ class ServeConfig:
         flag="--allowed-origins",
         help="Sites, separated by commas, whose pages may use a server without a key.",
     )
+    unknown_fields: str = option(
+        "ignore",
+        flag="--unknown-fields",
+        help="Fields of HTTP requests that are not known: ignore, or refuse.",
+        choices=("ignore", "refuse"),
+    )
     max_open_requests: int = option(
         1024,
         flag="--max-open-requests",
@@ -76,9 +92,14 @@ class ServeConfig:
         at_least=1,
         at_most=2**20,
     )
-    max_body_bytes: int = option(8 * 2**20, at_least=1, at_most=2**30)
-    max_messages: int = option(2048, at_least=1, at_most=2**20)
-    slow_reader_timeout_s: float = option(30.0, above=0, at_most=MAX_TIMEOUT_S)
+    max_body_bytes: int = option(8 * 2**20, help="Longest body.", at_least=1, at_most=2**30)
+    max_messages: int = option(2048, help="Longest conversation.", at_least=1, at_most=2**20)
+    slow_reader_timeout_s: float = option(
+        30.0,
+        help="How long a client may take nothing of an answer.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+    )
     drain_timeout_s: float = option(
         300.0,
         flag="--drain-timeout-s",

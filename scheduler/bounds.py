@@ -126,7 +126,13 @@ JSON: Mapping[str, Bound] = {
     "depth": _bound(
         160, "levels", "nested lists and objects", "schemas of 64 levels, two for each property"
     ),
-    "keys": _bound(2_048, "keys", "any one object", "each unknown key is an error of its own"),
+    "keys": _bound(2_048, "keys", "any one object", "each is looked up; schemas have the most"),
+    "unknown fields": _bound(
+        256,
+        "unknown fields",
+        "the body, and the objects in it that say how to answer",
+        "each is compared with all known ones",
+    ),
 }
 # Bounds of single fields. The engine checks those of `SamplingParams`.
 FIELDS: Mapping[str, Bound] = {

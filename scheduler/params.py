@@ -136,7 +136,8 @@ class StructuredOutputs:
 class SamplingParams:
     """Sampling parameters of one request, under the field's standard names; None means unset.
 
-    temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1].
+    temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in [0, 1]; 0 keeps the most probable
+    token. min_p in [0, 1]. seed: any 64-bit number; the engine's is the same modulo 2**63.
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
     presence_penalty, frequency_penalty: in [-2, 2], over the output. logit_bias: token id to a bias
     in [-100, 100]. logprobs: number of alternatives, 0 to 20. stop: the text ends before the first
@@ -152,7 +153,7 @@ class SamplingParams:
         0, low=-1, high=2**31 - 1, whole=True, help="0 keeps all tokens."
     )
     top_p: float | None = _parameter(
-        1.0, low=0.0, high=1.0, help="Probability mass of the nucleus."
+        1.0, low=0.0, high=1.0, help="Probability mass of the nucleus; 0 keeps the best token."
     )
     min_p: float | None = _parameter(
         0.0, low=0.0, high=1.0, help="Least share of the best token's probability."
@@ -161,7 +162,7 @@ class SamplingParams:
     presence_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
     frequency_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
     logit_bias: Mapping[int, float] | None = _parameter()
-    seed: int | None = _parameter(low=0, high=SEED_LIMIT - 1, whole=True)
+    seed: int | None = _parameter(low=-SEED_LIMIT, high=SEED_LIMIT - 1, whole=True)
     stop: str | tuple[str, ...] | list[str] | None = _parameter(
         help="End the output before this text; may be repeated."
     )
@@ -187,8 +188,6 @@ class SamplingParams:
                 _check_number(
                     field.name, value, limits["low"], limits["high"], whole=limits["whole"]
                 )
-        if self.top_p == 0:
-            raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
@@ -279,11 +278,11 @@ def _no_structure(why: str) -> RequestError:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of output number `index` of a request: the request's own seed for output 0, a hash of
-    (seed, index) for the others.
+    """Seed of output number `index` of a request, below `SEED_LIMIT`: the request's own seed for
+    output 0, a hash of (seed, index) for the others.
     """
     if index == 0:
-        return seed
+        return seed % SEED_LIMIT
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % SEED_LIMIT
 

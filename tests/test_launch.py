@@ -375,6 +375,7 @@ FLAGS = {
             "--api-replicas",
             "--target-ongoing-requests",
             "--served-model-name",
+            "--unknown-fields",
             "--api-key",
             "--allowed-hosts",
             "--allowed-origins",
@@ -513,6 +514,7 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         "--served-model-name": "name",
         "--allowed-hosts": "a.example,b.example",
         "--allowed-origins": "https://a.example",
+        "--unknown-fields": "refuse",
         "--max-open-requests": 5,
         "--drain-timeout-s": 6.5,
         "--name": "chat",
@@ -533,6 +535,7 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         api_key="from the environment",
         allowed_hosts="a.example,b.example",
         allowed_origins="https://a.example",
+        unknown_fields="refuse",
         max_open_requests=5,
         drain_timeout_s=6.5,
     )

@@ -61,16 +61,23 @@ class Api:
         access: Access | None = None,
         limits: ApiLimits | None = None,
         echo_request_id: bool = True,
+        refuse_unknown_fields: bool = False,
     ) -> None:
         """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
-        front adds `x-request-id` itself.
+        front adds `x-request-id` itself. `refuse_unknown_fields`: none is ignored.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
         self._served = Served(
             name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
         )
-        self.runner = Runner(client, self._served, self.limits, self.metrics)
+        self.runner = Runner(
+            client,
+            self._served,
+            self.limits,
+            self.metrics,
+            refuse_unknown_fields=refuse_unknown_fields,
+        )
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
         self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
@@ -83,7 +90,9 @@ class Api:
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
         self._router = self._make_router(version)
-        self._paths = [route.path for route in self._router.routes if isinstance(route, Route)]
+        self._paths = [
+            route.path_format for route in self._router.routes if isinstance(route, Route)
+        ]
 
     def _make_router(self, version: str) -> Router:
         """The table of paths; those that are asked for most often come first."""
@@ -126,10 +135,8 @@ class Api:
             await self._refuse(exchange, error)
         finally:
             route = exchange.scope.get("route")
-            path = exchange.path if route is None else route.path
-            self.metrics.requests.labels(
-                path if path in self._paths else "other", str(status)
-            ).inc()
+            path = exchange.path if route is None else route.path_format
+            self.metrics.requests_of(path if path in self._paths else "other", status).inc()
 
     async def _dispatch(self, exchange: Exchange) -> None:
         self._access.check_site(exchange.headers)

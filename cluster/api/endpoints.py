@@ -23,7 +23,7 @@ from cluster.api.structure import structure_of
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Prompt
 from cluster.client.requests import RequestBuilder
-from cluster.client.thinking import state_after
+from cluster.client.thinking import THINKING_SWITCH, state_after
 from cluster.client.tokenizer import Tokenizer
 from scheduler.bounds import check, most
 from scheduler.errors import RequestError
@@ -90,9 +90,7 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
     """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "a chat")
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    variables = _variables(request, tokenizer)
     tools = _callable_tools(request)
     prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
     _add_ending(prompt, request)
@@ -107,7 +105,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     tokenizer = _needed(served.tokenizer, "a chat")
     tools = _callable_tools(request)
     structure = structure_of(request, tools or [])
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
         raise RequestError(
@@ -187,7 +185,7 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
         assert request.prompt is not None
         token_ids = served.builder.encode(request.prompt)
     else:
-        variables = dict(request.chat_template_kwargs or {})
+        variables = _variables(request, tokenizer)
         prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
         _add_ending(prompt, request)
         token_ids = served.builder.encode(prompt)
@@ -244,6 +242,24 @@ def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
         count = num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
         place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
         check("alternatives", count, place, "logprobs")
+
+
+def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The variables of the template. Thinking is a hint where the template cannot switch it. Raises
+    `RequestError` if it is to be off and the model always thinks.
+    """
+    variables, field = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
+    if THINKING_SWITCH not in variables:
+        if request.enable_thinking is not None:
+            variables[THINKING_SWITCH], field = request.enable_thinking, "enable_thinking"
+        elif request.reasoning_effort is not None:
+            variables[THINKING_SWITCH] = request.reasoning_effort != "none"
+            field = "reasoning_effort"
+    if THINKING_SWITCH in tokenizer.template_variables:
+        return variables
+    if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
+        raise RequestError(f"{field}: this model always thinks; leave the field out", field)
+    return variables
 
 
 def _callable_tools(request: ChatRequest) -> list[Tool] | None:

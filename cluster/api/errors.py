@@ -42,10 +42,13 @@ class HttpError(EaglerayError):
         *,
         parameter: str | None = None,
         code: str | None = None,
+        details: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        """`details`: what clients read besides the message."""
         super().__init__(message)
         self.status, self.parameter, self.code = status, parameter, code
+        self.details = details
         self.headers = headers or {}
 
 
@@ -59,7 +62,9 @@ def status_of(error: BaseException) -> int:
 def body_of(error: BaseException) -> dict[str, Any]:
     """OpenAI's error body. The message of an unforeseen error is only logged."""
     if isinstance(error, HttpError):
-        return _body(str(error), "invalid_request_error", error.parameter, error.code)
+        body = _body(str(error), "invalid_request_error", error.parameter, error.code)
+        body["error"] |= _details_of(error)
+        return body
     kind, _, name, code = next(row for row in TABLE if isinstance(error, row[0]))
     if kind is BaseException:
         logger.error("a request failed unexpectedly", exc_info=error)
@@ -77,7 +82,7 @@ def messages_body_of(error: BaseException) -> dict[str, Any]:
     else:
         kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = body_of(error)["error"]["message"]
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message} | _details_of(error)}
 
 
 def headers_of(error: BaseException) -> dict[str, str]:
@@ -85,6 +90,11 @@ def headers_of(error: BaseException) -> dict[str, str]:
     if isinstance(error, HttpError):
         return error.headers
     return {"retry-after": str(RETRY_AFTER_S)} if status_of(error) == 503 else {}
+
+
+def _details_of(error: BaseException) -> dict[str, Any]:
+    details = error.details if isinstance(error, HttpError) else None
+    return {} if details is None else {"details": details}
 
 
 def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:

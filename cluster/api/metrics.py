@@ -6,6 +6,7 @@ covers all of them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -58,6 +59,13 @@ class ApiMetrics:
             "eagleray_http_requests",
             "Requests answered, by path and HTTP status; 499 when the client left.",
             ["path", "status"],
+            registry=self._registry,
+        )
+        self.requests_of = functools.cache(self.requests.labels)  # which takes its time
+        self.ignored_fields = Counter(
+            "eagleray_api_ignored_fields",
+            "Unknown fields of requests that were ignored; other: those that no table lists.",
+            ["field"],
             registry=self._registry,
         )
         self.open = Gauge(

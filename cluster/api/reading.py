@@ -15,6 +15,7 @@ import pydantic
 from pydantic_core import from_json
 
 from cluster.api.schema import Model
+from cluster.api.unknown import Unknown
 from scheduler.bounds import JSON, check, check_schema, most, shown
 from scheduler.errors import RequestError
 
@@ -41,16 +42,28 @@ _LENGTHS = {
 }
 
 
-def read(model: type[Request], body: bytes, max_messages: int | None = None) -> Request:
-    """A request from the bytes of its JSON. Raises `RequestError` naming the field at fault."""
+def read(
+    model: type[Request],
+    body: bytes,
+    max_messages: int | None = None,
+    unknown: Unknown | None = None,
+) -> Request:
+    """A request from the bytes of its JSON. `unknown` gets the names of the fields that are
+    ignored. Raises `RequestError` naming the field at fault, and `HttpError`.
+    """
     values = parse(body)
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object")
     check_bounds(values, most("messages") if max_messages is None else max_messages)
-    for name in [name for name in values if name not in model.model_fields]:
-        _check_other(name, values.pop(name), model)
+    unknown = Unknown() if unknown is None else unknown
+    unknown.sort_out(
+        values,
+        model.names(),
+        without_effect=model.without_effect(),
+        refused=model.refused(),
+    )
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context=unknown)
     except pydantic.ValidationError as error:
         raise _refused(error) from None
 
@@ -199,18 +212,3 @@ def _refused(error: pydantic.ValidationError) -> RequestError:
         f"{'.'.join(place)[:500]}: {deepest['msg']}; got {shown(deepest['input'])}",
         place[0] if place else None,
     )
-
-
-def _check_other(name: str, value: Any, model: type[Model]) -> None:
-    """Raise `RequestError` unless a field that is not honored asks for nothing."""
-    if name in model.WITHOUT_EFFECT:
-        is_possible, advice = model.WITHOUT_EFFECT[name]
-        if value is None or is_possible(value):
-            return
-        raise RequestError(f"{name}: {advice}", name)
-    if name in model.REFUSED:
-        if value is None:
-            return
-        raise RequestError(f"{name}: {model.REFUSED[name]}", name)
-    known = ", ".join(sorted(model.model_fields))
-    raise RequestError(f"unknown field {name[:100]!r}; known are {known}", name[:100])

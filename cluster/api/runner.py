@@ -28,6 +28,7 @@ from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
 from cluster.api.responses.adapter import responses_job
 from cluster.api.schema import Model
+from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
@@ -82,7 +83,13 @@ class Runner:
     """Answers the requests of one API process. Used from one event loop only."""
 
     def __init__(
-        self, client: Client, served: Served, limits: ApiLimits, metrics: ApiMetrics
+        self,
+        client: Client,
+        served: Served,
+        limits: ApiLimits,
+        metrics: ApiMetrics,
+        *,
+        refuse_unknown_fields: bool,
     ) -> None:
         self.admission = Admission(limits)
         self.uploads = Uploads(limits)
@@ -91,6 +98,8 @@ class Runner:
         self._writing = Workers("writing", WRITERS)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
+        self._refuse_unknown_fields = refuse_unknown_fields
+        self._ignored_fields = IgnoredFields(metrics.ignored_fields)
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What answers each path."""
@@ -142,8 +151,10 @@ class Runner:
         before: Callable[[], None],
     ) -> Result:
         """What `convert` makes of the request in the body; `before` is called when the body is
-        complete. A large body is read in a thread, and an encoded one is decoded there.
+        complete. A large body is read in a thread, and an encoded one is decoded there. The answer
+        will name the fields that are ignored.
         """
+        unknown = Unknown(refuse=self._refuse_unknown_fields)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body(upload)
         before()
@@ -153,9 +164,14 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            return convert(read(POST[exchange.path][0], body, self._limits.max_messages))
+            return convert(read(POST[exchange.path][0], body, self._limits.max_messages, unknown))
 
-        return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
+        try:
+            return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
+        finally:
+            if unknown.names:
+                exchange.answer_headers[HEADER] = header_of(unknown.names)
+                self._ignored_fields.note(unknown.names)
 
     async def _run(self, exchange: Exchange, job: Job) -> None:
         """Nothing is awaited between the last write and the end of the admission: a client may send

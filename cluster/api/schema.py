@@ -1,72 +1,88 @@
-"""The requests of the API: what each field may be, and which fields of OpenAI's are known without
-being honored.
+"""The requests of the API: what each field may be.
 
-Every field is in one of three lists: those of a model here are honored; those of `WITHOUT_EFFECT`
-are accepted as far as they ask for nothing; all others are refused by name. A model of another API
-may have lists of its own. The values of sampling parameters are checked by `SamplingParams`, which
-knows their limits; `reading.py` makes requests of bodies.
+The fields of a model here are honored; those of `WITHOUT_EFFECT` are accepted as far as they ask
+for nothing; those of `REFUSED` are refused; `unknown.py` says what becomes of others. A model of
+another API may have lists of its own. The values of sampling parameters are checked by
+`SamplingParams`, which knows their limits; `reading.py` makes requests of bodies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import from_json
 
+from cluster.api.fields import (
+    OF_OTHER_PATHS,
+    REFUSED,
+    REFUSED_EVERYWHERE,
+    WITHOUT_EFFECT,
+    Asks,
+)
+from cluster.api.unknown import Unknown
 from scheduler.bounds import most
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
-Asks = Callable[[Any], bool]
 T = TypeVar("T")
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
-def _anything(_: Any) -> bool:
-    return True
-
-
-# Fields of OpenAI's that change nothing here, with the values for which that is true. Clients send
-# them unasked.
-WITHOUT_EFFECT: dict[str, tuple[Asks, str]] = {
-    "user": (_anything, ""),
-    "metadata": (_anything, ""),
-    "service_tier": (_anything, ""),
-    "safety_identifier": (_anything, ""),
-    "verbosity": (_anything, ""),
-    "prompt_cache_key": (_anything, ""),
-    "prompt_cache_options": (_anything, ""),
-    "prompt_cache_retention": (_anything, ""),
-    "store": (lambda value: value is False, "nothing is stored; only false is possible"),
-    "modalities": (lambda value: value == ["text"], 'only ["text"] is possible'),
-    "best_of": (lambda value: value == 1, "only 1 is possible; ask for several outputs with n"),
-    "suffix": (lambda value: value == "", "insertion is not supported"),
-}
-# Fields of OpenAI's that are refused, each with its own reason.
-REFUSED: dict[str, str] = {
-    "audio": "audio is not supported",
-    "function_call": "deprecated; use tool_choice",
-    "functions": "deprecated; use tools",
-    "moderation": "moderation is not supported",
-    "prediction": "predicted outputs are not supported",
-    "web_search_options": "web search is not supported",
-}
-
-
 class Model(BaseModel):
-    """Base of all requests: exact types, and no unknown field."""
+    """Base of all requests and of what is in them: exact types. Unknown fields of messages, parts
+    and calls are ignored: clients send back what any server gave them.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT
     REFUSED: ClassVar[dict[str, str]] = REFUSED
 
+    @classmethod
+    @functools.cache
+    def names(cls) -> frozenset[str]:
+        """The names of the fields in JSON."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
-class StreamOptions(Model):
+    @classmethod
+    @functools.cache
+    def without_effect(cls) -> dict[str, tuple[Asks, str]]:
+        """Fields that are accepted as far as they ask for nothing, and what is possible."""
+        others = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
+        return {name: OF_OTHER_PATHS[name] for name in sorted(others)} | cls.WITHOUT_EFFECT
+
+    @classmethod
+    @functools.cache
+    def refused(cls) -> dict[str, str]:
+        """Fields that are refused, and why."""
+        others = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
+        return {name: REFUSED_EVERYWHERE[name] for name in sorted(others)} | cls.REFUSED
+
+
+class Options(Model):
+    """Base of what says how to answer. Its unknown fields are treated as those of the request, if
+    an `Unknown` is the context of the validation. `PLACE`: its place in the request.
+    """
+
+    PLACE: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_out(cls, values: Any, info: ValidationInfo) -> Any:
+        if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
+            return values
+        values = dict(values)
+        info.context.sort_out(values, cls.names(), place=cls.PLACE)
+        return values
+
+
+class StreamOptions(Options):
+    PLACE: ClassVar[str] = "stream_options"
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
@@ -131,8 +147,17 @@ class CompletionRequest(Generate):
 
 
 class TextPart(Model):
-    type: Literal["text"]
+    """Text; the other two types are those of responses, which some clients send here too."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Model):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class FunctionCall(Model):
@@ -147,33 +172,29 @@ class MessageCall(Model):
 
 
 class ChatMessage(Model):
-    """A message of a conversation. Clients send answers back as they got them, with fields that are
-    null.
+    """A message of a conversation. Clients send answers back as they got them, from any server.
+    `refusal`: what the assistant said instead of `content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: str | None = None
     tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    annotations: ListOf[Any] | None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """The message as chat templates expect it. Raises `RequestError` without content."""
+        """The message as chat templates expect it. Raises `RequestError` for a question without
+        content.
+        """
         role = "system" if self.role == "developer" else self.role
-        content = self.content
-        if content is None:
-            if not self.tool_calls:
-                raise RequestError(f"a message of role {self.role} needs content", "messages")
-            content = ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
         optional = {
             "name": self.name,
@@ -197,46 +218,65 @@ class ChatMessage(Model):
             ]
         return message
 
+    def _text(self) -> str:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise RequestError(f"a message of role {self.role} needs content", "messages")
+        if not self.content:
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(
+            part.text if isinstance(part, TextPart) else part.refusal for part in self.content
+        )
 
-class Function(Model):
+
+class Function(Options):
+    PLACE: ClassVar[str] = "tools.function"
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(Options):
+    PLACE: ClassVar[str] = "tools"
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Model):
+class FunctionName(Options):
+    PLACE: ClassVar[str] = "tool_choice.function"
     name: str
 
 
-class NamedTool(Model):
+class NamedTool(Options):
     """The one tool that must be called."""
 
+    PLACE: ClassVar[str] = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
 
-class TextFormat(Model):
+class TextFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["text"]
 
 
-class JsonObjectFormat(Model):
+class JsonObjectFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["json_object"]
 
 
-class JsonSchema(Model):
+class JsonSchema(Options):
+    PLACE: ClassVar[str] = "response_format.json_schema"
     name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Model):
+class JsonSchemaFormat(Options):
+    PLACE: ClassVar[str] = "response_format"
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -255,7 +295,8 @@ class ChatRequest(Generate):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None  # as in Qwen's own API
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -270,7 +311,7 @@ class ChatRequest(Generate):
             raise RequestError(
                 "give either response_format or structured_outputs", "response_format"
             )
-        if isinstance(form, JsonObjectFormat):
+        if isinstance(form, JsonObjectFormat) or form.json_schema.schema_ is None:
             return StructuredOutputs(json_object=True)
         return StructuredOutputs(json=form.json_schema.schema_)
 
@@ -280,6 +321,8 @@ class TokenizeRequest(Model):
     prompt: str | None = None
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)] | None = None
     tools: ListOf[Tool] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -295,6 +338,6 @@ def _object(arguments: str) -> Any:
     been checked with that of the body.
     """
     try:
-        return from_json(arguments)
+        return from_json(arguments or "{}")  # OpenAI's models write nothing for no arguments
     except ValueError as error:
         raise RequestError(f"tool_calls: arguments are not JSON: {error}", "messages") from None

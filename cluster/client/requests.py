@@ -15,7 +15,7 @@ from collections.abc import Collection
 from cluster.client.outputs import Generation, OutputFollower, Sink
 from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_each, parse_prompt
 from cluster.client.text_stream import TextStream
-from cluster.client.thinking import State, state_after
+from cluster.client.thinking import THINKING_SWITCH, State, state_after
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import after_thinking, format_of, source_of
@@ -146,7 +146,7 @@ class RequestBuilder:
         not think.
         """
         assert self._tokenizer is not None and text is not None
-        state, switch = state_after(text), "enable_thinking"
+        state, switch = state_after(text), THINKING_SWITCH
         if state is not State.UNDECIDED:
             return state
         variables = conversation.template_variables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 THINK, END_THINK = "<think>", "</think>"
+THINKING_SWITCH = "enable_thinking"  # the template's variable, where it can switch
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 

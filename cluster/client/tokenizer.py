@@ -13,6 +13,7 @@ from typing import Any
 from cluster.client import fast_tokenizer
 from cluster.client.model_files import TOKENIZER_FILES
 from cluster.client.prompts import Conversation, Message
+from cluster.client.thinking import State, state_after
 from scheduler.errors import ConfigError, RequestError
 
 # Text that fits hardly ever has more characters per token.
@@ -128,6 +129,12 @@ class Tokenizer:
         template = self._slow.chat_template
         sources = template.values() if isinstance(template, dict) else [template or ""]
         return frozenset().union(*map(fast_tokenizer.template_variables, sources))
+
+    @cached_property
+    def always_thinks(self) -> bool:
+        """Whether an answer begins within the reasoning unless a variable says otherwise."""
+        question = Conversation(messages=[{"role": "user", "content": "Hi"}])
+        return state_after(self.render_chat(question)) is State.REASONING
 
     @cached_property
     def takes_arguments_as_text(self) -> bool:

@@ -93,6 +93,7 @@ class ApiReplica:
                 allowed_origins=config.names(config.allowed_origins),
             ),
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
+            refuse_unknown_fields=config.unknown_fields == "refuse",
             limits=ApiLimits(
                 max_open=config.max_open_per_api,
                 max_body_bytes=config.max_body_bytes,

@@ -22,6 +22,7 @@ from scheduler.errors import ConfigError
         ({"replicas": 3, "max_replicas": 2}, "max_replicas 2 is below replicas 3"),
         ({"target_ongoing_requests": 4}, "give max_replicas with it"),
         ({"upscale_delay_s": 0}, "upscale_delay_s must be"),
+        ({"unknown_fields": "maybe"}, "unknown_fields must be one of ignore, refuse"),
         ({"engine": 3}, "engine must be a mapping"),
         ({"model": "x"}, "unknown serving option 'model'"),
     ],

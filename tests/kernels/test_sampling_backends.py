@@ -324,7 +324,7 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
 ) -> None:
     rows = make_rows(make_logits(kind, 1003, dtype))
     top_k = torch.tensor([20, 1, 256, 40, 5])
-    top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 1, TOP_P_ONE])
+    top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 0, TOP_P_ONE])
     max_gap = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
     shards = [

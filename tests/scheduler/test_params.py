@@ -24,17 +24,18 @@ from scheduler.params import (
 LOWEST_AND_HIGHEST: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "seed": (0, SEED_LIMIT - 1),
+    "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
     "min_tokens": (0, 2**31 - 1),
     "max_tokens": (1, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "n": (1, 128),
 }
 WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n")
-ALL_NUMBERS = (*LOWEST_AND_HIGHEST, "top_p", "repetition_penalty")
+ALL_NUMBERS = (*LOWEST_AND_HIGHEST, "repetition_penalty")
 
 
 def refusal(**values: Any) -> RequestError:
@@ -61,12 +62,11 @@ def test_value_beside_a_range_is_refused_with_the_range(name: str) -> None:
         assert name in str(error) and str(low) in str(error) and str(high) in str(error)
 
 
-@pytest.mark.parametrize(("name", "highest"), [("top_p", 1.0), ("repetition_penalty", 100.0)])
-def test_zero_is_refused_where_the_range_is_open(name: str, highest: float) -> None:
-    for value in (0, 0.0, -1.0, highest + 0.5):
-        assert refusal(**{name: value}).parameter == name
-    for value in (1e-9, highest):
-        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+def test_zero_is_refused_where_the_range_is_open() -> None:
+    for value in (0, 0.0, -1.0, 100.5):
+        assert refusal(repetition_penalty=value).parameter == "repetition_penalty"
+    for value in (1e-9, 100.0):
+        assert SamplingParams(repetition_penalty=value).repetition_penalty == value
 
 
 @pytest.mark.parametrize("name", ALL_NUMBERS)
@@ -315,6 +315,13 @@ def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
 def test_first_output_has_the_seed_of_the_request() -> None:
     assert derive_seed(41, 0) == 41
     assert SamplingParams(n=3).resolve(seed=41, index=0).seed == 41
+
+
+@pytest.mark.parametrize("seed", [-1, -2, -SEED_LIMIT])
+def test_a_negative_seed_is_as_good_as_another(seed: int) -> None:
+    [first, second] = SamplingParams(n=2).resolve_all(seed=seed)
+    assert 0 <= first.seed < SEED_LIMIT and first.seed == derive_seed(seed, 0)
+    assert 0 <= second.seed < SEED_LIMIT and second.seed != derive_seed(seed + 1, 1)
 
 
 def test_outputs_have_seeds_of_their_own() -> None:

@@ -8,10 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
 from cluster.api.schema import (
-    REFUSED,
-    WITHOUT_EFFECT,
-    Asks,
     JsonObjectFormat,
     ListOf,
     Model,
@@ -142,7 +140,7 @@ class ResponsesStreamOptions(Model):
 class ResponsesRequest(Model):
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = {
         name: WITHOUT_EFFECT[name]
-        for name in WITHOUT_EFFECT.keys() - {"metadata", "modalities", "best_of", "suffix"}
+        for name in WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
         "max_tool_calls": (lambda _: True, ""),  # limits only tools of the server

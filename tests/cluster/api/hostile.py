@@ -15,8 +15,11 @@ import json
 import resource
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
+
+import zstandard
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from scheduler.bounds import MIB
@@ -260,6 +263,27 @@ ANSWERS: dict[str, tuple[str, Make]] = {
 }
 
 
+def packed(packer: Any, num_mib: int) -> Callable[[], bytes]:
+    """Makes a completion's body with MiB of white space, without holding them."""
+
+    def make() -> bytes:
+        parts = [packer.compress(b'{"prompt": "Hi", "max_tokens": 2')]
+        parts += [packer.compress(b" " * MIB) for _ in range(num_mib)]
+        return b"".join([*parts, packer.compress(b"}"), packer.flush()])
+
+    return make
+
+
+# Completions whose bodies are encoded: bombs, and what an honest client may send.
+ENCODED: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "a bomb in gzip": ("gzip", packed(zlib.compressobj(wbits=31), 100)),
+    "a bomb in deflate": ("deflate", packed(zlib.compressobj(), 100)),
+    "a bomb in zstd": ("zstd", packed(zstandard.ZstdCompressor().compressobj(), 100)),
+    "a large body in gzip": ("gzip", packed(zlib.compressobj(wbits=31), 3)),
+    "a large body in zstd": ("zstd", packed(zstandard.ZstdCompressor().compressobj(), 3)),
+}
+
+
 def answer_of(request: Request) -> str:
     """As long as the request allows."""
     return "word " * request.sampling.max_tokens
@@ -282,8 +306,9 @@ class Lateness:
             self.worst_s = max(self.worst_s, min(late_s, time.process_time() - used_s))
 
 
-async def send(api: Api, path: str, body: bytes) -> tuple[int, bytes]:
+async def send(api: Api, path: str, body: bytes, encoding: str = "") -> tuple[int, bytes]:
     """Post a body as a server would pass it on. Returns the status and the answer."""
+    headers = [(b"content-encoding", encoding.encode())] if encoding else []
     status, answer = 0, list[bytes]()
     parts = [body[place : place + PART] for place in range(0, len(body), PART)]
     parts.reverse()
@@ -301,7 +326,8 @@ async def send(api: Api, path: str, body: bytes) -> tuple[int, bytes]:
         if body := message.get("body"):
             answer.append(body)
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope["headers"] = headers
     await api(scope, receive, take)
     return status, b"".join(answer)  # which copies nothing if it came at once
 
@@ -319,13 +345,18 @@ async def measure(names: list[str], size: int) -> None:
     gc.collect()
     gc.freeze()
     for name in names:
-        path, make = (REQUESTS | ANSWERS | HONEST)[name]
-        body = make(size).encode()
+        path, encoding = COMPLETION, ""
+        if name in ENCODED:
+            encoding, make_body = ENCODED[name]
+            body = make_body()
+        else:
+            path, make = (REQUESTS | ANSWERS | HONEST)[name]
+            body = make(size).encode()
         before, lateness = memory(), Lateness()
         watching = asyncio.ensure_future(lateness.watch())
         await asyncio.sleep(0.01)
         began_s = time.monotonic()
-        status, answer = await send(api, path, body)
+        status, answer = await send(api, path, body, encoding)
         await asyncio.sleep(0.01)
         watching.cancel()
         line = {
@@ -348,7 +379,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    names = args.names or [*REQUESTS, *ANSWERS, *HONEST]
+    names = args.names or [*ENCODED, *REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 
 

@@ -223,11 +223,21 @@ def make_api(
     api_key: str | None = None,
     access: Access | None = None,
     sizes: SchedulerLimits = LIMITS,
+    *,
+    refuse_unknown_fields: bool = False,
 ) -> Api:
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
-    return Api(client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits)
+    return Api(
+        client,
+        TOKENIZER,
+        model_name="tiny",
+        version="0",
+        access=access,
+        limits=limits,
+        refuse_unknown_fields=refuse_unknown_fields,
+    )
 
 
 class Server:
@@ -248,6 +258,7 @@ def serve(
     api_key: str | None = None,
     access: Access | None = None,
     send_buffer: int | None = None,
+    refuse_unknown_fields: bool = False,
     address: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
@@ -259,7 +270,7 @@ def serve(
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listening.bind((address, 0))
-        api = make_api(engine, limits, api_key, access)
+        api = make_api(engine, limits, api_key, access, refuse_unknown_fields=refuse_unknown_fields)
         config = server_config(api, log_level="error", backlog=4096)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=_run, args=(server, listening), daemon=True)

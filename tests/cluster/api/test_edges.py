@@ -206,6 +206,28 @@ def test_methods_are_named_to_clients_with_the_key_only() -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_answers_are_counted_by_path_and_other_paths_together() -> None:
+    with serve(api_key="secret") as server:
+        key = {"authorization": "Bearer secret"}
+        httpx.get(f"{server.url}/v1/models")
+        for path in ("/v1/models/tiny", "/v1/models/other", "/nothing", "/v1/models"):
+            httpx.get(server.url + path, headers=key)
+        httpx.options(f"{server.url}/v1/completions", headers=key)
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    counted = {line for line in lines if line.startswith("eagleray_http_requests_total")}
+    assert counted == {
+        f'eagleray_http_requests_total{{path="{path}",status="{status}"}} 1.0'
+        for path, status in (
+            ("/v1/models", 401),
+            ("/v1/models", 200),
+            ("/v1/models/{name}", 200),
+            ("/v1/models/{name}", 404),
+            ("other", 404),
+            ("/v1/completions", 204),
+        )
+    }
+
+
 def test_a_path_below_a_prefix_is_found(server: Server) -> None:
     """As Ray Serve passes it on: the whole path, and the prefix as `root_path`."""
     statuses: list[int] = []

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from configs.paths import CHECKOUT
-from tests.cluster.api.hostile import ANSWERS, HONEST, REQUESTS
+from tests.cluster.api.hostile import ANSWERS, ENCODED, HONEST, REQUESTS
 
 MOST_STALL_MS = 50
 MOST_ERROR_BYTES = 4096
+MOST_DECODED_MIB = 40  # a body of 8 MiB, and what reading it takes
 MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
 
 
@@ -59,3 +60,13 @@ def test_an_answer_that_would_be_too_large_is_refused(
 ) -> None:
     line = measured[name]
     assert line["status"] == 400 and "too many" in line["answer"], line
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_an_encoded_body_is_decoded_within_the_limit_and_beside_the_event_loop(
+    measured: dict[str, dict[str, Any]], name: str
+) -> None:
+    line = measured[name]
+    assert line["status"] == (413 if "bomb" in name else 200), line
+    assert line["stall_ms"] < MOST_STALL_MS, line
+    assert line["memory_mib"] < MOST_DECODED_MIB, line

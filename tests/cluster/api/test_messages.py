@@ -168,7 +168,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     [
         ({"messages": []}, "at least 1 item"),
         ({"max_tokens": 0}, "max_tokens must be"),
-        ({"container": "x"}, "unknown field 'container'"),
+        ({"container": "x"}, "container: the server runs no tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "must be of role user"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content"),

@@ -19,7 +19,7 @@ import torch
 from kernels.reference import sampling as kernels
 from kernels.select import select_backend
 from scheduler.messages import StepMask, TokenLogprobs, ints, mask_bytes
-from scheduler.params import Sampling
+from scheduler.params import Sampling, SamplingParams
 from tests.kernels import sampling_reference as reference
 from workers.parallel.backend import open_rendezvous
 from workers.parallel.group import TensorParallelGroup
@@ -159,6 +159,16 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
     probabilities, margin = reference.distribution(logits.double().numpy(), sampling)
     assert margin > CLEAR
     assert_drawn_from(counts, probabilities)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"top_k": 5}, {"top_k": 400}, {"temperature": 2.0}], ids=str
+)
+def test_a_top_p_of_zero_keeps_only_the_most_probable_token(others: dict[str, Any]) -> None:
+    logits = normal(1000)
+    sampling = SamplingParams(top_p=0, **others).resolve(seed=1)
+    counts = draw(logits, sampling, 2_000, rows=500)
+    assert counts[int(logits.argmax())] == 2_000
 
 
 def test_seeds_draw_independently_at_one_position() -> None:

@@ -1,0 +1,238 @@
+"""The fields of other servers' requests: what becomes of those that no model of ours has.
+
+Tables from which docs/fields.md is made together with the models: fields that change nothing,
+fields that are refused because they would change the answer, other names of fields that are
+honored, and fields that clients are known to send and that may be ignored. `unknown.py` applies
+them; a model of one API may have lists of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Asks = Callable[[Any], bool]
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+# Fields of OpenAI's that change nothing here, with the values for which that is true. Clients send
+# them unasked.
+WITHOUT_EFFECT: dict[str, tuple[Asks, str]] = {
+    "user": (_anything, ""),
+    "metadata": (_anything, ""),
+    "service_tier": (_anything, ""),
+    "safety_identifier": (_anything, ""),
+    "verbosity": (_anything, ""),
+    "prompt_cache_key": (_anything, ""),
+    "prompt_cache_options": (_anything, ""),
+    "prompt_cache_retention": (_anything, ""),
+    "store": (lambda value: value is False, "nothing is stored; only false is possible"),
+    "modalities": (lambda value: value == ["text"], 'only ["text"] is possible'),
+    "best_of": (lambda value: value == 1, "only 1 is possible; ask for several outputs with n"),
+    "suffix": (lambda value: value == "", "insertion is not supported"),
+}
+# Fields of OpenAI's that are refused, each with its own reason.
+REFUSED: dict[str, str] = {
+    "audio": "audio is not supported",
+    "function_call": "deprecated; use tool_choice",
+    "functions": "deprecated; use tools",
+    "moderation": "moderation is not supported",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "web search is not supported",
+}
+
+_CONSTRAINT = "this constraint would not be kept; use structured_outputs or response_format"
+_STATE = "nothing is stored between requests; send the whole conversation"
+_BANS = "tokens and texts cannot be banned; use logit_bias with token ids"
+_ADAPTER = "adapters are not supported"
+_SEARCH = "web search is not supported"
+_TEMPLATE = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
+_SYSTEM = "send a message of role system as the first one"
+# Fields of other servers that change the answer in a way that cannot be honored, in every API that
+# has no field of the name. One that is null, false, or an empty text or list asks for nothing.
+REFUSED_EVERYWHERE: dict[str, str] = {
+    "guided_json": _CONSTRAINT,
+    "guided_regex": _CONSTRAINT,
+    "guided_choice": _CONSTRAINT,
+    "guided_grammar": _CONSTRAINT,
+    "guided_json_object": _CONSTRAINT,
+    "structural_tag": _CONSTRAINT,
+    "grammar": _CONSTRAINT,
+    "grammar_string": _CONSTRAINT,
+    "ebnf": _CONSTRAINT,
+    "regex": _CONSTRAINT,
+    "json_schema": _CONSTRAINT,
+    "format": _CONSTRAINT,
+    "stop_regex": "texts that end the answer are plain; use stop",
+    "include_stop_str_in_output": "the text ends before the match of a stop text",
+    "allowed_token_ids": "tokens cannot be selected; use structured_outputs",
+    "bad_words": _BANS,
+    "banned_strings": _BANS,
+    "banned_tokens": _BANS,
+    "custom_token_bans": _BANS,
+    "logits_processors": "the server runs no code of a request",
+    "custom_logit_processor": "the server runs no code of a request",
+    "use_beam_search": "beam search is not supported",
+    "num_beams": "beam search is not supported",
+    "truncate_prompt_tokens": "a prompt is not shortened",
+    "chat_template": _TEMPLATE,
+    "template": _TEMPLATE,
+    "documents": "documents are not part of the prompt; send them in a message",
+    "messages": "of another API; this one has its own field for what is asked",
+    "prompt": "of another API; this one has its own field for what is asked",
+    "input": "of another API; this one has its own field for what is asked",
+    "instructions": _SYSTEM,
+    "system": _SYSTEM,
+    "system_prompt": _SYSTEM,
+    "lora": _ADAPTER,
+    "lora_path": _ADAPTER,
+    "previous_response_id": _STATE,
+    "conversation": _STATE,
+    "thread": _STATE,
+    "session_params": _STATE,
+    "audio": REFUSED["audio"],
+    "functions": REFUSED["functions"],
+    "function_call": REFUSED["function_call"],
+    "prediction": REFUSED["prediction"],
+    "image_data": "images are not supported",
+    "mcp_servers": "the server runs no tools",
+    "container": "the server runs no tools",
+    "data_sources": "the server reads no data of its own",
+    "search_parameters": _SEARCH,
+    "web_search_options": _SEARCH,
+    "moderation": REFUSED["moderation"],
+    "enable_search": _SEARCH,
+    "logprob_token_ids": "log probabilities of chosen tokens are not part of answers",
+    "return_hidden_states": "hidden states are not part of answers",
+}
+
+
+def _is_empty(value: Any) -> bool:
+    return not value
+
+
+def _names_no_format(value: Any) -> bool:
+    return not (isinstance(value, dict) and value.get("format"))
+
+
+# Fields that other paths honor and without which the answer would be another, with the values that
+# ask for nothing. They are refused where they are not honored.
+OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "output_format"),
+        (_is_empty, "this path does not constrain the answer by it; /v1/chat/completions does"),
+    ),
+    **dict.fromkeys(
+        ("text", "output_config"),
+        (_names_no_format, "this path takes no format in it; use that of /v1/chat/completions"),
+    ),
+    "tools": (_is_empty, "this path has no tools; /v1/chat/completions has"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "this path has no tools"),
+    "parallel_tool_calls": (lambda value: value is not False, "this path does not honor it"),
+    "n": (lambda value: value == 1, "this path makes one output"),
+    "echo": (_is_empty, "only /v1/completions repeats the prompt"),
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "return_token_ids"),
+        (_is_empty, "not part of answers here; ask /v1/chat/completions"),
+    ),
+    **dict.fromkeys(
+        ("logit_bias", "stop_token_ids", "min_tokens", "cache_salt"),
+        (_is_empty, "this path does not honor it; /v1/chat/completions does"),
+    ),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "continue_final_message"),
+        (_is_empty, "this path does not honor it; /v1/chat/completions does"),
+    ),
+}
+# What clients look for in `error.details.error_code`: after it, they send the whole conversation.
+ERROR_CODES = {"thread": "thread_unsupported_request"}
+
+# Names that other servers have for fields that are honored here. One is ignored beside the field
+# that it stands for, and refused alone.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_length": ("max_tokens", "max_output_tokens"),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "num_predict": ("max_tokens", "max_output_tokens"),
+    "min_length": ("min_tokens",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "stopping_strings": ("stop", "stop_sequences"),
+    "repeat_penalty": ("repetition_penalty",),
+    "rep_pen": ("repetition_penalty",),
+    "random_seed": ("seed",),
+    "sampler_seed": ("seed",),
+    "logit_biases": ("logit_bias",),
+    "enable_thinking": ("chat_template_kwargs", "thinking"),
+    "think": ("reasoning_effort", "reasoning", "thinking"),
+}
+
+_VLLM = "vLLM"
+_SGLANG = "SGLang"
+_LLAMA = "llama.cpp"
+_OLLAMA = "Ollama"
+_ROUTER = "OpenRouter"
+_PROXY = "LiteLLM"
+_WEBUI = "text-generation-webui, SillyTavern"
+_SAMPLER = "samplers that are not offered"
+# Fields that clients send to any server, with the server whose they are. They are ignored, however
+# near they are to a field of ours.
+IGNORED: dict[str, str] = {
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"), _VLLM
+    ),
+    **dict.fromkeys(("priority", "request_id", "return_tokens_as_token_ids"), _VLLM),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params"), _VLLM),
+    **dict.fromkeys(("vllm_xargs", "guided_decoding_backend", "length_penalty"), _VLLM),
+    **dict.fromkeys(("guided_whitespace_pattern", "early_stopping"), _VLLM),
+    **dict.fromkeys(("chat_template_content_format", "data_parallel_rank"), _VLLM),
+    **dict.fromkeys(("thinking_token_budget", "truncation_side", "watermarking"), _VLLM),
+    **dict.fromkeys(("ec_transfer_params", "repetition_detection", "return_prompt_text"), _VLLM),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "no_stop_trim"), _SGLANG),
+    **dict.fromkeys(("rid", "extra_key", "return_cached_tokens_details"), _SGLANG),
+    **dict.fromkeys(("custom_params", "bootstrap_host", "bootstrap_port"), _SGLANG),
+    **dict.fromkeys(("bootstrap_room", "return_routed_experts"), _SGLANG),
+    **dict.fromkeys(("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard"), _LLAMA),
+    **dict.fromkeys(("n_probs", "samplers", "repeat_last_n", "timings_per_token"), _LLAMA),
+    **dict.fromkeys(("return_progress", "reasoning_format", "thinking_forced_open"), _LLAMA),
+    **dict.fromkeys(("post_sampling_probs", "response_fields", "penalize_nl"), _LLAMA),
+    **dict.fromkeys(("min_keep", "return_tokens", "parse_tool_calls"), _LLAMA),
+    **dict.fromkeys(("reasoning_budget", "reasoning_in_content", "backend_sampling"), _LLAMA),
+    **dict.fromkeys(("keep_alive", "options", "num_ctx", "raw"), _OLLAMA),
+    **dict.fromkeys(("provider", "models", "route", "transforms", "plugins"), _ROUTER),
+    **dict.fromkeys(("usage", "include_reasoning", "reasoning", "preset"), _ROUTER),
+    **dict.fromkeys(("tags", "drop_params", "allowed_openai_params", "cache"), _PROXY),
+    **dict.fromkeys(("fallbacks", "guardrails", "extra_body", "extra_headers"), _PROXY),
+    **dict.fromkeys(("num_retries", "timeout", "request_timeout"), _PROXY),
+    **dict.fromkeys(("litellm_trace_id", "litellm_session_id", "litellm_metadata"), _PROXY),
+    **dict.fromkeys(("mode", "character", "instruction_template", "api_type"), _WEBUI),
+    **dict.fromkeys(("truncation_length", "do_sample", "ban_eos_token"), _WEBUI),
+    **dict.fromkeys(("add_bos_token", "api_server", "sampler_order"), _WEBUI),
+    **dict.fromkeys(("sampler_priority", "temperature_last", "legacy_api"), _WEBUI),
+    **dict.fromkeys(("top_a", "tfs", "tfs_z", "typical", "typical_p", "top_n_sigma"), _SAMPLER),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta"), _SAMPLER),
+    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent", "smoothing_factor"), _SAMPLER),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "dry_allowed_length"), _SAMPLER),
+    **dict.fromkeys(("dry_penalty_last_n", "dry_sequence_breakers"), _SAMPLER),
+    **dict.fromkeys(("xtc_probability", "xtc_threshold", "epsilon_cutoff"), _SAMPLER),
+    **dict.fromkeys(("eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _SAMPLER),
+    **dict.fromkeys(("guidance_scale", "negative_prompt", "rep_pen_range"), _SAMPLER),
+    **dict.fromkeys(("repetition_penalty_range", "encoder_repetition_penalty"), _SAMPLER),
+    **dict.fromkeys(("thinking", "thinking_budget"), "DeepSeek, GLM, Qwen's own API"),
+    **dict.fromkeys(("incremental_output", "result_format"), "Qwen's own API"),
+    **dict.fromkeys(("safe_prompt", "prompt_mode"), "Mistral"),
+    **dict.fromkeys(("session_id", "chat_id", "id", "title"), "Open WebUI and others"),
+    **dict.fromkeys(("intent", "snippy", "copilot_cache_control"), "GitHub Copilot"),
+    **dict.fromkeys(("cache_control", "betas", "inference_geo"), "Anthropic"),
+    "speed": "Anthropic",
+    "user_security_context": "Azure",
+    "stream_options.continuous_usage_stats": _VLLM,
+    "tools.cache_control": "Anthropic",
+    "tools.function.cache_control": "Anthropic",
+}

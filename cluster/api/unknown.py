@@ -1,0 +1,172 @@
+"""What becomes of fields that no model of ours has.
+
+Clients add fields with every release, so an unknown field is ignored, and the answer names it. It
+is refused if it looks like a field of ours misspelled, or would change the answer in a way that
+cannot be honored (`fields.py`). Names come from clients: everything made of them is bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any
+
+from prometheus_client import Counter
+
+from cluster.api.errors import HttpError
+from cluster.api.fields import ERROR_CODES, IGNORED, OTHER_NAMES, Asks
+from scheduler.bounds import check
+from scheduler.errors import RequestError
+
+HEADER = "x-eagleray-ignored"
+MAX_NAME = 64  # characters of a name in the header, and in the log
+MAX_HEADER = 1024  # characters
+MAX_LOGGED = 256  # names that are logged in the life of a process
+# Names of so many letters may have one wrong, missing or superfluous; longer ones two.
+MIN_LENGTH_ONE_FAULT = 6
+MIN_LENGTH_TWO_FAULTS = 10
+
+logger = logging.getLogger("eagleray.api")
+
+
+class Unknown:
+    """The unknown fields of one request. `names`: those that are ignored, each once, in the order
+    of the body; a field of an object within the request has the name of its place before it.
+    """
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        """`refuse`: no unknown field is ignored."""
+        self.names: dict[str, None] = {}
+        self._refuse = refuse
+        self._num_unknown = 0
+
+    def sort_out(
+        self,
+        values: dict[str, Any],
+        known: frozenset[str],
+        *,
+        place: str = "",
+        without_effect: Mapping[str, tuple[Asks, str]] = MappingProxyType({}),
+        refused: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Remove from an object at `place` what is not in `known`. Raises `RequestError` for what
+        cannot be ignored, and `HttpError`.
+        """
+        for name in [name for name in values if name not in known]:
+            self._num_unknown += 1
+            check("unknown fields", self._num_unknown, place or "the body", place.split(".")[0])
+            value = values.pop(name)
+            if name in without_effect:
+                _check_effect(name, value, *without_effect[name])
+            elif name in refused:
+                _check_refused(name, value, refused[name])
+            else:
+                self._sort_out_one(name, value, values, known, place)
+
+    def _sort_out_one(
+        self, name: str, value: Any, values: dict[str, Any], known: frozenset[str], place: str
+    ) -> None:
+        full_name = f"{place}.{name}" if place else name
+        parameter = (place.split(".")[0] or name)[:MAX_NAME]
+        if self._refuse:
+            listed = ", ".join(sorted(known))
+            raise RequestError(f"unknown field {full_name[:100]!r}; known are {listed}", parameter)
+        if value is None:
+            return
+        meant = [field for field in OTHER_NAMES.get(name, ()) if field in known and not place]
+        if meant:
+            if all(values.get(field) is None for field in meant):
+                raise RequestError(f"unknown field {name!r}; did you mean {meant[0]!r}?", parameter)
+        elif full_name not in IGNORED and (field := lookalike(name, known)) is not None:
+            raise RequestError(
+                f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
+            )
+        self.names[full_name[:MAX_NAME]] = None
+
+
+class IgnoredFields:
+    """Counts and logs ignored fields. Used from one event loop only."""
+
+    def __init__(self, counter: Counter) -> None:
+        """`counter`: has the label `field`."""
+        self._counter = counter
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Fields of one request were ignored."""
+        for name in names:
+            self._counter.labels(name if name in IGNORED else "other").inc()
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                is_last = len(self._logged) == MAX_LOGGED
+                rest = "; further names are not logged" if is_last else ""
+                logger.info("requests have the field %s, which is ignored%s", ascii(name), rest)
+
+
+def header_of(names: Iterable[str]) -> str:
+    """The value of the header: names separated by commas, in letters that headers may have. What
+    does not fit is left out, and `...` stands for it.
+    """
+    shown: list[str] = []
+    length = 0
+    for name in names:
+        safe = re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:MAX_NAME]
+        length += len(safe) + 2
+        if length > MAX_HEADER - 5:
+            shown.append("...")
+            break
+        shown.append(safe)
+    return ", ".join(shown)
+
+
+def lookalike(name: str, known: frozenset[str]) -> str | None:
+    """The known field of which a name looks like a misspelling, if there is one."""
+    if len(name) > MAX_NAME:
+        return None
+    forms = _misspellings(known)
+    plain = _plain(name)
+    candidates = [plain]
+    if len(plain) >= MIN_LENGTH_ONE_FAULT:
+        candidates += [plain[:place] + plain[place + 1 :] for place in range(len(plain))]
+    return next((forms[form] for form in candidates if form in forms), None)
+
+
+@functools.lru_cache(64)
+def _misspellings(known: frozenset[str]) -> dict[str, str]:
+    """The plain forms of names, and what remains of longer ones without one or two letters.
+
+    Two names of which one has a wrong letter, or a superfluous one, or two exchanged, have a common
+    form with one letter fewer (Garbe's symmetric deletion).
+    """
+    forms: dict[str, str] = {}
+    for num_missing, least in ((0, 0), (1, MIN_LENGTH_ONE_FAULT), (2, MIN_LENGTH_TWO_FAULTS)):
+        for field in sorted(known):
+            plain = _plain(field)
+            if len(plain) >= least:
+                for letters in combinations(plain, len(plain) - num_missing):
+                    forms.setdefault("".join(letters), field)
+    return forms
+
+
+def _plain(name: str) -> str:
+    """A name without what differs between styles: `maxTokens`, `max-tokens`, `max_token`."""
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("s")
+
+
+def _check_effect(name: str, value: Any, is_possible: Asks, advice: str) -> None:
+    if value is not None and not is_possible(value):
+        raise RequestError(f"{name}: {advice}", name)
+
+
+def _check_refused(name: str, value: Any, reason: str) -> None:
+    """Raise unless a field asks for nothing."""
+    if value is None or value is False or value in ("", []):
+        return
+    if name in ERROR_CODES:
+        details = {"error_code": ERROR_CODES[name]}
+        raise HttpError(400, f"{name}: {reason}", parameter=name, details=details)
+    raise RequestError(f"{name}: {reason}", name)
