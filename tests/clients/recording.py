@@ -92,8 +92,10 @@ class Recorder:
 
 
 def write(requests: list[Recorded], folder: Path, program: str) -> None:
-    """Write the bodies of one program, those whose form is new."""
+    """Write the bodies of one program, those whose form is new, in place of earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob(f"{program}-[0-9].json"):
+        earlier.unlink()
     forms: set[str] = set()
     number = 0
     for request in requests:

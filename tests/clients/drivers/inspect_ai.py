@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from checks import KEY, MODEL, SUM, URL, V1, equal, run
-from inspect_ai import Task, eval as evaluate
+from inspect_ai import Task
+from inspect_ai import eval as evaluate
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
-from inspect_ai.tool import Tool, tool as make_tool
+from inspect_ai.tool import Tool
+from inspect_ai.tool import tool as make_tool
 
 
 @make_tool
