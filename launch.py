@@ -37,6 +37,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
@@ -367,6 +368,12 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command that the program's arguments name."""
+    leave_process_one()
     gc.disable()  # during the start only: a command that runs for long enables it again
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ def bars() -> list[tuple[str, float]]:
 
 
 def _ratio(runs: dict[str, Any], ours: str) -> float:
-    rates = {
+    rates: dict[str, float] = {
         name: median(run["output_tokens_per_s"] for run in runs[name]) for name in (ours, "vllm")
     }
     return rates[ours] / rates["vllm"]

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster.resources.authentication import use_token_if_there_is_one
+from cluster.resources.surroundings import fill_in_for_the_system
+from configs.paths import PREFIX
 
 if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, CompletionOutput, RequestOutput
@@ -36,10 +38,11 @@ _MODULES = {
     "StructuredOutputs": "scheduler.params",
 }
 
+fill_in_for_the_system()
 use_token_if_there_is_one()  # before anything imports Ray
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(PREFIX + _MODULES[name]), name)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
+from configs.paths import PREFIX
 from scheduler.errors import (
     ClientError,
     EaglerayError,
@@ -78,7 +79,7 @@ KINDS: dict[str, Kind] = {
         for name in names
     },
     **{
-        f"{each.__module__}.{each.__name__}": kind
+        f"{each.__module__}.{each.__name__}".removeprefix(PREFIX): kind
         for each, kind in (
             (ClientError, Kind.CALLER),
             (OverloadedError, Kind.NO_ROOM),
@@ -126,4 +127,4 @@ def _names(error: BaseException) -> list[str]:
 
 
 def _full_name(of: type) -> str:
-    return f"{of.__module__}.{of.__name__}"
+    return f"{of.__module__}.{of.__name__}".removeprefix(PREFIX)

@@ -167,7 +167,9 @@ class LLM:
         return self._engine.report
 
     def stats(self) -> EngineStats:
-        """Counters of the scheduler. Raises `EngineDeadError`."""
+        """Counters of the scheduler. Raises `OverloadedError` while the driver is replaced,
+        `EngineDeadError`.
+        """
         return self._engine.frontend.stats()
 
     def check_prompt(

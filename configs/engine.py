@@ -34,6 +34,10 @@ DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEPS_AHEAD = {"cpu": 1, "cuda": 3}
 DEFAULT_MAX_MODEL_LEN = 40960
+# The cache on a CPU has at most both of these, but enough for one sequence if the bytes allow: of a
+# tiny model, a gigabyte would hold far more than it is used for.
+DEFAULT_KV_CACHE_BYTES = 2**30
+DEFAULT_KV_CACHE_TOKENS = 2**16
 MAX_TIMEOUT_S = 86400.0  # a day
 
 
@@ -111,8 +115,11 @@ class EngineConfig:
         at_least=1,
         at_most=2**31 - 1,  # block ids are 32-bit numbers
     )
-    kv_cache_bytes: int = option(
-        2**30, flag="--kv-cache-bytes", help="KV cache of all ranks together, on CPU.", at_least=1
+    kv_cache_bytes: int | None = option(
+        None,
+        flag="--kv-cache-bytes",
+        help="KV cache of all ranks together, on CPU; by default 1 GiB or 65,536 tokens.",
+        at_least=1,
     )
     gpu_memory_utilization: float = option(
         0.9,

@@ -6,9 +6,10 @@ The keys of transformers 5 are read (`rope_parameters`, `dtype`) and those of th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class ModelConfig:
                 num_hidden_layers=int(raw["num_hidden_layers"]),
                 num_attention_heads=heads,
                 num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or hidden // heads),
+                # Where the key is absent, transformers takes 128.
+                head_dim=int(raw.get("head_dim", 128) or hidden // heads),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -101,14 +103,22 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `config.json`, with the end-of-sequence ids from `generation_config.json` if it has
-        any.
-        """
-        raw = read_json(model_dir / "config.json")
-        generation = read_generation_config(model_dir)
-        if generation.get("eos_token_id") is not None:
-            raw["eos_token_id"] = generation["eos_token_id"]
-        return cls.from_dict(raw, str(model_dir / "config.json"))
+        """Read `config.json`; the end-of-sequence ids are those of `generation_config.json` too."""
+        path = model_dir / "config.json"
+        raw, generation = read_json(path), read_generation_config(model_dir)
+        config = cls.from_dict(raw, str(path))
+        try:
+            ends = _as_ids(generation.get("eos_token_id"))
+        except (TypeError, ValueError) as error:
+            where = model_dir / "generation_config.json"
+            raise ConfigError(f"{where}: eos_token_id cannot be read: {error}") from None
+        return config.ending_at(ends)
+
+    def ending_at(self, token_ids: Iterable[int]) -> ModelConfig:
+        """The same model, whose outputs end at these tokens too, as far as it has them."""
+        possible = {token_id for token_id in token_ids if 0 <= token_id < self.vocab_size}
+        further = tuple(sorted(possible.difference(self.eos_token_ids)))
+        return dataclasses.replace(self, eos_token_ids=self.eos_token_ids + further)
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
         """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
@@ -194,14 +204,19 @@ def _check_supported(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
-    values = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    parameters = dict(raw.get("rope_parameters") or {})
+    # Where a file has both, the old key was added to it, and transformers goes by that too.
+    values = dict(raw.get("rope_scaling") or parameters)
     rope_type = values.get("rope_type") or values.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"{where}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
-    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if values.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+        raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
+    thetas = (values.get("rope_theta"), parameters.get("rope_theta"), raw.get("rope_theta"))
+    theta = float(next((value for value in thetas if value), 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if "factor" not in values:

@@ -79,6 +79,12 @@ class ServeConfig:
         flag="--allowed-origins",
         help="Sites, separated by commas, whose pages may use a server without a key.",
     )
+    keep_billing_header: bool = option(
+        False,
+        flag="--keep-billing-header",
+        help="Give the model the line about billing that Claude Code puts before its instructions;"
+        " it differs between sessions, so nothing behind it is cached for the next one.",
+    )
     unknown_fields: str = option(
         "ignore",
         flag="--unknown-fields",

@@ -31,8 +31,8 @@ class Request:
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
     earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, in seconds since the
-    epoch: resubmitted requests keep their place in line. `grammar` is the compiled form of what its
-    output must match, for the driver's `Grammars`; empty if any output will do.
+    epoch: resubmitted requests keep their place in line. `grammar` says what its output must
+    match, for the driver's `Grammars`; empty if any output will do.
     """
 
     request_id: str
@@ -154,7 +154,7 @@ class EngineStats:
     the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
     the last result while steps are under way. waits_for names the missing resources while ranks
-    cannot be placed.
+    cannot be placed, or says why the last start failed while another one follows.
     """
 
     num_running: int

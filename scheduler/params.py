@@ -141,11 +141,12 @@ class SamplingParams:
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
     presence_penalty, frequency_penalty: in [-2, 2], over the output. logit_bias: token id to a bias
     in [-100, 100]. logprobs: number of alternatives, 0 to 20. stop: the text ends before the first
-    match. stop_token_ids: ids that end the sequence besides the checkpoint's end-of-sequence ids,
-    which `ignore_eos` switches off. n: number of outputs, each with its own seed. stream_interval:
-    a stream brings the first token, then this many at a time; a stop string is noticed when they
-    come. structured_outputs: what the answer must match, after the reasoning; not with min_tokens
-    or ignore_eos. How long lists and texts may be is said in `scheduler/bounds.py`.
+    match; in a conversation, reasoning is not searched. stop_token_ids: ids that end the sequence
+    besides the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of
+    outputs, each with its own seed. stream_interval: a stream brings the first token, then this
+    many at a time; a stop string is noticed when they come. structured_outputs: what the answer
+    must match, after the reasoning; not with min_tokens or ignore_eos. How long lists and texts may
+    be is said in `scheduler/bounds.py`.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")

@@ -93,6 +93,21 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert len(named) > 20, "the pages name tests"
 
 
+def test_everything_that_is_promised_after_a_fault_is_held_by_a_test() -> None:
+    """Each row of the table, and each paragraph that says how."""
+    parts = (ROOT / "docs" / "recovery.md").read_text().split("\n## ")
+    sections = {title: text for title, _, text in (part.partition("\n") for part in parts)}
+    rows = [line for line in sections["What is promised"].splitlines() if line.startswith("| ")][1:]
+    assert [row for row in rows if "`test_" not in row.split("|")[-2]] == []
+    paragraphs = [
+        " ".join(line for _, line in block)
+        for title in ("Nodes", "How")
+        for block in blocks(sections[title])
+    ]
+    assert [each for each in paragraphs if "`test_" not in each] == []
+    assert len(rows) > 15 and len(paragraphs) > 8
+
+
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [

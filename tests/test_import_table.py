@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ("scheduler", "kernels", "workers", "cluster", "configs", "launch", "tests")
+OURS = ("scheduler", "kernels", "workers", "cluster", "configs", "eagleray", "launch", "tests")
 ALLOWED = {
     "scheduler": {"scheduler"},
     "kernels": {"kernels"},
@@ -30,6 +30,7 @@ ALLOWED = {
     },
     "configs": {"configs", "scheduler.errors"},
     "cluster": {"cluster", "workers", "kernels", "configs", "scheduler"},
+    "eagleray": {"eagleray", "cluster", "scheduler", "launch"},
 }
 NEVER = {
     "kernels": {"ray", "transformers"},

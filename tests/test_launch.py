@@ -198,7 +198,7 @@ def test_an_argument_that_is_not_utf8_is_refused_before_ray_starts() -> None:
     [
         ("--max-tokens", "0", "max_tokens must be a whole number between 1 and"),
         ("--temperature", "-1", "temperature must be a number between 0.0 and 100.0, got -1.0"),
-        ("--top-p", "0", "top_p must be above 0 and at most 1"),
+        ("--top-p", "1.5", "top_p must be a number between 0.0 and 1.0"),
         ("--n", "0", "n must be a whole number between 1 and 128, got 0"),
         ("--tp", "0", "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ("--device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
@@ -379,6 +379,7 @@ FLAGS = {
             "--api-key",
             "--allowed-hosts",
             "--allowed-origins",
+            "--keep-billing-header",
             "--max-open-requests",
             "--drain-timeout-s",
             "--name",
@@ -521,7 +522,8 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         "--route-prefix": "/chat",
         "--temperature": 0.5,
     }
-    values = [*words(ENGINE_FLAGS_AND_VALUES), *ENGINE_SWITCHES, *words(flags)]
+    switches = [*ENGINE_SWITCHES, "--keep-billing-header"]
+    values = [*words(ENGINE_FLAGS_AND_VALUES), *switches, *words(flags)]
     assert invoke("serve", *values).exit_code == 0
     assert invoke("serve", *values, "--api-key", "given").exit_code == 0
     config = ServeConfig(
@@ -536,6 +538,7 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
         allowed_hosts="a.example,b.example",
         allowed_origins="https://a.example",
         unknown_fields="refuse",
+        keep_billing_header=True,
         max_open_requests=5,
         drain_timeout_s=6.5,
     )

@@ -120,6 +120,8 @@ def main() -> None:
             marker.touch()
         except OSError as error:
             parser.exit(1, f"the cache of compiled kernels cannot be written: {error}\n")
+    if args.while_stdin_is_open:
+        os._exit(0)  # the thread must not wake up while the interpreter ends
 
 
 def _marker(dtype: str) -> Path:
@@ -130,7 +132,7 @@ def _marker(dtype: str) -> Path:
 
 
 def _exit_with_starter() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not through `sys.stdin`, whose lock the end of the interpreter needs
     os._exit(0)
 
 

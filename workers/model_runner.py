@@ -118,6 +118,7 @@ class ModelRunner:
         `wait_for_mask` raises.
         """
         started, began = time.perf_counter(), self.device.event()
+        self.uploads.discard()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)

@@ -60,16 +60,23 @@ class Api:
         version: str,
         access: Access | None = None,
         limits: ApiLimits | None = None,
+        keep_billing_header: bool = False,
         echo_request_id: bool = True,
         refuse_unknown_fields: bool = False,
     ) -> None:
-        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
-        front adds `x-request-id` itself. `refuse_unknown_fields`: none is ignored.
+        """`access`: by default anybody may send requests. `keep_billing_header`: as in
+        `ServeConfig`. `echo_request_id`: off where a proxy in front adds `x-request-id` itself.
+        `refuse_unknown_fields`: none is ignored.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
         self._served = Served(
-            name=model_name, created=int(time.time()), builder=client.builder, tokenizer=tokenizer
+            name=model_name,
+            created=int(time.time()),
+            builder=client.builder,
+            tokenizer=tokenizer,
+            keep_billing_header=keep_billing_header,
+            refuse_unknown=refuse_unknown_fields,
         )
         self.runner = Runner(
             client,

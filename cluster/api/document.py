@@ -22,6 +22,7 @@ POST: dict[str, tuple[type[Model], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, as items of a response."),
+    "/v1/responses/input_tokens": (ResponsesRequest, "Number of tokens of such a conversation."),
     "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's API does."),
     "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of a conversation."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),

@@ -40,6 +40,8 @@ class Served:
     created: int
     builder: RequestBuilder
     tokenizer: Tokenizer | None
+    keep_billing_header: bool = False  # in system prompts of the Messages API
+    refuse_unknown: bool = False  # what the model cannot get is refused, not left out
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model."""
@@ -62,6 +64,7 @@ class Job:
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
+    ignored: tuple[str, ...] = ()  # names of what the request holds and the model does not get
 
     @property
     def num_outputs(self) -> int:

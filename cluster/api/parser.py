@@ -7,8 +7,10 @@ that, text that may be the beginning of a marker is held back, and so are line e
 out to be next to a marker, where they are part of the format and not of the text.
 
 A call is reported when it is complete, with the arguments exactly as the model wrote them. A call
-that is not JSON, or is cut off, stays in the content unchanged: nothing is completed or dropped. So
-does one that readers of JSON may refuse: with a number beyond floats, or nested very deep.
+that is not JSON stays in the content unchanged: nothing is completed or dropped. So does one that
+readers of JSON may refuse: with a number beyond floats, or nested very deep. A call that is open
+when the answer is cut off because it is too long is reported with the arguments that it has by
+then; if it has no name yet, it is dropped, so that no content ends in half of a call.
 
 However long an answer or an open call gets, each character is looked at a constant number of times:
 what has been scanned and is held back is kept in pieces, apart from the few characters whose
@@ -23,25 +25,30 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
+from cluster.client.thinking import CALL, END_CALL, END_THINK, LINE_ENDS, THINK, State
 
 MAX_DEPTH = 100  # of objects and arrays in a call, with the call's own object
 
-_LINE_ENDS = "\n\r"
 _LEADING_LINE_ENDS = re.compile(r"[\n\r]*")
 _LEADING_SPACE = re.compile(r"\s*")
 _QUOTE_OR_END = re.compile(f'"|{END_CALL}')
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # up to its quote
+_BEGUN_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*+")\s*'
+    r'(?:,\s*"arguments"\s*:\s*(?P<arguments>.*))?',
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a function; `arguments` is JSON."""
+    """A call of a function; `arguments` is JSON, or the beginning of JSON unless `is_complete`."""
 
     name: str
     arguments: str
+    is_complete: bool = True
 
 
 @dataclass(slots=True)
@@ -73,6 +80,11 @@ class AnswerParser:
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
+    @property
+    def state(self) -> State:
+        """The part of the answer that the next text belongs to."""
+        return self._state
+
     def push(self, text: str) -> Parts:
         """Parse the next text. Returns what it adds to the answer."""
         pieces = list(self.pieces(text))
@@ -92,11 +104,14 @@ class AnswerParser:
             if parts:
                 yield parts
 
-    def finish(self) -> Parts:
-        """What is left at the end of the answer."""
+    def finish(self, *, is_cut_off: bool = False) -> Parts:
+        """What is left at the end of the answer, which may be cut off because it is too long."""
         rest = self._take_held(len(self._text))
         if self._state is State.REASONING:
             return Parts(reasoning=rest)
+        if self._state is State.CALL and is_cut_off and (rest.lstrip() or "{")[0] == "{":
+            call = _begun_call(rest)
+            return Parts(calls=[] if call is None else [call])
         return Parts(content=CALL + rest if self._state is State.CALL else rest)
 
     def _advance(self, parts: Parts) -> bool:
@@ -149,7 +164,7 @@ class AnswerParser:
 
     def _take_text(self, end: int) -> str:
         """What is held and the text up to `end`, without the line ends before `end`."""
-        size = len(self._text[self._place : end].rstrip(_LINE_ENDS))
+        size = len(self._text[self._place : end].rstrip(LINE_ENDS))
         return self._take_held(self._place + size) if size else ""
 
     def _take_held(self, end: int) -> str:
@@ -229,6 +244,30 @@ def _read_call(body: str) -> ToolCall | None:
     if not isinstance(name, str) or not name or _SURROGATE.search(name):
         return None
     return ToolCall(name=name, arguments=_source_of("arguments", body) or "{}")
+
+
+def _begun_call(body: str) -> ToolCall | None:
+    """The call that a text begins, None if it has no name yet. Everything from the arguments on
+    belongs to them, or is what may end them.
+    """
+    complete = _read_call(body[: len(body) - _num_begun(body, END_CALL, 0)])
+    if complete is not None:
+        return complete
+    match = _BEGUN_CALL.match(body)
+    if match is None:
+        return None
+    try:
+        name = _DECODER.decode(match["name"])
+    except ValueError:
+        return None
+    if not name or _SURROGATE.search(name):
+        return None
+    arguments = match["arguments"] or ""
+    try:
+        _, end = _DECODER.raw_decode(arguments)
+    except (ValueError, RecursionError):
+        end = len(arguments)
+    return ToolCall(name=name, arguments=arguments[:end], is_complete=False)
 
 
 def _is_too_deep(text: str) -> bool:

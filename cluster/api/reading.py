@@ -153,11 +153,16 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _check_tool(tool: object, place: str) -> None:
-    """Check the schema of a tool in the form of any of the APIs."""
+    """Check the schema of a tool in the form of any of the APIs, and those of a namespace."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     for name in ("parameters", "input_schema"):
         if isinstance(inner, dict) and inner.get(name) is not None:
             check_schema(inner[name], f"{place}.{name}", "tools")
+    if isinstance(tool, dict) and isinstance(many := tool.get("tools"), list):
+        check("tools", len(many), f"{place}.tools", "tools")
+        for number, each in enumerate(many):
+            if isinstance(each, dict) and each.get("parameters") is not None:
+                check_schema(each["parameters"], f"{place}.tools.{number}.parameters", "tools")
 
 
 def _check_turn(turn: object, place: str, field: str) -> None:

@@ -207,7 +207,8 @@ class ChatWriter(_Envelope):
         parts = choice.parser.push(chunk.text)
         new = choice.deltas(parts)
         if chunk.finish_reason:
-            new += choice.deltas(choice.parser.finish())
+            is_cut_off = chunk.finish_reason == "length"
+            new += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
         choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
         choice.token_ids += chunk.token_ids
         events = [_delta(chunk.index, delta) for delta in new]
@@ -233,7 +234,7 @@ class ChatWriter(_Envelope):
     def _choice(self, done: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, tools=self._tools)
         parts = parser.push(done.text)
-        rest = parser.finish()
+        rest = parser.finish(is_cut_off=done.finish_reason == "length")
         reasoning = parts.reasoning + rest.reasoning
         content: str | None = parts.content + rest.content
         calls = parts.calls + rest.calls
@@ -258,19 +259,24 @@ class ChatWriter(_Envelope):
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):
             if entry is not None:
-                top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-                yield (
-                    self._token(token_id, entry.logprob)
-                    | {"top_logprobs": [self._token(other, value) for other, value in top]}
-                )
+                yield described(self._tokenizer, token_id, entry)
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {
-            "token": data.decode(errors="replace"),
-            "bytes": list(data),
-            "logprob": _at_least_lowest(logprob),
-        }
+
+def described(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+    """A token with its log probability and its alternatives, in OpenAI's form."""
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return _token(tokenizer, token_id, entry.logprob) | {
+        "top_logprobs": [_token(tokenizer, other, value) for other, value in top]
+    }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode(errors="replace"),
+        "bytes": list(data),
+        "logprob": _at_least_lowest(logprob),
+    }
 
 
 class _ChatChoice:

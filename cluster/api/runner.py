@@ -26,8 +26,9 @@ from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
-from cluster.api.responses.adapter import responses_job
+from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.schema import Model
+from cluster.api.structure import loosened_headers
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.api.workers import Workers
 from cluster.client.client import Client
@@ -60,6 +61,7 @@ JOBS: dict[str, Convert[Job]] = {
 }
 COMPUTED: dict[str, Convert[dict[str, Any]]] = {
     f"{MESSAGES_PATH}/count_tokens": count_tokens,
+    "/v1/responses/input_tokens": count_input,
     "/tokenize": tokenize,
     "/detokenize": lambda request, served, _: detokenize(request, served),
 }
@@ -164,7 +166,11 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            return convert(read(POST[exchange.path][0], body, self._limits.max_messages, unknown))
+            request = read(POST[exchange.path][0], body, self._limits.max_messages, unknown)
+            result = convert(request)
+            if isinstance(result, Job):
+                unknown.names |= dict.fromkeys(result.ignored)
+            return result
 
         try:
             return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
@@ -185,6 +191,7 @@ class Runner:
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             writer = job.make_writer(generations)
         except BaseException:
             self._client.abort(generations)
@@ -207,6 +214,7 @@ class Runner:
         timing = Timing(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             job.check(generations)
+            exchange.answer_headers |= loosened_headers(generations)
             exchange.writer = writer = job.make_writer(generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))

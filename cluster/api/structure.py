@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 from cluster.api.schema import ChatRequest, NamedTool, Tool
-from cluster.grammar.formats import (
-    ToolFormat,
-    calls_possible,
-    calls_required,
-    format_of,
-    honored,
-    one_of,
-)
+from cluster.client.outputs import Generation
+from cluster.grammar.calls import CallableTool, CallStructure
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
+
+LOOSENED_HEADER = "x-eagleray-loosened"
+MAX_NAMES_BYTES = 4096  # in the header, before the number of the others
+
+
+def loosened_headers(generations: list[Generation]) -> dict[str, str]:
+    """The header that names the tools whose arguments need not match their schemas although calls
+    follow a grammar; none if there are none. Names are escaped as in addresses.
+    """
+    names = [quote(name) for name in generations[0].loosened]
+    shown, size = 0, 0
+    while shown < len(names) and size + len(names[shown]) + 2 <= MAX_NAMES_BYTES:
+        size += len(names[shown]) + 2
+        shown += 1
+    others = [f"and {len(names) - shown} more"] if shown < len(names) else []
+    return {LOOSENED_HEADER: ", ".join(names[:shown] + others)} if names else {}
 
 
 def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs | None:
@@ -31,30 +43,21 @@ def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs |
                 f"tool_choice names {choice.function.name!r}, which is not among the tools {names}",
                 "tool_choice",
             )
-        calls = calls_required([tool_format(named[0])], only_one=True)
-    elif choice == "required":
-        calls = calls_required(map(tool_format, tools), only_one=only_one)
-    elif wanted is not None:
-        formats = map(tool_format, tools)
-        calls = one_of([format_of(wanted), calls_required(formats, only_one=only_one)])
-    elif only_one or any(tool.function.strict for tool in tools):
-        calls = calls_possible(map(tool_format, tools), only_one=only_one)
-    else:
-        return None
-    return StructuredOutputs(structural_tag=calls)
+        return CallStructure(tools=_callable(named[:1]), is_required=True, only_one=True)
+    if choice == "required":
+        return CallStructure(tools=_callable(tools), is_required=True, only_one=only_one)
+    if wanted is not None:
+        return CallStructure(
+            tools=_callable(tools), is_required=True, only_one=only_one, otherwise=wanted
+        )
+    if only_one or any(tool.function.strict for tool in tools):
+        return CallStructure(tools=_callable(tools), is_required=False, only_one=only_one)
+    return None
 
 
-def tool_format(tool: Tool) -> ToolFormat:
-    """Arguments of a strict tool match its schema, so an unsupported schema is refused. For other
-    tools, an unsupported schema means that any object will do.
-    """
-    function = tool.function
-    if function.parameters is None:
-        return ToolFormat(name=function.name, schema=None)
-    try:
-        schema = honored(function.parameters, f"the parameters of {function.name}")
-    except RequestError:
-        if function.strict:
-            raise
-        schema = None
-    return ToolFormat(name=function.name, schema=schema)
+def _callable(tools: list[Tool]) -> tuple[CallableTool, ...]:
+    functions = [tool.function for tool in tools]
+    return tuple(
+        CallableTool(name=f.name, parameters=f.parameters, is_strict=bool(f.strict))
+        for f in functions
+    )

@@ -120,14 +120,16 @@ class Client:
             isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
         )
         executor = self._compiling if has_grammar else self._sending
-        submitting = asyncio.get_running_loop().run_in_executor(executor, build)
+        job = executor.submit(build)
+        submitting = asyncio.wrap_future(job)
         if self._send_async is not None:
             sending = self._send_built(submitting, request_id)
             submitting = asyncio.get_running_loop().create_task(sending, context=Context())
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(self._abort_submitted)
+            if not job.cancel():  # it is no longer in line for a thread
+                submitting.add_done_callback(self._abort_submitted)
             raise
 
     def _build(
@@ -199,7 +201,9 @@ class Client:
         return True
 
     def stats(self) -> EngineStats:
-        """The engine's counters. Raises `EngineDeadError`."""
+        """The engine's counters. Raises `OverloadedError` while its driver is replaced,
+        `EngineDeadError`.
+        """
         return self._link.stats()
 
     def records(self, seconds: float) -> list[StepRecord]:

@@ -65,6 +65,16 @@ class FastTokenizer:
         self.template_variables = template_variables(template or "")
 
     @property
+    def backend(self) -> Backend:
+        """The tokenizer that does the work."""
+        return self._backend
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a sequence, according to `tokenizer_config.json`."""
+        return self._special_tokens.get("eos_token")
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `render` can be called."""
         return self._template is not None
@@ -132,6 +142,14 @@ def template_variables(template: str) -> frozenset[str]:
     """The names of the variables that a chat template reads."""
     environment = _environment()
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+def special_id(backend: Backend, text: str | None) -> int | None:
+    """The special token with which a text begins."""
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if text and token.special and text.startswith(str(token.content)):
+            return int(token_id)
+    return None
 
 
 def bytes_of_token(backend: Backend, token_id: int) -> bytes:

@@ -31,11 +31,12 @@ from cluster.ray_errors import (
     NoAnswerError,
     NoRoomError,
     call,
+    cause_of,
     made,
     was_lost,
 )
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import Deltas, EngineStats, Request
 from scheduler.records import StepRecord
 
@@ -67,6 +68,7 @@ class Frontend:
         replace: Replace = _cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
+        waits_for: Callable[[], str] = lambda: "",
     ) -> None:
         """`is_reachable`: whether this process is still part of the driver's cluster. `replace`
         takes a driver that has died or does not answer, the reason, and whether there was any news
@@ -74,13 +76,15 @@ class Frontend:
         beyond what it was asked to wait. `on_dead` gets the requests that the driver had, and the
         reason, if there will be no other driver; without it they fail. It runs on the polling
         thread. With it, the engine is somebody else's and outlives this frontend, so it is told of
-        every request that it no longer needs to run, even after `close`.
+        every request that it no longer needs to run, even after `close`. `waits_for`: what the
+        replacement of a driver waits for, in one line.
         """
         self._driver = driver
         self._is_reachable = is_reachable
         self._replace_driver = replace
         self._answer_limit_s = answer_limit_s
         self._on_dead = on_dead
+        self._waits_for = waits_for
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
         # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
@@ -159,11 +163,21 @@ class Frontend:
         self._after_news.append(callback)
 
     def stats(self) -> EngineStats:
-        """The driver's counters. Raises `EngineDeadError`, `NoAnswerError`."""
+        """The driver's counters. Raises `OverloadedError` while the driver is replaced,
+        `EngineDeadError`, `NoAnswerError`.
+        """
         self._check_reachable()
-        counters: EngineStats = self._call(
-            self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
-        )
+        try:
+            counters: EngineStats = self._call(
+                self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
+            )
+        except DriverDiedError:
+            if self.death is not None or self._replace_driver is _cannot_replace:
+                raise
+            raise OverloadedError(
+                "the driver has died and is being replaced; requests are kept and will continue."
+                f" {self._waits_for()}".rstrip(". ")
+            ) from None
         return counters
 
     def records(self, seconds: float) -> list[StepRecord]:
@@ -274,7 +288,9 @@ class Frontend:
     # -- a new driver ------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """From now on, notice the death of the driver even when there are no requests."""
+        """From now on, notice the death of the driver, or the end of its engine, even when there
+        are no requests.
+        """
         self._follow(self._driver)
 
     def _follow(self, driver: Any) -> None:
@@ -286,9 +302,14 @@ class Frontend:
         if was_lost(ended):
             self._on_sender(self._follow, driver)
             return
+        error = ended.exception()
+        cause = cause_of(error) if isinstance(error, Exception) else None
         with self._changed:
-            self._ended = driver
-            self._changed.notify_all()
+            if isinstance(cause, EngineDeadError) and not isinstance(cause, DriverDiedError):
+                self.death = cause  # its process answers every call with that
+            else:
+                self._ended = driver
+                self._changed.notify_all()
 
     def live_driver(self) -> Any:
         """The driver; waits while it is being replaced. Raises `EngineDeadError`."""
@@ -298,6 +319,8 @@ class Frontend:
 
     def check(self) -> None:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
+        if self.death is not None:
+            raise self.death
         driver = self._driver
         try:
             self._call(driver.stats, "read the counters", limit_s=self._answer_limit_s)

@@ -160,9 +160,17 @@ class Generation:
     """
 
     def __init__(
-        self, prompt: str | None, outputs: list[OutputFollower], session_id: str | None = None
+        self,
+        prompt: str | None,
+        outputs: list[OutputFollower],
+        session_id: str | None = None,
+        loosened: tuple[str, ...] = (),
     ) -> None:
+        """`loosened`: the tools whose calls may have arguments that do not match their schemas,
+        although calls follow a grammar.
+        """
         self.prompt = prompt
+        self.loosened = loosened
         self.session_id = session_id
         self.outputs = outputs
         self.num_cached_tokens = 0

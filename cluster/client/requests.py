@@ -17,6 +17,7 @@ from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_each,
 from cluster.client.text_stream import TextStream
 from cluster.client.thinking import THINKING_SWITCH, State, state_after
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.calls import CallStructure, choices
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import after_thinking, format_of, source_of
 from configs.model import ModelConfig
@@ -63,7 +64,7 @@ class RequestBuilder:
         parsed = self._rendered(parse_prompt(prompt))
         token_ids = self._token_ids(parsed, self.limits.max_total_tokens)
         params = self.parameters(wanted)
-        grammar = self._grammar(params.structured_outputs, parsed)
+        grammar, loosened = self._grammar(params.structured_outputs, parsed)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
             news_interval = params.stream_interval or 1
@@ -84,8 +85,8 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
-            outputs.append(OutputFollower(request, index, self._text_stream(params), sink))
-        return Generation(parsed.text, outputs, parsed.session_id)
+            outputs.append(OutputFollower(request, index, self._text_stream(params, parsed), sink))
+        return Generation(parsed.text, outputs, parsed.session_id, loosened)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""
@@ -119,12 +120,14 @@ class RequestBuilder:
         if self._grammars is not None:
             self._grammars.close()
 
-    def _grammar(self, wanted: StructuredOutputs | None, prompt: ParsedPrompt) -> bytes:
-        """The compiled grammar; empty for an output without one. Only answers in a conversation may
-        begin with reasoning.
+    def _grammar(
+        self, wanted: StructuredOutputs | None, prompt: ParsedPrompt
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """(the grammar, empty for an output without one; the tools whose arguments need not match
+        their schemas). Only answers in a conversation may begin with reasoning.
         """
         if wanted is None:
-            return b""
+            return b"", ()
         if self._grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer with a tokenizer.json of byte-level tokens,"
@@ -136,10 +139,20 @@ class RequestBuilder:
                 "structured_outputs need an end-of-sequence token, and this checkpoint has none",
                 "structured_outputs",
             )
-        answer = format_of(wanted)
+        state = State.CONTENT
         if prompt.conversation is not None:
-            answer = after_thinking(answer, self._state_after(prompt.conversation, prompt.text))
-        return self._grammars.compile(source_of(answer))
+            state = self._state_after(prompt.conversation, prompt.text)
+        if not isinstance(wanted, CallStructure):
+            return self._grammars.check(source_of(after_thinking(format_of(wanted), state))), ()
+        refusal: RequestError | None = None
+        for choice in choices(wanted):
+            source = source_of(after_thinking(choice.format, state))
+            try:
+                return self._grammars.check(source), choice.loosened
+            except RequestError as error:
+                refusal = refusal or error
+        assert refusal is not None, "the last choice is refused with a reason"
+        raise refusal
 
     def _state_after(self, conversation: Conversation, text: str | None) -> State:
         """How the answer begins. If the template renders the same with thinking off, the model does
@@ -177,10 +190,15 @@ class RequestBuilder:
             return self._tokenizer.encode_rendered(prompt.text, most)
         return self._tokenizer.encode(prompt.text, most)
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+    def _text_stream(self, params: SamplingParams, prompt: ParsedPrompt) -> TextStream | None:
+        """Only answers in a conversation may begin with reasoning."""
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, params.stop_strings(), params.min_tokens or 0)
+        state = State.CONTENT
+        if prompt.conversation is not None:
+            state = state_after(prompt.text or "")
+        stop, min_tokens = params.stop_strings(), params.min_tokens or 0
+        return TextStream(self._tokenizer, stop, min_tokens, state)
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
         """Raise `RequestError` naming the parameter for an id outside the vocabulary."""

@@ -75,6 +75,9 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
     model = ModelConfig.from_dir(model_dir)
     model.check_tensor_parallel_size(config.tensor_parallel_size)
     check_checkpoint(model_dir, model)
+    tokenizer = _load_tokenizer(config, model_dir)
+    if tokenizer is not None:
+        model = model.ending_at(tokenizer.end_ids)
     foreseen = foresee_config(config, model, model_dir)
     if config.device == "cpu":
         plan_kv_cache(foreseen, rank=0)
@@ -82,7 +85,7 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
         config=config,
         model=model,
         model_dir=model_dir,
-        tokenizer=_load_tokenizer(config, model_dir),
+        tokenizer=tokenizer,
         defaults=(sampling_defaults or SamplingParams()).over(
             generation_defaults(read_generation_config(model_dir))
         ),

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from cluster.client.thinking import END_THINK, LINE_ENDS, THINK, State
+
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # An unfinished character has at most three bytes, each of which may decode to one replacement
 # character.
@@ -30,13 +32,22 @@ class Decoder(Protocol):
 class TextStream:
     """Text of one output. `text` is the text so far, without what is held back.
 
-    The text of the first `min_tokens` tokens is not searched for stop strings.
+    The text of the first `min_tokens` tokens is not searched for stop strings, nor is reasoning:
+    `state` says whether the output begins with it.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Seq[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        stop: Seq[str] = (),
+        min_tokens: int = 0,
+        state: State = State.CONTENT,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
+        self._reasoning = _Reasoning(state if stop else State.CONTENT)
+        self._num_unsearched = 0  # characters of the first `min_tokens` tokens
         self._num_tokens = 0
         self._recent: list[int] = []
         self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
@@ -60,7 +71,8 @@ class TextStream:
         """No more tokens follow: what was held back becomes text."""
         if self.stopped_by is not None:
             return
-        if not self._extend(self._tokenizer.decode(self._recent)[self._num_known :]):
+        rest = self._tokenizer.decode(self._recent)[self._num_known :]
+        if not self._extend(rest, is_last=True):
             self.text = self._decoded
 
     def _push(self, token_ids: Seq[int]) -> bool:
@@ -77,22 +89,66 @@ class TextStream:
         new, self._num_known = text[self._num_known : certain], certain - dropped
         return self._extend(new)
 
-    def _extend(self, text: str) -> bool:
+    def _extend(self, text: str, *, is_last: bool = False) -> bool:
         """Add decoded text; True if it completes a stop string."""
-        before = len(self._decoded)
         self._decoded += text
+        num_new = self._reasoning.feed(text, is_last=is_last)
         if self._num_tokens <= self._min_tokens:
+            self._num_unsearched = len(self._decoded)
             self.text = self._decoded
             return False
-        ends = ((matcher.feed(text), matcher.stop) for matcher in self._stop)
-        matches = [(before + end - len(stop), stop) for end, stop in ends if end is not None]
+        start = max(len(self._decoded) - num_new, self._num_unsearched)
+        new = self._decoded[start:]
+        ends = ((matcher.feed(new), matcher.stop) for matcher in self._stop)
+        matches = [(start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
         held = max((matcher.num_matched for matcher in self._stop), default=0)
-        self.text = self._decoded[: len(self._decoded) - held]
+        first_held = len(self._decoded) - max(held, self._reasoning.num_undecided)
+        self.text = self._decoded[: max(first_held, self._num_unsearched)]
         return False
+
+
+class _Reasoning:
+    """Tells the answer from the reasoning before it, as `cluster.api.parser` does, which takes line
+    ends after the reasoning for a part of the marker. The text comes in parts.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.num_undecided = 0  # characters at the end that may be the answer
+        self._state = state
+        self._begun = ""  # of what decides
+        self._end = _Matcher(END_THINK)
+        self._skips_line_ends = False
+
+    def feed(self, text: str, *, is_last: bool) -> int:
+        """Take the next part. Returns how many characters at the end of all are new in the
+        answer.
+        """
+        if self._state is State.UNDECIDED:
+            self._begun = (self._begun + text).lstrip()
+            self.num_undecided += len(text)
+            if self._begun.startswith(THINK):
+                self._state, text = State.REASONING, self._begun[len(THINK) :]
+                self.num_undecided = 0
+            elif is_last or not THINK.startswith(self._begun):
+                self._state, num_new = State.CONTENT, self.num_undecided
+                self.num_undecided = 0
+                return num_new
+        if self._state is State.UNDECIDED:
+            return 0
+        if self._state is State.REASONING:
+            end = self._end.feed(text)
+            if end is None:
+                return 0
+            text = text[end:]
+            self._state, self._skips_line_ends = State.CONTENT, True
+        if self._skips_line_ends:
+            text = text.lstrip(LINE_ENDS)
+            self._skips_line_ends = not text
+        return len(text)
 
 
 class _Matcher:

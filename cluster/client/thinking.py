@@ -6,6 +6,7 @@ import enum
 
 THINK, END_THINK = "<think>", "</think>"
 THINKING_SWITCH = "enable_thinking"  # the template's variable, where it can switch
+LINE_ENDS = "\n\r"  # next to a marker, they are a part of the format and not of the text
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 

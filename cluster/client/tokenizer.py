@@ -137,6 +137,30 @@ class Tokenizer:
         return state_after(self.render_chat(question)) is State.REASONING
 
     @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The special tokens that end an answer: the tokenizer's end of sequence, and what the chat
+        template puts behind a message of the assistant.
+        """
+        if self._fast:
+            backend, eos_token = self._fast.backend, self._fast.eos_token
+        else:
+            backend, eos_token = self._slow.backend_tokenizer, self._slow.eos_token
+        ends = (eos_token, self._end_of_turn())
+        ids = (fast_tokenizer.special_id(backend, end) for end in ends)
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    def _end_of_turn(self) -> str:
+        """What the chat template puts behind a message of the assistant."""
+        answer = {"role": "assistant", "content": _END}
+        try:
+            text = self.render_chat(
+                Conversation(messages=[{"role": "user", "content": "Hello"}, answer])
+            )
+        except RequestError:  # no template, or one that refuses this
+            return ""
+        return text.rpartition(_END)[2].lstrip()
+
+    @cached_property
     def takes_arguments_as_text(self) -> bool:
         """Whether the chat template takes the arguments of a call as JSON text, so that the next
         prompt repeats exactly what was generated. Other templates take objects.

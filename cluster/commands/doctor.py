@@ -9,7 +9,7 @@ import platform
 import shutil
 from pathlib import Path
 
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, IS_INSTALLED
 from workers.configuration import has_cuda
 from workers.toolchain import missing
 
@@ -34,7 +34,7 @@ def examine() -> tuple[list[str], list[str]]:
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
     lines += [f"{name} {_version(name) or 'not installed'}" for name in PACKAGES]
     devices, backends = _devices()
-    return lines + devices + backends + [_ray_line()], _clashes()
+    return lines + devices + backends + [_ray_line()], _problems()
 
 
 def _devices() -> tuple[list[str], list[str]]:
@@ -73,7 +73,21 @@ def _ray_line() -> str:
     )
 
 
+def _problems() -> list[str]:
+    wrong = [] if IS_INSTALLED else _clashes()
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else MIN_SHM_BYTES
+    if shm < MIN_SHM_BYTES:
+        wrong.append(
+            f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker:"
+            " --shm-size)"
+        )
+    if has_cuda():
+        wrong += (f"GPU kernels: {each}" for each in missing())
+    return wrong
+
+
 def _clashes() -> list[str]:
+    """Packages of the names of our folders, which are not inside a package in a checkout."""
     wrong = []
     if _version("kernels"):
         wrong.append(
@@ -93,14 +107,6 @@ def _clashes() -> list[str]:
         import transformers.integrations.hub_kernels  # noqa: F401
     except ImportError as error:
         wrong.append(f"transformers does not import beside our `kernels`: {error}")
-    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else MIN_SHM_BYTES
-    if shm < MIN_SHM_BYTES:
-        wrong.append(
-            f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker:"
-            " --shm-size)"
-        )
-    if has_cuda():
-        wrong += (f"GPU kernels: {each}" for each in missing())
     return wrong
 
 

@@ -82,6 +82,7 @@ class Driver:
         self._watch: asyncio.Task[None] | None = None
         self._process: ProcessId | None = None
         self._dead: str | None = None
+        self._has_died = asyncio.Event()
 
     async def start(self) -> EngineReport:
         """Start the ranks and the step loop. Raises what kept them from starting."""
@@ -133,8 +134,11 @@ class Driver:
         return {"driver": self._process} | self._supervisor.processes()
 
     async def wait_for_end(self) -> None:
-        """Never returns: the call fails when this process ends."""
-        await asyncio.Event().wait()
+        """Never returns: the call fails when this process ends. Raises `EngineDeadError` when the
+        engine stops for good before that.
+        """
+        await self._has_died.wait()
+        raise EngineDeadError(self._dead)
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
@@ -179,7 +183,7 @@ class Driver:
             state=self._supervisor.recovery.state.value,
             num_recoveries=self._supervisor.recovery.num_recoveries,
             step_age_s=time.monotonic() - busy_since_s if busy_since_s is not None else 0.0,
-            waits_for=self._maker.placement.waits_for,
+            waits_for=self._maker.placement.waits_for or self._supervisor.recovery.waits_for(),
         )
 
     async def shutdown(self) -> None:
@@ -217,6 +221,7 @@ class Driver:
         in the inbox.
         """
         self._dead = reason
+        self._has_died.set()
         self._frontends.fail_all(EngineDeadError(reason))
 
     # -- engine thread -----------------------------------------------------------------------------

@@ -114,6 +114,13 @@ class Recovery:
         """Stop trying: another attempt would change nothing."""
         self.state = State.DEAD
 
+    def waits_for(self) -> str:
+        """Why the last start failed, in one line, while another one follows. Any thread."""
+        failed = self.attempts[1:]  # the first entry is the loss
+        if self.state is State.SERVING or not failed:
+            return ""
+        return f"start {len(failed)} failed {failed[-1]}".split("\n")[0]
+
     def report(self) -> str:
         """Why recovery ended, attempt by attempt."""
         return "; ".join(self.attempts)

@@ -32,6 +32,7 @@ from cluster.timeouts import SHUTDOWN_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, EngineError
 from workers.configuration import has_cuda, resolve_config
+from workers.models.local import check_again
 
 MAX_IDLE_DEATHS = 5
 END_PAUSE_S = 0.5
@@ -91,6 +92,7 @@ def _start(
         lambda: SESSION.holds(lease),
         owner.replace,
         Timeouts.of(setup.config).stuck_s,
+        waits_for=owner.waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.
     stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
@@ -120,6 +122,7 @@ class DriverOwner:
         self._engine_id = engine_id
         self._report: EngineReport | None = None
         self._num_idle_deaths = 0
+        self._recovery: Recovery | None = None  # while the driver is replaced
         self._is_stopped = False
         self.driver = start_driver(config, placement, self._engine_id)
 
@@ -150,7 +153,7 @@ class DriverOwner:
                 f" the last one: {error}"
             )
         limit_s = self._timeouts.give_up_s
-        recovery = Recovery(time.monotonic, limit_s)
+        recovery = self._recovery = Recovery(time.monotonic, limit_s)
         recovery.fault(str(error))
         while True:
             self._end_for_certain(recovery)
@@ -160,6 +163,7 @@ class DriverOwner:
             if recovery.state is State.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
+                check_again(self._config)
                 self.placement.restore(limit_s, lambda: not self._is_stopped)
                 num_blocks = self._report.limits.num_blocks
                 self.driver = start_driver(
@@ -171,8 +175,15 @@ class DriverOwner:
                 if not (kind.may_pass or isinstance(failure, EngineError)):
                     raise EngineDeadError(reason_of(failure)) from failure
                 recovery.fault(reason_of(failure))
+                logger.warning("the driver is not replaced yet: %s", recovery.waits_for())
             else:
+                self._recovery = None
                 return self.driver
+
+    def waits_for(self) -> str:
+        """What the replacement of a driver waits for, in one line. Any thread."""
+        recovery = self._recovery
+        return self.placement.waits_for or (recovery.waits_for() if recovery is not None else "")
 
     def stop(self) -> None:
         """End the driver, and whatever is left of its ranks."""

@@ -27,6 +27,7 @@ from cluster.timeouts import Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
+from workers.models.local import check_again
 from workers.report import GRACE_S, WorkerReport
 
 LOOK_S = 1.0
@@ -147,6 +148,8 @@ class WorkerGroup:
         if self._is_closed:
             end_ranks(self.ranks)
         try:
+            if first is not None:
+                check_again(self._config)
             self._identify(places, limit_s)
             gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
             on_one_node = len({place.node_id for place in places}) == 1

@@ -1,4 +1,5 @@
-"""Grammars of requests, compiled by children of a helper process before the requests are sent.
+"""Grammars of requests, compiled once by children of a helper process before the requests are sent:
+what cannot be compiled, or takes too much, is refused here. The engine compiles them again.
 
 Each grammar has a child of its own. One grammar after the other is compiled, for a second at most;
 one that takes longer waits in another line, of those that do, so that only they wait for it.
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.grammar.formats import MAX_SOURCE_BYTES
 from cluster.grammar.helper import Helper, HelperError, HelperLateError, HelperLostError
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 
@@ -20,14 +22,12 @@ from scheduler.errors import EaglerayError, OverloadedError, RequestError
 QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
 MAX_SLOW = 4  # grammars in the other line
 MEMORY_BYTES = 2**30
-MAX_SOURCE_BYTES = 64 * 1024
 REFUSED_FOR_S = 60.0  # how long a refusal is remembered, in which a busy machine may have a part
-_CACHE_BYTES = 64 * 2**20
-_MAX_REFUSALS = 1024
+_MAX_KNOWN = 1024  # grammars that are possible, and that are not
 
 
 class GrammarCompiler:
-    """Compiles structural tags, and keeps the ones used last. Any thread may call."""
+    """Compiles structural tags, and remembers which are possible. Any thread may call."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """See `Helper`."""
@@ -35,73 +35,71 @@ class GrammarCompiler:
         self._quick, self._slow = threading.Lock(), threading.Lock()  # held by who compiles
         self._num_slow = 0
         self._known = threading.Lock()  # guards `_num_slow` and the fields below
-        self._compiled: OrderedDict[str, bytes] = OrderedDict()
+        self._possible: OrderedDict[bytes, None] = OrderedDict()
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
-    def compile(self, structural_tag: str) -> bytes:
-        """The compiled grammar. Raises `RequestError` for one that is not possible, is too large,
-        or takes more time or memory than it may, and `OverloadedError` if too many slow ones are
-        being compiled.
+    def check(self, structural_tag: str) -> bytes:
+        """The grammar as it is sent. Raises `RequestError` for one that is not possible, is too
+        large, or takes more time or memory than it may, and `OverloadedError` if too many slow ones
+        are being compiled.
         """
-        if len(structural_tag.encode()) > MAX_SOURCE_BYTES:
+        source = structural_tag.encode()
+        if len(source) > MAX_SOURCE_BYTES:
             raise _refused(f"it is larger than {MAX_SOURCE_BYTES} bytes")
-        if (compiled := self._look_up(structural_tag)) is not None:
-            return compiled
+        if self._is_possible(source):
+            return source
         with self._quick:
-            compiled = self._look_up(structural_tag) or self._compile(
-                structural_tag, QUICK_COMPILE_S
-            )
-        if compiled is not None:
-            return compiled
+            if self._is_possible(source) or self._compiles(structural_tag, QUICK_COMPILE_S):
+                return source
         self._join_slow()
         try:
             with self._slow:
-                compiled = self._look_up(structural_tag) or self._compile(
-                    structural_tag, COMPILE_TIMEOUT_S
-                )
+                if self._is_possible(source) or self._compiles(structural_tag, COMPILE_TIMEOUT_S):
+                    return source
         finally:
             with self._known:
                 self._num_slow -= 1
-        if compiled is None:
-            why = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
-            raise self._remember(structural_tag, why)
-        return compiled
+        why = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
+        raise self._remember(source, why)
 
     def close(self) -> None:
         """End the helper."""
         self._helper.close()
 
-    def _look_up(self, structural_tag: str) -> bytes | None:
-        """What was compiled before. Raises the `RequestError` of a refusal that is remembered."""
+    def _is_possible(self, source: bytes) -> bool:
+        """Whether it has been compiled before. Raises the `RequestError` of a refusal that is
+        remembered.
+        """
+        digest = _digest(source)
         with self._known:
-            compiled = self._compiled.get(structural_tag)
-            if compiled is not None:
-                self._compiled.move_to_end(structural_tag)
-                return compiled
-            refused_s, why = self._refusals.get(_digest(structural_tag), (-REFUSED_FOR_S, ""))
+            if digest in self._possible:
+                self._possible.move_to_end(digest)
+                return True
+            refused_s, why = self._refusals.get(digest, (-REFUSED_FOR_S, ""))
         if time.monotonic() - refused_s < REFUSED_FOR_S:
             raise _refused(why)
-        return None
+        return False
 
-    def _compile(self, structural_tag: str, limit_s: float) -> bytes | None:
-        """The compiled grammar, None if that takes longer. Raises `RequestError`."""
+    def _compiles(self, structural_tag: str, limit_s: float) -> bool:
+        """Whether it can be compiled in time. Raises `RequestError`."""
         try:
             child = self._helper.fork(MEMORY_BYTES)
         except HelperError as error:  # not the grammar's fault
             raise _refused(f"it cannot be compiled: {error}") from None
+        source = structural_tag.encode()
         try:
-            compiled: bytes = child.call(limit_s, "compile", structural_tag)
+            child.call(limit_s, "check", structural_tag)
         except HelperLateError:
-            return None
+            return False
         except (HelperError, HelperLostError) as error:
-            raise self._remember(structural_tag, f"it cannot be compiled: {error}") from None
+            raise self._remember(source, f"it cannot be compiled: {error}") from None
         finally:
             child.close()
         with self._known:
-            self._compiled[structural_tag] = compiled
-            while sum(map(len, self._compiled.values())) > _CACHE_BYTES:
-                self._compiled.popitem(last=False)
-        return compiled
+            self._possible[_digest(source)] = None
+            while len(self._possible) > _MAX_KNOWN:
+                self._possible.popitem(last=False)
+        return True
 
     def _join_slow(self) -> None:
         with self._known:
@@ -113,16 +111,16 @@ class GrammarCompiler:
                 )
             self._num_slow += 1
 
-    def _remember(self, structural_tag: str, why: str) -> EaglerayError:
+    def _remember(self, source: bytes, why: str) -> EaglerayError:
         with self._known:
-            self._refusals[_digest(structural_tag)] = time.monotonic(), why
-            while len(self._refusals) > _MAX_REFUSALS:
+            self._refusals[_digest(source)] = time.monotonic(), why
+            while len(self._refusals) > _MAX_KNOWN:
                 self._refusals.popitem(last=False)
         return _refused(why)
 
 
-def _digest(structural_tag: str) -> bytes:
-    return hashlib.sha256(structural_tag.encode()).digest()
+def _digest(source: bytes) -> bytes:
+    return hashlib.sha256(source).digest()
 
 
 def _refused(why: str) -> RequestError:

@@ -112,7 +112,7 @@ class Helper:
         """`tokenizer`: path of the `tokenizer.json`."""
         self._tokenizer = tokenizer
         self._command = [
-            *(sys.executable, "-m", "cluster.grammar.process"),
+            *(sys.executable, "-m", f"{__package__}.process"),
             *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None

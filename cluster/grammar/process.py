@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from cluster.grammar.pipes import Pipe, PipeError
 
 NICENESS = 5
-MAX_COMPILED_BYTES = 16 * 2**20
+MAX_COMPILED_BYTES = 32 * 2**20  # 24 tools of an agent take 9 MB with Qwen3's tokens
 MAX_COMMAND_BYTES = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _CHOSEN_FIRST = "1000"  # of all processes, when the machine is out of memory
@@ -56,21 +56,23 @@ class Program:
         self.memory_bytes = 0  # that this process may use, once it is a child
         self._mask_1W = xgrammar.allocate_token_bitmask(1, vocab_size)
 
-    def compile(self, structural_tag: str) -> Iterator[bytes]:
-        """The compiled form of a structural tag. Raises `ValueError` for one that is too large, and
-        xgrammar's errors.
+    def check(self, structural_tag: str) -> Iterator[None]:
+        """Compile a structural tag. Raises `ValueError` for one that is too large, and xgrammar's
+        errors.
         """
-        compiled = self._compiler.compile_structural_tag(structural_tag).serialize_json().encode()
-        if len(compiled) > MAX_COMPILED_BYTES:
+        size = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
+        if size > MAX_COMPILED_BYTES:
             raise ValueError(
-                f"it takes {len(compiled)} bytes when compiled; at most {MAX_COMPILED_BYTES} are"
-                " possible"
+                f"it takes {size} bytes when compiled; at most {MAX_COMPILED_BYTES} are possible"
             )
-        yield compiled
+        yield None
 
-    def load(self, compiled: bytes) -> Iterator[None]:
-        """Take the grammar of all sequences that `masks` will be called for."""
-        self._compiled = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
+    def load(self, structural_tag: bytes) -> Iterator[None]:
+        """Compile the grammar of all sequences that `masks` will be called for. The text is sent,
+        and not what it is compiled to: that can take a hundred times the bytes, and longer to read
+        than to compile.
+        """
+        self._compiled = self._compiler.compile_structural_tag(structural_tag.decode())
         yield None
 
     def masks(self, wanted: list[tuple[int, list[int]]], ended: list[int]) -> Iterator[MaskAnswer]:

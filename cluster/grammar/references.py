@@ -9,36 +9,117 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 Refuse = Callable[[str], Exception]
 
+# Keywords with schemas by name, a list of schemas, and a schema.
+BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
+SCHEMAS = (
+    *("items", "additionalProperties", "propertyNames", "additionalItems", "contains"),
+    *("unevaluatedProperties", "unevaluatedItems", "not", "if", "then", "else"),
+)
 
-def check_references(root: Any, where: str, refuse: Refuse) -> None:
-    """Raise what `refuse` makes of a reason, for a reference that leads nowhere and for a schema
-    that no finite value fits. `root` has only keywords and values that are honored.
+
+def parts_of(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The values directly in a schema that are schemas, or should be."""
+    for name in BY_NAME:
+        by_name = schema.get(name)
+        if isinstance(by_name, Mapping):
+            yield from by_name.values()
+    for name in LISTS:
+        parts = schema.get(name)
+        if isinstance(parts, list):
+            yield from parts
+    for name in SCHEMAS:
+        if name in schema:
+            yield schema[name]
+
+
+class References:
+    """The places in a schema that references may lead to: JSON pointers (RFC 6901), `$id` and
+    `$anchor`. The schema must not change.
     """
-    schemas = list(_schemas(root))
-    targets: dict[str, Any] = {}
-    for schema in schemas:
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in targets:
-            targets[reference] = _target(root, reference)
-            if targets[reference] is None:
-                raise refuse(f"{where}: $ref {reference[:100]!r} leads to no schema")
-    if not targets:
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._base_of: dict[int, str] = {}  # by the id of a schema
+        self._named: dict[str, Any] = {"": root}  # by address, with an anchor
+        self._copies: list[Mapping[str, Any]] = []  # kept, so that their ids stay theirs
+        waiting = [(root, "")]
+        while waiting:
+            schema, base = waiting.pop()
+            if not isinstance(schema, Mapping):
+                continue
+            name = schema.get("$id")
+            if isinstance(name, str):
+                base = _joined(base, name)
+                self._named.setdefault(base.removesuffix("#"), schema)
+            anchor = schema.get("$anchor")
+            if isinstance(anchor, str):
+                self._named.setdefault(f"{urldefrag(base).url}#{anchor}", schema)
+            self._base_of[id(schema)] = urldefrag(base).url
+            waiting += [(part, base) for part in parts_of(schema)]
+
+    def copied(self, schema: Mapping[str, Any], copy: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a schema, in whose place it stands from now on."""
+        if id(schema) in self._base_of:
+            self._base_of[id(copy)] = self._base_of[id(schema)]
+            self._copies.append(copy)
+        return copy
+
+    def target(self, schema: Mapping[str, Any], reference: str) -> Any:
+        """What a reference in a schema leads to; None for nothing, or nothing that is a schema."""
+        base = self._base_of.get(id(schema), self._base_of.get(id(self._root), ""))
+        address, fragment = urldefrag(_joined(base, reference))
+        if fragment and not fragment.startswith("/"):
+            target = self._named.get(f"{address}#{unquote(fragment)}")
+        else:
+            target = _pointed(self._named.get(address), unquote(fragment))
+        return target if isinstance(target, Mapping | bool) else None
+
+
+def _joined(base: str, reference: str) -> str:
+    try:
+        return urljoin(base, reference) if reference else base
+    except ValueError:  # no address at all
+        return reference
+
+
+def _pointed(target: Any, pointer: str) -> Any:
+    """What a JSON pointer leads to, None for nothing."""
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and key in target:
+            target = target[key]
+        elif isinstance(target, list) and key.isdecimal() and int(key[:9]) < len(target):
+            target = target[int(key[:9])]
+        else:
+            return None
+    return target
+
+
+def check_ends(root: Any, named: Mapping[str, str], where: str, refuse: Refuse) -> None:
+    """Raise what `refuse` makes of a reason, for a schema that no finite value fits. `root` has
+    only keywords and values that are honored; `named`: what its references were called.
+    """
+    if not isinstance(root, Mapping):
         return
-    finite = _finite(schemas, targets)
-    if isinstance(root, Mapping) and id(root) not in finite:
+    targets: dict[str, Any] = {"#": root}
+    targets |= {f"#/$defs/{name}": target for name, target in root.get("$defs", {}).items()}
+    finite = _finite(list(_schemas(root)), targets)
+    way_out = "make one of the properties on the way optional, or add an alternative"
+    if id(root) not in finite:
         raise refuse(
             f"{where}: no finite value fits this schema, because its references lead back to"
-            " themselves; make one of the properties on the way optional, or add an alternative"
+            f" themselves; {way_out}"
         )
     for reference, target in targets.items():
         if isinstance(target, Mapping) and id(target) not in finite:
             raise refuse(
-                f"{where}: no finite value fits {reference[:100]!r}, which leads back to itself;"
-                " make one of the properties on the way optional, or add an alternative"
+                f"{where}: no finite value fits {named[reference][:100]!r}, which leads back to"
+                f" itself; {way_out}"
             )
 
 
@@ -47,28 +128,9 @@ def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
     waiting = [root]
     while waiting:
         schema = waiting.pop()
-        if not isinstance(schema, Mapping):
-            continue
-        yield schema
-        for name in ("properties", "$defs", "definitions"):
-            waiting += schema.get(name, {}).values()
-        for name in ("prefixItems", "anyOf"):
-            waiting += schema.get(name, ())
-        waiting += [schema[name] for name in ("items", "additionalProperties") if name in schema]
-
-
-def _target(root: Any, reference: str) -> Any:
-    """What a JSON pointer (RFC 6901) leads to; None for nothing, or nothing that is a schema."""
-    target = root
-    for part in unquote(reference.removeprefix("#")).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, Mapping) and key in target:
-            target = target[key]
-        elif isinstance(target, list) and key.isdecimal() and int(key[:9]) < len(target):
-            target = target[int(key[:9])]
-        else:
-            return None
-    return target if isinstance(target, Mapping | bool) else None
+        if isinstance(schema, Mapping):
+            yield schema
+            waiting += parts_of(schema)
 
 
 def _finite(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:
@@ -111,14 +173,25 @@ def _missing(schema: Mapping[str, Any], targets: Mapping[str, Any], finite: set[
     if "enum" in schema or "const" in schema:
         return []
     kinds = schema.get("type")
-    if kinds == "object" or (kinds is None and "properties" in schema):
-        properties = schema.get("properties", {})
-        needed = [properties[name] for name in schema.get("required", ())]
-    elif kinds == "array" or (kinds is None and ("items" in schema or "prefixItems" in schema)):
-        needed = _needed_items(schema)
-    else:
-        return []
-    return [id(part) for part in needed if not is_finite(part)][:1]
+    ways: list[list[int]] = []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        needed = _NEEDED[kind](schema) if kind in _NEEDED else []
+        missing = [id(part) for part in needed if not is_finite(part)][:1]
+        if not missing:
+            return []
+        ways.append(missing)
+    return [part for way in ways for part in way]
+
+
+def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of the properties that an object cannot be without."""
+    properties = schema.get("properties", {})
+    names = list(schema.get("required", ()))
+    needed = [properties[name] for name in names]
+    others = [part for name, part in properties.items() if name not in {*names}]
+    free = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)]
+    more = schema.get("minProperties", 0) - len(needed)
+    return needed + (others + free)[: max(more, 0)]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
@@ -129,3 +202,9 @@ def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     if least > len(first) and "items" in schema:
         needed.append(schema["items"])
     return needed
+
+
+_NEEDED: dict[Any, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "object": _needed_properties,
+    "array": _needed_items,
+}

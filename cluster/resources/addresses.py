@@ -1,15 +1,22 @@
-"""Addresses of Ray clusters: which cluster runs here, which addresses are the same, whether
-anything listens at one.
+"""Addresses: which Ray cluster runs here, which addresses are the same, whether anything listens at
+one or can. An IPv6 address stands in brackets where a port follows it.
 """
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import ray
 
+from scheduler.errors import ConfigError
+
+# Of the addresses of a name, those of a protocol that this machine does not have do not count.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 PROBE_TIMEOUT_S = 3.0
 
 
@@ -17,12 +24,45 @@ def cluster_on_this_machine() -> str | None:
     """The address that `ray start` recorded here, if something still listens there: a killed
     cluster leaves its record behind.
     """
-    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray does
+    record = Path(folder) / "ray" / "ray_current_cluster"
     try:
         address = record.read_text().strip()
     except OSError:
         return None
     return address if is_host_and_port(address) and listens(address) else None
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` unless a server can listen on this port of `host`, a name or an
+    address.
+    """
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        failures = [error for place in places if (error := _cannot_bind(place[0], place[4]))]
+        serious = [error for error in failures if error.errno not in _NOT_HERE]
+        if serious or len(failures) == len(places):
+            raise (serious or failures)[0]
+    except (OSError, OverflowError, UnicodeError) as error:  # the last two: no valid port, name
+        raise ConfigError(
+            f"cannot listen on {host_and_port(host, port)}: {error}. Choose another --port or"
+            " --host"
+        ) from None
+
+
+def _cannot_bind(family: int, address: Any) -> OSError | None:
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None
 
 
 def same_address(one: str, other: str) -> bool:
@@ -50,7 +90,8 @@ def _on_machine(address: str) -> tuple[str, str]:
     """(IP address, or that of this node for a loopback address; port)"""
     host, _, port = address.rpartition(":")
     try:
-        ip = socket.gethostbyname(host)
-    except (OSError, UnicodeError):  # not a name at all
-        return host, port
-    return ray.util.get_node_ip_address() if ip.startswith("127.") else ip, port
+        [*_, (ip, *_)] = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
+        is_loopback = ipaddress.ip_address(ip).is_loopback
+    except (OSError, UnicodeError, ValueError):  # not a name at all, or an address with a zone
+        return host.strip("[]"), port
+    return ray.util.get_node_ip_address() if is_loopback else str(ip), port

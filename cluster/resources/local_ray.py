@@ -8,11 +8,16 @@ starts everything, and takes longer.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private.node import Node
+
+from scheduler.errors import EngineError
 
 # Settings of a local cluster that we start, unless the environment sets them.
 LOCAL_RAY = {
@@ -59,6 +64,31 @@ def only_what_engines_use() -> Iterator[None]:
             del os.environ[name]
         for name, method in usual.items():
             setattr(Node, name, method)
+
+
+def check_alive() -> None:
+    """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
+    others. Without its head, they would end only after a minute, and this program with them.
+    """
+    node: Any = ray._private.worker._global_node
+    dead = dict(node.dead_processes()) if node is not None else {}
+    if not dead:
+        return
+    for name, process in node.live_processes():
+        if name == "raylet":
+            _kill_with_descendants(process.pid)
+    raise EngineError(f"a process of Ray has died: {', '.join(dead)}")
+
+
+def _kill_with_descendants(pid: int) -> None:
+    """Kill a process of this machine, then all below it; it starts no more of them then."""
+    children = []
+    with suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            children += [int(child) for child in (task / "children").read_text().split()]
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        _kill_with_descendants(child)
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

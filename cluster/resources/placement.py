@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.resources.room import bundle_of, check_room, living_nodes, shortage, strategy_for
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, IS_INSTALLED
 from scheduler.errors import ConfigError, WorkerError
 from workers.faults import VARIABLE as FAULTS
 
@@ -46,11 +46,12 @@ def actor_environment() -> dict[str, Any]:
     An actor passes its environment on to the actors it starts, so nothing about GPUs may be set
     here: the driver does not have one, but the ranks that it starts do.
     """
-    inherited = os.environ.get("PYTHONPATH")
-    path = f"{CHECKOUT}:{inherited}" if inherited else str(CHECKOUT)
+    # What was installed is found without.
+    folders = [] if IS_INSTALLED else [str(CHECKOUT)]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
     faults = os.environ.get(FAULTS)  # set by tests alone
     variables = {
-        "PYTHONPATH": path,
+        **({"PYTHONPATH": ":".join(folders)} if folders else {}),
         HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
         **({FAULTS: faults} if faults else {}),
     }

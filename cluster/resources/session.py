@@ -25,7 +25,7 @@ from cluster.resources.addresses import (
     same_address,
 )
 from cluster.resources.local_ray import only_what_engines_use
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, IS_INSTALLED
 from scheduler.errors import ConfigError
 
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
@@ -145,8 +145,8 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
         surroundings = only_what_engines_use()
         failed = "start a local Ray"
         advice = (
-            "Its files go to RAY_TMPDIR, or /tmp: use a short path to a writable folder with enough"
-            " room"
+            "Its files go to RAY_TMPDIR, TMPDIR or /tmp: use a short path to a writable folder with"
+            " enough room"
         )
     else:
         if is_host_and_port(address) and not listens(address):
@@ -155,7 +155,8 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
             )
         # A program that was submitted as a job has the cluster's working directory already.
         is_job = JOB in os.environ
-        options = {} if is_job else {"runtime_env": {"working_dir": str(CHECKOUT)}}
+        ours = {"py_modules": [str(CHECKOUT)]} if IS_INSTALLED else {"working_dir": str(CHECKOUT)}
+        options = {} if is_job else {"runtime_env": ours}
         failed = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:

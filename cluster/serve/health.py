@@ -51,7 +51,7 @@ class EngineHealth:
         self._ending.set()
 
     def _run(self) -> None:
-        while self._death is None and not self._ending.wait(self._period_s):
+        while not (self._death or self._frontend.death) and not self._ending.wait(self._period_s):
             self._asked_at_s = time.monotonic()
             try:
                 self._frontend.check()

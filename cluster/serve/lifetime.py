@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,12 +20,15 @@ from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
     DeploymentDetails,
+    DeploymentStatusOverview,
     ServeInstanceDetails,
 )
 from ray.util import list_named_actors
 
 from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
-from scheduler.errors import EngineError
+from scheduler.errors import ClientError, EngineError
+
+CANNOT_START = "the engine was lost and could not be started again"
 
 logger = logging.getLogger("eagleray")
 
@@ -32,18 +36,30 @@ logger = logging.getLogger("eagleray")
 class Application:
     """An application that this program has started."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        check_again: Callable[[], None] = lambda: None,
+        check_ray: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_again` raises `ClientError` if no engine could start any more, `check_ray` raises
+        `EngineError` if Ray cannot go on.
+        """
         self._name = name
-        self._is_lost = False  # some replica, and that has been said
+        self._check_again = check_again
+        self._check_ray = check_ray
+        self._lost_because = ""  # what was said of replicas that are lost
 
     def watch(self, stopping: threading.Event) -> None:
         """Return when `stopping` is set. Says when replicas are lost and when they are back. Raises
         `EngineError` when there will be no other ones.
         """
         while not stopping.wait(WATCH_PERIOD_S):
+            self._check_ray()
             try:
                 overview = self._overview()
             except GetTimeoutError:  # it may be restarting, and the replicas serve meanwhile
+                self._check_ray()
                 continue
             except RayError as error:
                 raise EngineError(f"Ray Serve is gone: {_first_line(error)}") from error
@@ -53,19 +69,34 @@ class Application:
         if overview is None:
             raise EngineError(f"the application {self._name!r} was ended by another program")
         if overview.status == ApplicationStatus.RUNNING:
-            if self._is_lost:
+            if self._lost_because:
                 logger.info("every replica serves again")
-            self._is_lost = False
+            self._lost_because = ""
             return
         reason = reason_of(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
-            raise EngineError(f"the engine was lost and could not be started again: {reason}")
-        is_unhealthy = any(
-            each.status == DeploymentStatus.UNHEALTHY for each in overview.deployments.values()
-        )
-        if is_unhealthy and not self._is_lost:
-            self._is_lost = True
-            logger.warning("a replica is lost, Ray Serve starts another one: %s", reason)
+            raise EngineError(f"{CANNOT_START}: {reason}")
+        unhealthy = [
+            each
+            for each in overview.deployments.values()
+            if each.status == DeploymentStatus.UNHEALTHY
+        ]
+        if not unhealthy or reason == self._lost_because:
+            return
+        if any(_has_no_replica(each) for each in unhealthy):
+            self._end_if_none_can_start()
+        what = "has failed to start" if self._lost_because else "is lost"
+        logger.warning("a replica %s, Ray Serve starts another one: %s", what, reason)
+        self._lost_because = reason
+
+    def _end_if_none_can_start(self) -> None:
+        """Raise `EngineError` for what another start would not mend, rather than wait for it."""
+        try:
+            self._check_again()
+        except ClientError as error:
+            raise EngineError(f"{CANNOT_START}: {error}") from error
+        except Exception as error:  # such as a disk that does not answer: Ray Serve will see
+            logger.warning("the checkpoint could not be looked at: %s", error)
 
     def finish(self) -> None:
         """Have Ray Serve end it once its requests have finished. Raises `EngineError` if that takes
@@ -147,9 +178,13 @@ def _has_given_up(overview: ApplicationStatusOverview) -> bool:
     """
     return any(
         each.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
-        and not each.replica_states.get(ReplicaState.RUNNING)
+        and _has_no_replica(each)
         for each in overview.deployments.values()
     )
+
+
+def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
+    return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 
 def reason_of(overview: ApplicationStatusOverview) -> str:

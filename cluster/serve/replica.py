@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import socket
 import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
@@ -92,6 +93,7 @@ class ApiReplica:
                 allowed_hosts=config.names(config.allowed_hosts),
                 allowed_origins=config.names(config.allowed_origins),
             ),
+            keep_billing_header=config.keep_billing_header,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
             refuse_unknown_fields=config.unknown_fields == "refuse",
             limits=ApiLimits(
@@ -211,7 +213,13 @@ async def _listen(api: Api, where: tuple[str, int] | None) -> None:
     host, port = where
     server = uvicorn.Server(server_config(api, host=host, port=port, log_level="warning"))
     setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 (Serve has its own)
-    await server.serve()
+    if host == "::":  # all addresses, as from Serve's proxy; uvicorn would leave out those of IPv4
+        listener = socket.create_server(
+            where, family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6()
+        )
+        await server.serve(sockets=[listener])
+    else:
+        await server.serve()
 
 
 def _outputs_of(params: SamplingParams | None) -> int:

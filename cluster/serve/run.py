@@ -11,6 +11,7 @@ a second one                           everything ends at once
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -24,12 +25,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from cluster.client.setup import prepare
+from cluster.client.setup import EngineSetup, prepare
+from cluster.resources.addresses import check_port, host_and_port
+from cluster.resources.local_ray import check_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
+from workers.models.local import check_again
 
 DRAIN_GRACE_S = 5.0
 LISTEN_TIMEOUT_S = 10.0
@@ -54,16 +58,17 @@ def run_serve(job: ServeJob) -> None:
     application does not start.
     """
     began = time.perf_counter()
+    job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_names(job)
     is_alone = find_address(job.config.engine.ray_address) == "local"
     if is_alone:
-        _check_port(job.host, job.port)
+        check_port(job.host, job.port)
         if job.detach:
             raise ConfigError(
                 "--detach needs a Ray cluster that outlives this command: start one with 'ray start"
                 " --head', or name one with --ray-address"
             )
-    prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
+    setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _signals() as signals:
         size = job.config.engine.tensor_parallel_size
         lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
@@ -71,7 +76,7 @@ def run_serve(job: ServeJob) -> None:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, size)
                 check_room(size, device, groups=job.config.replicas)
-            _serve(job, signals, began, ends_with_ray=SESSION.owns(lease))
+            _serve(job, setup, signals, began, ends_with_ray=SESSION.owns(lease))
         finally:
             SESSION.release(lease)
 
@@ -89,7 +94,9 @@ class _Signals:
         self.stopping.set()
 
 
-def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: bool) -> None:
+def _serve(
+    job: ServeJob, setup: EngineSetup, signals: _Signals, began: float, *, ends_with_ray: bool
+) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
@@ -110,14 +117,18 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         listening = client.http_config
         if (job.host, job.port) != (listening.host, listening.port):
             job = dataclasses.replace(job, host=listening.host, port=listening.port)
-            logger.info("Serve listens on %s:%d already", job.host, job.port)
+            logger.info("Serve listens on %s already", host_and_port(job.host, job.port))
     elif not ends_with_ray:
-        _check_port(job.host, job.port)
+        check_port(job.host, job.port)
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
     listen = (job.host, job.port) if is_direct else None
     config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
-    application = Application(job.name)
+    application = Application(
+        job.name,
+        functools.partial(check_again, setup.foreseen),
+        check_alive if ends_with_ray else lambda: None,
+    )
     try:
         serve.start(
             proxy_location="Disabled" if is_direct else "HeadOnly",
@@ -140,7 +151,8 @@ def _serve(job: ServeJob, signals: _Signals, began: float, *, ends_with_ray: boo
         signals.is_serving = True
         seconds = time.perf_counter() - began
         path = job.route_prefix.rstrip("/")
-        logger.info("ready on http://%s:%d%s after %.1f s", job.host, job.port, path, seconds)
+        where = host_and_port(job.host, job.port)
+        logger.info("ready on http://%s%s after %.1f s", where, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
@@ -169,8 +181,8 @@ def _wait_until_it_listens(job: ServeJob) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise EngineError(
-                    f"nothing listens on {job.host}:{job.port} {LISTEN_TIMEOUT_S:g} s after the"
-                    f" application has started: {error}"
+                    f"nothing listens on {host_and_port(job.host, job.port)}"
+                    f" {LISTEN_TIMEOUT_S:g} s after the application has started: {error}"
                 ) from None
             time.sleep(0.05)
 
@@ -202,17 +214,6 @@ def _check_names(job: ServeJob) -> None:
         )
     if not re.fullmatch(r"/|(/[\w.-]+)+", job.route_prefix):
         raise ConfigError(f"--route-prefix {job.route_prefix!r} must be a path such as /chat")
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}. Choose another --port or --host"
-            ) from None
 
 
 @contextmanager

@@ -39,6 +39,9 @@ LIMIT = 100  # questions are about the numbers 0 to LIMIT - 1
 HELD_OUT_ONE_IN = 20
 VOCAB_SIZE = 512
 CONTEXT = 1024
+# Rotary embeddings have no limit of their own. Beyond `CONTEXT` the answers mean nothing, but
+# programs with long prompts can be tried.
+POSITIONS = 131072
 IGNORED = -100  # the label of a token that carries no loss
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
@@ -299,7 +302,7 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, object]:
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
         "unk_token": None,
-        "model_max_length": CONTEXT,
+        "model_max_length": POSITIONS,
         "clean_up_tokenization_spaces": False,
     }
 
@@ -370,7 +373,7 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=None,

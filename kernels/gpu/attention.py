@@ -29,6 +29,7 @@ from kernels.metadata import AttentionMetadata, DecodeParts
 
 # Rows examined together when a program searches for its own.
 _SEARCHED_ROWS = tl.constexpr(256)
+_MAX_GRID_Y = 65_535  # of CUDA; the first dimension of a grid has no such limit
 
 
 def paged_attention(
@@ -139,7 +140,8 @@ def attend_decode(
         max_XH, sum_XH = (
             torch.empty(shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
-    grid = (kv_heads, decode.num_places) if launch.heads_adjacent else (decode.num_places, kv_heads)
+    heads_adjacent = launch.heads_adjacent and decode.num_places <= _MAX_GRID_Y
+    grid = (kv_heads, decode.num_places) if heads_adjacent else (decode.num_places, kv_heads)
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -166,7 +168,7 @@ def attend_decode(
         TILE_D=padded_dim(head_dim),
         READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
         TILE_X=MAX_PARTS,
-        HEADS_ADJACENT=launch.heads_adjacent,
+        HEADS_ADJACENT=heads_adjacent,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.engine.cores import THREAD_NAME
@@ -59,14 +60,14 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def descendants(pid: int) -> set[int]:
     """The living children of a process, their children and so on."""
-    found: set[int] = set()
+    parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
-        try:
-            if path.name.isdigit() and _parent_of(path) == pid:
-                found |= {int(path.name)} | descendants(int(path.name))
-        except OSError:  # it has ended
-            continue
-    return found
+        with suppress(OSError, ValueError):  # it has ended, or is none
+            parents[int(path.name)] = _parent_of(path)
+    below, new = set[int](), {pid}
+    while new := {child for child, parent in parents.items() if parent in new} - below:
+        below |= new
+    return {child for child in below if command_of(child) is not None}
 
 
 def _parent_of(path: Path) -> int:
@@ -74,8 +75,10 @@ def _parent_of(path: Path) -> int:
 
 
 def processes(*names: str) -> set[int]:
-    """Living processes of our session whose command line begins with one of `names`."""
-    return {pid for pid in family(os.getsid(0)) if (command_of(pid) or "").startswith(names)}
+    """Living processes below this one whose command line begins with one of `names`. Others of our
+    session may belong to tests that run at the same time.
+    """
+    return {pid for pid in descendants(os.getpid()) if (command_of(pid) or "").startswith(names)}
 
 
 def _session_of(pid: int) -> int | None:

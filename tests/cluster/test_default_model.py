@@ -13,6 +13,7 @@ import pytest
 
 from cluster import LLM, SamplingParams
 from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import RequestError
 
 pytestmark = pytest.mark.engine
 
@@ -90,3 +91,11 @@ def test_text_streams_and_stop_strings_end_it(default_llm: LLM) -> None:
     )[0]
     assert (cut.text, cut.finish_reason) == (whole.text.split("nes")[0], "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_a_prompt_far_longer_than_those_of_training_is_answered(default_llm: LLM) -> None:
+    """As programs send it that describe their tools."""
+    [output] = default_llm.generate([[100 + i % 300 for i in range(6000)]], GREEDY)
+    assert output.finish_reason in ("stop", "length")
+    with pytest.raises(RequestError, match="40959"):
+        default_llm.generate([[5] * 40_960], GREEDY)

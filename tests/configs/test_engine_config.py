@@ -34,7 +34,7 @@ MOST = {
 }
 OPTIONAL = (
     *("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
-    *("num_steps_ahead", "seed"),
+    *("num_steps_ahead", "seed", "kv_cache_bytes"),
 )
 SECONDS = ("start_timeout_s", "step_timeout_s", "frontend_timeout_s")
 CHOICES = {

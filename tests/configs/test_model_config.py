@@ -81,29 +81,37 @@ def test_every_field_is_read() -> None:
 
 
 def test_what_may_be_absent_gets_the_value_transformers_gives_it() -> None:
-    optional = (
+    from transformers import Qwen3Config
+
+    given = {"model_type": "qwen3"} | {name: RAW[name] for name in NEEDED}
+    given["num_attention_heads"] = 32
+    config, theirs = ModelConfig.from_dict(given), Qwen3Config(**given)
+    for name in (
         "num_key_value_heads",
         "head_dim",
+        "max_position_embeddings",
         "tie_word_embeddings",
         "attention_bias",
-        "rope_parameters",
-        "dtype",
         "rms_norm_eps",
-        "eos_token_id",
-        "max_position_embeddings",
-    )
-    config = ModelConfig.from_dict(without(*optional))
-    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (
-        4,
-        16,
-        32768,
-    )
-    assert (config.tie_word_embeddings, config.attention_bias, config.rms_norm_eps) == (
-        False,
-        False,
-        1e-6,
-    )
-    assert (config.rope, config.dtype, config.eos_token_ids) == (RopeConfig(), "float32", ())
+    ):
+        assert getattr(config, name) == getattr(theirs, name), name
+    assert config.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert (config.dtype, config.eos_token_ids) == ("float32", ())
+
+
+def test_sizes_of_heads_that_are_null_follow_from_the_others() -> None:
+    config = read(num_key_value_heads=None, head_dim=None)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+
+
+def test_a_scaling_added_by_its_old_key_holds_beside_the_new_one() -> None:
+    added = read(rope_scaling={"type": "linear", "factor": 2.0}).rope
+    assert (added.rope_type, added.factor, added.theta) == ("linear", 2.0, 5000.0)
+
+
+def test_a_rotary_embedding_of_part_of_a_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match="partial_rotary_factor is not supported"):
+        read(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
 
 
 def test_the_old_spelling_of_a_plain_rope_reads_as_the_new_one() -> None:
@@ -222,7 +230,7 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
 
 def test_a_model_without_heads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^config.json cannot be read: "):
-        ModelConfig.from_dict(without("head_dim") | {"num_attention_heads": 0})
+        read(head_dim=None, num_attention_heads=0)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +278,21 @@ def test_a_directory_is_read_with_its_file_named_in_errors(tmp_path: Path) -> No
     assert str(tmp_path / "config.json") in str(refused.value)
 
 
-def test_end_of_sequence_ids_of_the_generation_config_win(tmp_path: Path) -> None:
-    assert ModelConfig.from_dir(write(tmp_path, RAW, {"eos_token_id": [9, 8]})).eos_token_ids == (
-        9,
-        8,
-    )
+def test_outputs_end_at_the_ids_of_both_files(tmp_path: Path) -> None:
+    write(tmp_path, RAW, {"eos_token_id": [9, 8, 7]})
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7, 8, 9)
+
+
+def test_an_end_that_the_model_does_not_have_is_left_out() -> None:
+    assert read().ending_at([1000, -1, 3, 7]).eos_token_ids == (7, 3)
+
+
+def test_an_end_in_the_generation_config_that_is_no_id_is_refused_with_the_file(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, RAW, {"eos_token_id": "<|im_end|>"})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id cannot be read"):
+        ModelConfig.from_dir(tmp_path)
 
 
 def test_a_generation_config_without_end_of_sequence_ids_leaves_those_of_the_config(

@@ -277,6 +277,25 @@ def test_order_of_decode_programs_changes_no_bit(
     assert torch.equal(outs[0], outs[1]) and outs[0].isfinite().all()
 
 
+@pytest.mark.parametrize(("most", "grid"), [(11, (3, 11)), (10, (11, 3))])
+def test_more_places_than_a_grid_may_have_in_its_second_dimension_are_in_the_first(
+    most: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, int]] = []
+    kernel: Any = attention.decode_kernel
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(attention, "decode_kernel", Noting())
+    monkeypatch.setattr(attention, "_MAX_GRID_Y", most)
+    case = make_case(DECODE_LENS, [1] * 6, kv_heads=3, group=2, head_dim=64)
+    assert_matches_reference(divided(case, 11))
+    assert grids == [grid]
+
+
 @pytest.mark.parametrize("tile_m", [16, 64])
 @pytest.mark.parametrize("tile_c", [16, 128])
 def test_launch_that_a_benchmark_chooses_is_used(tile_m: int, tile_c: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from configs.engine import ResolvedConfig
+from configs.engine import DEFAULT_KV_CACHE_BYTES, DEFAULT_KV_CACHE_TOKENS, ResolvedConfig
 from scheduler.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
@@ -34,7 +34,7 @@ class KVCacheLedger:
         return (
             f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens,"
             f" {megabytes(self.num_blocks * self.block_bytes)} ({self.block_bytes} bytes per block;"
-            f" the longest batch would use {self.wanted_blocks}; {parts})"
+            f" at most {self.wanted_blocks} are wanted; {parts})"
         )
 
 
@@ -57,7 +57,8 @@ def plan_kv_cache(
     """The number of blocks this rank can hold: as many as the engine began with, or the option
     `num_kv_blocks`, or as many as fit the budget.
 
-    Of those that fit, never more than a full batch of the longest sequences uses. `measure_budget`
+    Of those that fit, never more than a full batch of the longest sequences uses; on a CPU without
+    `kv_cache_bytes`, not more than `DEFAULT_KV_CACHE_TOKENS` or one sequence. `measure_budget`
     gives the parts of a GPU's budget and is called only where neither a number of blocks nor a
     CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is given in later epochs only. Raises
     `ConfigError` with the numbers when not even one block fits.
@@ -72,7 +73,11 @@ def plan_kv_cache(
         wanted = engine.num_kv_blocks
     elif config.device == "cpu":
         ranks = engine.tensor_parallel_size
-        parts = [(f"kv_cache_bytes over {ranks} ranks", engine.kv_cache_bytes // ranks)]
+        budget = engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
+        parts = [(f"kv_cache_bytes over {ranks} ranks", budget // ranks)]
+        if engine.kv_cache_bytes is None:
+            usual = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
+            wanted = min(wanted, max(usual, config.blocks_per_sequence))
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
         parts = measure_budget()

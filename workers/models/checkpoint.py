@@ -1,17 +1,20 @@
 """What a checkpoint directory holds, according to the headers of its safetensors files, and whether
 that fits the model.
 
-Runs before any actor starts, so it must never import torch or read a weight. `check_checkpoint`
-raises `ConfigError` naming the file, the tensor and what to do. Format:
+Runs before any actor starts, so it must never import torch or read more than samples of weights.
+`check_checkpoint` raises `ConfigError` naming the file, the tensor and what to do. Format:
 github.com/huggingface/safetensors, "Format": eight bytes of header length, a JSON header with
 `data_offsets` of each tensor, the data.
+
+What loads in transformers loads here: an index decides which files are read, and their headers
+decide which tensor is where.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +27,25 @@ SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I32": 4}
 _CODES = ("I8", "I32")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Computed from config.json; old versions of transformers stored them.
+_COMPUTED = ".rotary_emb.inv_freq"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is stored; `dtype` is spelled as in safetensors ("BF16")."""
+    """Where a tensor is stored: the file, its name in there, its first byte. `dtype` is spelled as
+    in safetensors ("BF16").
+    """
 
     path: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
 
 
 def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -41,11 +53,11 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_heads = model.num_key_value_heads * model.head_dim
     tensors: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (model.vocab_size, hidden),
+        _EMBEDDING: (model.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not model.tie_word_embeddings:
-        tensors["lm_head.weight"] = (model.vocab_size, hidden)
+        tensors[_HEAD] = (model.vocab_size, hidden)
     matrices = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
@@ -100,16 +112,19 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     """Where each tensor of the model lies. Raises `ConfigError` unless the directory holds exactly
     what `model` needs.
 
-    Tied embeddings may come with a stored `lm_head.weight`; it is not used.
+    Of tied embeddings either one may be stored, or both if they are equal.
     """
     stored = read_headers(model_dir)
     expected = expected_tensors(model)
-    ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    ignored = {name for name in stored if name.endswith(_COMPUTED)}
+    if model.tie_word_embeddings and _HEAD in stored:
+        ignored.add(_HEAD)
+        _check_tied(stored[_HEAD], stored.setdefault(_EMBEDDING, stored[_HEAD]))
     if model.gptq is not None and not model.gptq.has_index:
         ignored |= {name for name in stored if name.endswith(".g_idx")}
     if missing := expected.keys() - stored.keys():
         hint = ""
-        if missing == {"lm_head.weight"}:
+        if missing == {_HEAD}:
             hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
         raise ConfigError(
             f"{model_dir} lacks {_listing(missing)}, which its config.json calls for:"
@@ -138,12 +153,36 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     return {name: stored[name] for name in expected}
 
 
+def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
+    """Raise `ConfigError` if both are stored and differ, as far as samples show: transformers would
+    not tie them then.
+    """
+    is_same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not is_same_kind or list(_samples(head)) != list(_samples(embedding)):
+        raise ConfigError(
+            f"{head.path} holds {_HEAD}, which differs from {_EMBEDDING}, though config.json says"
+            " that they are one (tie_word_embeddings): set that to false to use both, or remove"
+            f" {_HEAD}"
+        )
+
+
+def _samples(tensor: StoredTensor) -> Iterator[bytes]:
+    """Some of the data, evenly spaced."""
+    with tensor.path.open("rb") as file:
+        for part in range(_SAMPLES):
+            skipped = tensor.num_bytes * part // _SAMPLES
+            file.seek(tensor.first_byte + skipped)
+            yield file.read(min(_SAMPLE_BYTES, tensor.num_bytes - skipped))
+
+
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of every file of the checkpoint. Raises `ConfigError` for a file that is
-    missing, damaged or contradicts the index.
+    """Every tensor of the files of the checkpoint. Raises `ConfigError` for a file that is missing
+    or damaged, and for a tensor in two files unless the index names one of them.
     """
     index_path = model_dir / INDEX_NAME
-    placed = _read_index(index_path) if index_path.exists() else None
+    # As in transformers, one file of the usual name makes an index stale.
+    has_index = index_path.exists() and not (model_dir / SINGLE_NAME).exists()
+    placed = _read_index(index_path) if has_index else {}
     paths = (
         [model_dir / name for name in sorted(set(placed.values()))]
         if placed
@@ -152,17 +191,15 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():
-            if name in stored:
+            earlier = stored.setdefault(name, tensor)
+            if earlier is tensor:
+                continue
+            if placed.get(name) not in (path.name, earlier.path.name):
                 raise ConfigError(
-                    f"{name} is in both {stored[name].path} and {path}: remove the stale files"
+                    f"{name} is in both {earlier.path} and {path}: remove the stale files"
                 )
-            stored[name] = tensor
-    for name, file_name in (placed or {}).items():
-        if name not in stored or stored[name].path.name != file_name:
-            raise ConfigError(
-                f"{index_path} places {name} in {file_name}, which does not hold it:"
-                f" {_DOWNLOAD_AGAIN}"
-            )
+            if placed[name] == path.name:
+                stored[name] = tensor
     return stored
 
 
@@ -181,7 +218,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         data_end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
+        tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist, though the index names it: {_DOWNLOAD_AGAIN}"
@@ -198,7 +235,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+def _entry(path: Path, name: str, entry: Mapping[str, Any], data_begin: int) -> StoredTensor:
     dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
@@ -215,7 +252,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
             f"{path}: {name} takes {end - start} bytes, but its shape {list(shape)} needs"
             f" {num_bytes}"
         )
-    return StoredTensor(path, dtype, shape)
+    return StoredTensor(path, name, dtype, shape, data_begin + start, num_bytes)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -118,7 +118,7 @@ def _values(
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
     name = _stored_name(piece.name, stored)
-    values = file.get_slice(name)
+    values = file.get_slice(stored[name].name)
     if name != piece.name:
         assert model.gptq is not None, f"{name} is not a tensor of this checkpoint"
         return GptqMatrix(model.gptq, piece.name, piece.shape[1], stored, values)

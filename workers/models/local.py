@@ -7,6 +7,7 @@ from pathlib import Path
 
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError
+from workers.models.checkpoint import check_checkpoint
 
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
@@ -23,7 +24,7 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
     if known.is_dir():
         return known
     here = socket.gethostname()
-    if known.parent.name != "snapshots":  # where the hub's library puts a revision
+    if not _is_of_hub(config):
         raise ConfigError(
             f"the machine {here} has no checkpoint at {known}, but a rank has to run there: copy it"
             " to the same path, share the folder, or use a hub id"
@@ -34,6 +35,18 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
         raise ConfigError(
             f"the machine {here} cannot download {model!r} in revision {known.name}: {error}"
         ) from error
+
+
+def check_again(config: ResolvedConfig) -> None:
+    """Raise `ConfigError` if a checkpoint with which an engine began can be loaded no more, before
+    any process starts to load it. Of a hub id, what is missing may be downloaded again.
+    """
+    if not _is_of_hub(config):
+        check_checkpoint(local_checkpoint(config), config.model)
+
+
+def _is_of_hub(config: ResolvedConfig) -> bool:
+    return Path(config.model_dir).parent.name == "snapshots"  # where the hub's library puts it
 
 
 def download(model: str, revision: str | None, patterns: list[str]) -> Path:

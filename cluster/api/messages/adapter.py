@@ -5,31 +5,36 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.api.endpoints import Job, Served, chat_job, chat_prompt
+from cluster.api.messages.blocks import text_of, turns_of
 from cluster.api.messages.schema import (
+    AnyTool,
     CountTokensRequest,
-    Message,
+    CustomTool,
     MessagesRequest,
     TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
+    ToolChoice,
 )
 from cluster.api.messages.writer import MessageWriter
+from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.schema import ChatRequest
 from cluster.client.outputs import Generation
-from cluster.client.thinking import state_after
+from cluster.client.thinking import THINKING_SWITCH, state_after
 from scheduler.errors import RequestError
+
+# The line with which Claude Code begins its system prompt. It differs between sessions, so that
+# nothing behind it would be cached for the next one.
+BILLING_HEADER = "x-anthropic-billing-header:"
 
 
 def messages_job(request: MessagesRequest, served: Served, max_messages: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    chat = _chat(request, served)
+    omissions = Omissions(refuse=served.refuse_unknown)
+    chat = _chat(request, served, omissions)
     chat |= {
         "max_tokens": request.max_tokens,
         "stream": request.stream,
@@ -45,17 +50,19 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
         state = state_after(generations[0].prompt or "")
         return MessageWriter(served.name, generations[0], state=state, tools=has_tools)
 
-    return dataclasses.replace(job, make_writer=make_writer)
+    return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
 def count_tokens(request: CountTokensRequest, served: Served, max_messages: int) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
-    chat = ChatRequest.model_validate(_chat(request, served))
+    chat = ChatRequest.model_validate(
+        _chat(request, served, Omissions(refuse=served.refuse_unknown))
+    )
     prompt = chat_prompt(chat, served, max_messages)
     return {"input_tokens": len(served.builder.encode(prompt))}
 
 
-def _chat(request: CountTokensRequest, served: Served) -> dict[str, Any]:
+def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> dict[str, Any]:
     """The parts of the prompt, as fields of a chat request."""
     if request.messages[-1].role == "assistant":
         raise RequestError(
@@ -63,80 +70,78 @@ def _chat(request: CountTokensRequest, served: Served) -> dict[str, Any]:
             " supported",
             "messages",
         )
-    messages: list[dict[str, Any]] = []
-    if request.system:
-        messages.append({"role": "system", "content": _text(request.system)})
-    for message in request.messages:
-        messages += _turns(message)
-    chat: dict[str, Any] = {
+    for name in ("container", "mcp_servers"):
+        if getattr(request, name):
+            omissions.add(name)
+    system = _system(request.system or "", served.keep_billing_header)
+    messages = [{"role": "system", "content": system}] if system else []
+    return {
         "model": request.model,
-        "messages": messages,
-        "tools": [_tool(tool.model_dump()) for tool in request.tools or []] or None,
-        "tool_choice": None,
+        "messages": [*messages, *turns_of(request.messages, omissions)],
+        "tools": _tools(request.tools or [], omissions) or None,
+        "response_format": _response_format(request),
+        **_choice(request.tool_choice),
+        **_variables(request, served),
     }
-    choice = request.tool_choice
-    if choice is not None:
-        if (choice.type == "tool") != (choice.name is not None):
-            raise RequestError("tool_choice: a name goes with type 'tool'", "tool_choice")
-        named = {"type": "function", "function": {"name": choice.name}}
-        names = {"auto": "auto", "any": "required", "none": "none"}
-        chat["tool_choice"] = names.get(choice.type, named)
-        if choice.disable_parallel_tool_use:
-            chat["parallel_tool_calls"] = False
-    thinks = request.thinking is not None and request.thinking.type != "disabled"
-    tokenizer = served.tokenizer
-    if thinks or (tokenizer is not None and "enable_thinking" in tokenizer.template_variables):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return chat
 
 
-def _turns(message: Message) -> list[dict[str, Any]]:
-    """A message as messages of a chat; each tool result becomes a message of its own, before the
-    rest.
+def _system(content: str | Sequence[TextBlock], keep_billing_header: bool) -> str:
+    """The system prompt, by default without a first line about billing."""
+    text = text_of(content)
+    if keep_billing_header or not text.startswith(BILLING_HEADER):
+        return text
+    return text.partition("\n")[2]
+
+
+def _tools(tools: Sequence[AnyTool], omissions: Omissions) -> list[dict[str, Any]]:
+    """The tools that have a schema; others are known to models of Anthropic's only, or would have
+    to be run here.
     """
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    results, texts, thoughts, calls = [], [], [], []
-    for block in message.content:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            function = {"name": block.name, "arguments": arguments}
-            calls.append({"id": block.id, "type": "function", "function": function})
+    functions = []
+    for tool in tools:
+        if isinstance(tool, CustomTool):
+            function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+            function |= {"parameters": tool.input_schema, "strict": tool.strict}
+            functions.append({"type": "function", "function": function})
         else:
-            results.append(_result(block))
-    of_the_other = results if message.role == "assistant" else thoughts or calls
-    if of_the_other:
-        raise RequestError(
-            f"a message of role {message.role} has blocks of the other role", "messages"
-        )
-    turn: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        turn["tool_calls"] = calls
-    return results + ([turn] if texts or calls or thoughts or not results else [])
+            omissions.add(f"tools.{tool.type}")
+    return functions
 
 
-def _result(block: ToolResultBlock) -> dict[str, Any]:
-    text = _text(block.content or "")
-    if block.is_error:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+def _choice(choice: ToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {"tool_choice": None}
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError("tool_choice: a name goes with type 'tool'", "tool_choice")
+    named = {"type": "function", "function": {"name": choice.name}}
+    names = {"auto": "auto", "any": "required", "none": "none"}
+    fields: dict[str, Any] = {"tool_choice": names.get(choice.type, named)}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {
-        "name": tool["name"],
-        "description": tool["description"],
-        "parameters": tool["input_schema"],
-        "strict": tool["strict"],
-    }
-    return {"type": "function", "function": function}
+def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
+    form = request.output_format
+    if request.output_config is not None and request.output_config.format is not None:
+        if form is not None:
+            raise RequestError("give either output_config.format or output_format", "output_config")
+        form = request.output_config.format
+    if form is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
 
 
-def _text(content: str | Seq[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _variables(request: CountTokensRequest, served: Served) -> dict[str, Any]:
+    """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
+    an effort other than `none` asks for it.
+    """
+    tokenizer = served.tokenizer
+    if tokenizer is None or THINKING_SWITCH not in tokenizer.template_variables:
+        return {}
+    effort = request.output_config.effort if request.output_config is not None else None
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+    else:
+        thinks = effort not in (None, "none")
+    return {"chat_template_kwargs": {THINKING_SWITCH: thinks}}

@@ -1,89 +1,231 @@
 """The requests of Anthropic's Messages API (docs.anthropic.com, "Messages"), with the fields and
-blocks that are honored; others are refused by name.
+blocks that are honored. What else is inside a message or a tool is ignored: agents send what other
+servers have answered.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from cluster.api.schema import ListOf, Model, Name
-
-
-class Block(Model):
-    """Base of the blocks. `cache_control` changes nothing: every prefix is cached."""
-
-    cache_control: dict[str, Any] | None = None
+from cluster.api.fields import Asks
+from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort
 
 
-class TextBlock(Block):
+class TextBlock(Model):
     type: Literal["text"]
     text: str
-    citations: None = None
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(Model):
+    """Reasoning sent back. Any signature will do, of this server or another."""
+
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(Model):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Block):
+class SearchResultBlock(Model):
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: ListOf[TextBlock]
+
+
+class ToolReferenceBlock(Model):
+    """The name of a tool that a search for tools has brought."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class CompactionBlock(Model):
+    """A summary in the place of earlier messages."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+
+
+class OtherBlock(Model):
+    """A block that this server does not read, such as an image."""
+
+    type: str
+
+
+def _kind_among(*kinds: str) -> Discriminator:
+    """Chooses the model of a block by its type; all other types are one kind."""
+
+    def kind_of(block: Any) -> str:
+        kind = block.get("type") if isinstance(block, dict) else None
+        return kind if kind in kinds else "other"
+
+    return Discriminator(kind_of)
+
+
+class DocumentSource(Model):
+    """`data` is text if the type is `text`."""
+
+    type: str
+    data: str | None = None
+    content: (
+        str
+        | ListOf[
+            Annotated[
+                Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
+                _kind_among("text"),
+            ]
+        ]
+        | None
+    ) = None
+
+
+class DocumentBlock(Model):
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+
+ResultPart = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ToolReferenceBlock, Tag("tool_reference")]
+    | Annotated[OtherBlock, Tag("other")],
+    _kind_among("text", "document", "search_result", "tool_reference"),
+]
+
+
+class ToolResultBlock(Model):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | ListOf[TextBlock] | None = None
+    content: str | ListOf[ResultPart] | None = None
     is_error: bool | None = None
 
 
 AnyBlock = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[CompactionBlock, Tag("compaction")]
+    | Annotated[OtherBlock, Tag("other")],
+    _kind_among(
+        *("text", "thinking", "tool_use", "tool_result", "document", "search_result"),
+        "compaction",
+    ),
 ]
 
 
 class Message(Model):
-    role: Literal["user", "assistant"]
+    """A message of role `system` stands where it is in the conversation."""
+
+    role: Literal["user", "assistant", "system"]
     content: str | ListOf[AnyBlock]
 
 
-class CustomTool(Block):
+class CustomTool(Options):
     """A tool that the client runs."""
 
-    type: Literal["custom"] | None = None
+    PLACE: ClassVar[str] = "tools"
+    type: str | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    cache_control: Any = None  # changes nothing: every prefix is cached
 
 
-class ToolChoice(Model):
+class TypedTool(Model):
+    """A tool without a schema, which Anthropic's models know by its type. Some are run by the
+    server.
+    """
+
+    type: str
+    name: str | None = None
+
+
+def _kind_of_tool(tool: Any) -> str:
+    is_typed = isinstance(tool, dict) and "input_schema" not in tool and bool(tool.get("type"))
+    return "typed" if is_typed and tool["type"] != "custom" else "custom"
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[TypedTool, Tag("typed")],
+    Discriminator(_kind_of_tool),
+]
+
+
+class ToolChoice(Options):
+    PLACE: ClassVar[str] = "tool_choice"
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Model):
+class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
+    PLACE: ClassVar[str] = "thinking"
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
+class OutputFormat(Options):
+    PLACE: ClassVar[str] = "output_config.format"
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+
+
+class OutputConfig(Options):
+    PLACE: ClassVar[str] = "output_config"
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
 class CountTokensRequest(Model):
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = dict.fromkeys(
+        (
+            *("betas", "cache_control", "context_management", "diagnostics"),
+            *(
+                "inference_geo",
+                "mcp_servers",
+                "metadata",
+                "service_tier",
+                "speed",
+                "user_profile_id",
+            ),
+            *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k"),
+        ),
+        (_anything, ""),
+    )
+    REFUSED: ClassVar[dict[str, str]] = {}
+
     model: str | None = None
     messages: Annotated[ListOf[Message], Field(min_length=1)]
+    # Of tools that the server would run; left out, and named in the answer.
+    container: Any = None
+    mcp_servers: ListOf[Any] | None = None
     system: str | ListOf[TextBlock] | None = None
-    tools: ListOf[CustomTool] | None = None
+    tools: ListOf[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # of older betas, for `output_config.format`
 
 
 class MessagesRequest(CountTokensRequest):

@@ -2,15 +2,22 @@
 
 The order of events: message_start; per block content_block_start, its deltas, content_block_stop;
 message_delta with the reason and the counts; message_stop.
+
+Clients send thinking back unchanged only if it is signed, so the last delta of its block is a
+signature. It proves nothing and is not checked: thinking is text like any other here.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import json
 import operator
 import uuid
 from typing import Any
+
+from pydantic_core import from_json
 
 from cluster.api.errors import messages_body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
@@ -35,6 +42,7 @@ class MessageWriter:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
         self._open: str | None = None  # the kind of the block that is open
+        self._thinking_hash = hashlib.sha256()  # of the block that is open
         self._has_calls = self._has_started = False
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -47,7 +55,8 @@ class MessageWriter:
         for piece in self._parser.pieces(chunk.text):
             events += self._of_parts(piece)
         if chunk.finish_reason:
-            events += self._of_parts(self._parser.finish()) + self._closed()
+            rest = self._parser.finish(is_cut_off=chunk.finish_reason == "length")
+            events += self._of_parts(rest) + self._closed()
             done = self._generation.completions[0]
             reason, sequence = _stop(done, self._has_calls)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -63,16 +72,18 @@ class MessageWriter:
         """The whole answer."""
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
-        pieces = [*parser.pieces(done.text), parser.finish()]
+        pieces = list(parser.pieces(done.text))
+        pieces.append(parser.finish(is_cut_off=done.finish_reason == "length"))
         values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
             if kind == "tool_use":
-                content += [
-                    _tool_use(call) | {"input": json.loads(_input_json(call))} for _, call in group
-                ]
+                content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
             else:
-                content.append(_EMPTY[kind] | {kind: "".join(text for _, text in group)})
+                text = "".join(text for _, text in group)
+                content.append(_EMPTY[kind] | {kind: text})
+                if kind == "thinking":
+                    content[-1]["signature"] = _signature(hashlib.sha256(text.encode()))
         has_calls = any(piece.calls for piece in pieces)
         return self._message(content, *_stop(done, has_calls))
 
@@ -108,6 +119,8 @@ class MessageWriter:
         for kind, text in _texts(parts):
             events += self._opened(kind, _EMPTY[kind])
             events.append(self._delta({"type": f"{kind}_delta", kind: text}))
+            if kind == "thinking":
+                self._thinking_hash.update(text.encode())
         for call in parts.calls:
             self._has_calls = True
             events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
@@ -129,9 +142,19 @@ class MessageWriter:
     def _closed(self) -> list[bytes]:
         if self._open is None:
             return []
+        events: list[bytes] = []
+        if self._open == "thinking":
+            signature = _signature(self._thinking_hash)
+            events.append(self._delta({"type": "signature_delta", "signature": signature}))
+            self._thinking_hash = hashlib.sha256()
+        events.append(named_event("content_block_stop", {"index": self._num_blocks}))
         self._open = None
         self._num_blocks += 1
-        return [named_event("content_block_stop", {"index": self._num_blocks - 1})]
+        return events
+
+
+def _signature(thinking: hashlib._Hash) -> str:
+    return base64.b64encode(thinking.digest()).decode()
 
 
 def _texts(piece: Parts) -> list[tuple[str, str]]:
@@ -148,8 +171,22 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
 
 
+def _input(call: ToolCall) -> Any:
+    """The arguments as an object; those of a call that is cut off as far as they go, which is what
+    clients make of the same stream.
+    """
+    if call.is_complete:
+        return json.loads(_input_json(call))
+    try:
+        return from_json(_input_json(call) or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+
+
 def _input_json(call: ToolCall) -> str:
     """The arguments as an object; a value that is not an object is wrapped in one."""
+    if not call.is_complete and not call.arguments.startswith("{"):
+        return ""
     is_object = call.arguments.startswith("{")
     return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 

@@ -1,5 +1,6 @@
 """The requests of OpenAI's Responses API, with the fields that are honored. Everything that would
-need stored state, and tools that the server would run, are refused by name.
+need stored state is refused by name. Items, parts and tools that this server cannot read or run are
+left out: agents send back what other servers have answered, and offer all the tools they have.
 """
 
 from __future__ import annotations
@@ -14,11 +15,26 @@ from cluster.api.schema import (
     ListOf,
     Model,
     Name,
+    Options,
+    ReasoningEffort,
     TextFormat,
 )
 from scheduler.bounds import most
 
 _STATEFUL = "nothing is stored between requests; send the whole conversation as input"
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+def _kind_among(*kinds: str, default: str | None = None) -> Discriminator:
+    """Chooses the model of an item by its type; all other types are one kind."""
+
+    def kind_of(item: Any) -> str:
+        is_json = isinstance(item, dict)  # otherwise a model, when it is written
+        kind = item.get("type", default) if is_json else getattr(item, "type", None)
+        return kind if kind in kinds else "other"
+
+    return Discriminator(kind_of)
 
 
 class InputText(Model):
@@ -27,38 +43,54 @@ class InputText(Model):
 
 
 class OutputText(Model):
-    """Text of an earlier answer, sent back unchanged."""
+    """Text of an earlier answer, sent back."""
 
     type: Literal["output_text"]
     text: str
-    annotations: ListOf[Any] | None = None
-    logprobs: ListOf[Any] | None = None
-    parsed: Any = None  # the openai client's own
+
+
+class RefusalPart(Model):
+    """What another server's model said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(Model):
+    """A part that this server does not read, such as an image."""
+
+    type: str
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("input_text")]
+    | Annotated[OutputText, Tag("output_text")]
+    | Annotated[RefusalPart, Tag("refusal")]
+    | Annotated[OtherPart, Tag("other")],
+    _kind_among("input_text", "output_text", "refusal"),
+]
 
 
 class MessageItem(Model):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | ListOf[Annotated[InputText | OutputText, Field(discriminator="type")]]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
+    content: str | ListOf[Part]
 
 
 class ReasoningText(Model):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
 class ReasoningItem(Model):
-    """Reasoning sent back. The summary is not used: answers of this server have the whole text."""
+    """Reasoning sent back. An answer of this server has the whole text in one of three places; of
+    another's, at least a summary can be read.
+    """
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: ListOf[Any] | None = None
+    summary: ListOf[ReasoningText] | None = None
     content: ListOf[ReasoningText] | None = None
-    encrypted_content: None = None
-    status: str | None = None
+    encrypted_content: str | None = None
 
 
 class CallItem(Model):
@@ -66,34 +98,52 @@ class CallItem(Model):
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
-    parsed_arguments: Any = None  # the openai client's own
+    namespace: str | None = None
+
+
+class CustomCallItem(Model):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
 
 
 class CallOutputItem(Model):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | ListOf[InputText]
-    id: str | None = None
-    status: str | None = None
+    output: str | ListOf[Part]
 
 
-def _type_of(item: Any) -> Any:
-    """The type of an item; messages may come without one."""
-    return item.get("type", "message") if isinstance(item, dict) else None
+class ItemReference(Model):
+    type: Literal["item_reference"]
+
+
+class OtherItem(Model):
+    """An item that this server does not read, such as a search on the web."""
+
+    type: str
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
-    Discriminator(_type_of),
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
+    _kind_among(
+        *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
+        *("custom_tool_call_output", "item_reference"),
+        default="message",
+    ),
 ]
 
 
-class FunctionTool(Model):
+class FunctionTool(Options):
+    PLACE: ClassVar[str] = "tools"
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -101,14 +151,66 @@ class FunctionTool(Model):
     strict: bool | None = None
 
 
-class NamedFunction(Model):
+class CustomFormat(Model):
+    """The form of the text of a custom tool: any, or a grammar, which the model is shown."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(Options):
+    """A tool that takes text."""
+
+    PLACE: ClassVar[str] = "tools"
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class OtherTool(Model):
+    """A tool that this server would have to run, or whose arguments only OpenAI's models know."""
+
+    type: str
+
+
+class NamespaceTool(Options):
+    """Tools under a common name."""
+
+    PLACE: ClassVar[str] = "tools"
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: ListOf[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[CustomTool, Tag("custom")]
+            | Annotated[OtherTool, Tag("other")],
+            _kind_among("function", "custom"),
+        ]
+    ]
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    _kind_among("function", "custom", "namespace"),
+]
+
+
+class NamedTool(Options):
     """The one tool that must be called."""
 
-    type: Literal["function"]
+    PLACE: ClassVar[str] = "tool_choice"
+    type: Literal["function", "custom"]
     name: str
 
 
-class SchemaFormat(Model):
+class SchemaFormat(Options):
+    PLACE: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
     name: Annotated[str, Field(max_length=most("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -116,25 +218,32 @@ class SchemaFormat(Model):
     strict: bool | None = None
 
 
-class TextOptions(Model):
+class TextOptions(Options):
     """`verbosity` changes nothing here."""
 
+    PLACE: ClassVar[str] = "text"
     format: (
         Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
     ) = None
     verbosity: str | None = None
 
 
-class Reasoning(Model):
-    """No summaries are written: the reasoning itself is in the answer."""
+class Reasoning(Options):
+    """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    PLACE: ClassVar[str] = "reasoning"
+    effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
+    @property
+    def wants_summary(self) -> bool:
+        return (self.summary or self.generate_summary or "none") != "none"
 
-class ResponsesStreamOptions(Model):
-    include_obfuscation: Literal[False] | None = None
+
+class ResponsesStreamOptions(Options):
+    PLACE: ClassVar[str] = "stream_options"
+    include_obfuscation: bool | None = None  # padding, of which there is none
 
 
 class ResponsesRequest(Model):
@@ -143,34 +252,30 @@ class ResponsesRequest(Model):
         for name in WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
+        "client_metadata": (lambda _: True, ""),
+        "context_management": (lambda _: True, ""),  # a conversation is not shortened
         "max_tool_calls": (lambda _: True, ""),  # limits only tools of the server
+        # True is the default of OpenAI's. Nothing is stored either way, as the answer says.
+        "store": (lambda value: isinstance(value, bool), "must be true or false"),
         "truncation": (
             lambda value: value == "disabled",
             "a conversation is not shortened; only 'disabled' is possible",
-        ),
-        "include": (
-            # Clients that keep the conversation themselves ask for it; reasoning is not encrypted.
-            lambda value: (
-                isinstance(value, list) and not {*map(str, value)} - {"reasoning.encrypted_content"}
-            ),
-            "only 'reasoning.encrypted_content' is possible, which changes nothing",
         ),
     }
     REFUSED: ClassVar[dict[str, str]] = {
         "access_programs": "access programs are not supported",
         "background_options": "answers are not made in the background",
-        "context_management": "a conversation is not shortened",
         "conversation": _STATEFUL,
         "image": "images are not supported",
         "moderation": REFUSED["moderation"],
         "previous_response_id": _STATEFUL,
         "prompt": "stored prompts are not supported; send the text as input",
-        "top_logprobs": "logprobs are not part of responses here; ask /v1/chat/completions",
     }
 
     model: str | None = None
     input: str | ListOf[Item]
     instructions: str | None = None
+    include: ListOf[str] | None = None  # what is not known would come from tools of the server
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -178,9 +283,10 @@ class ResponsesRequest(Model):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
-    tools: ListOf[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    tools: ListOf[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     temperature: float | None = None
+    top_logprobs: int | None = None
     top_p: float | None = None
     # Beyond OpenAI's, as in chats:
     top_k: int | None = None
@@ -192,3 +298,14 @@ class ResponsesRequest(Model):
     repetition_penalty: float | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def encrypts_reasoning(self) -> bool:
+        return ENCRYPTED in (self.include or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives each token of the text has; None without log probabilities."""
+        if LOGPROBS in (self.include or ()) or self.top_logprobs:
+            return self.top_logprobs or 0
+        return None

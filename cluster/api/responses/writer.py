@@ -3,23 +3,46 @@
 The order of events: response.created, response.in_progress; per item response.output_item.added,
 what is inside it, response.output_item.done; response.completed, or response.incomplete if the
 answer was cut off. Inside a message or a reasoning item: content_part.added, the deltas, the text's
-done, content_part.done. Inside a call: function_call_arguments.delta and .done.
+done, content_part.done; for reasoning that is asked for as a summary, the same events of a summary.
+Inside a call: function_call_arguments.delta and .done, or custom_tool_call_input.delta and .done.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.api.errors import body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.replies import named_event
+from cluster.api.responses.items import encrypted
+from cluster.api.responses.logprobs import MessageLogprobs
+from cluster.api.responses.tools import ToolTable
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 
 AT_A_TIME = 4096  # characters of reasoning that are encoded together, in a few milliseconds
+
+
+class _Form(NamedTuple):
+    """How the text of an item is written: events of its part and its text, the name of the part's
+    place in them, and the field of the item that has the part.
+    """
+
+    part: str
+    text: str
+    place: str
+    field: str
+    type: str
+
+
+_MESSAGE = _Form("content_part", "output_text", "content_index", "content", "output_text")
+_REASONING = _Form("content_part", "reasoning_text", "content_index", "content", "reasoning_text")
+_SUMMARY = _Form(
+    "reasoning_summary_part", "reasoning_summary_text", "summary_index", "summary", "summary_text"
+)
 
 
 class ResponseWriter:
@@ -34,11 +57,25 @@ class ResponseWriter:
         tokenizer: Tokenizer,
         *,
         state: State,
-        tools: bool,
+        tools: ToolTable | None,
+        summarizes: bool = False,
+        encrypts: bool = False,
+        logprobs: bool = False,
     ) -> None:
-        """`echo`: what the answer repeats of its request. `state`, `tools`: as `ChatWriter`."""
+        """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
+        that may be called. `summarizes`: reasoning is written as a summary. `encrypts`: it is
+        repeated in the form in which clients send it back. `logprobs`: messages have those of
+        their tokens.
+        """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
-        self._parser = AnswerParser(state, tools=tools)
+        self._tools, self._encrypts = tools, encrypts
+        self._parser = AnswerParser(state, tools=tools is not None)
+        self._logprobs: MessageLogprobs | None = None
+        if logprobs:
+            self._logprobs = MessageLogprobs(tokenizer, state, tools=tools is not None)
+        self._num_messages = 0  # that have begun
+        self._num_logprobs_sent = 0  # of the last one
+        self._forms = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last of the items
@@ -53,10 +90,14 @@ class ResponseWriter:
         if not self._num_events:
             for name in ("created", "in_progress"):
                 events.append(self._event(name, {"response": self._response("in_progress")}))
+        if self._logprobs is not None:
+            self._logprobs.push(chunk.token_ids, chunk.logprobs)
+            if chunk.finish_reason:
+                self._logprobs.finish()
         for piece in self._parser.pieces(chunk.text):
             events += self._of_piece(piece)
         if reason := chunk.finish_reason:
-            events += self._of_piece(self._parser.finish())
+            events += self._of_piece(self._parser.finish(is_cut_off=reason == "length"))
             events += self._closed("completed" if reason == "stop" else "incomplete")
             status = self._status(reason)
             events.append(self._event(status, {"response": self._response(status)}))
@@ -78,9 +119,14 @@ class ResponseWriter:
         """The whole answer."""
         [done] = self._generation.completions
         reason = done.finish_reason or "stop"
-        self.events(
-            0, Chunk(index=0, text=done.text, token_ids=done.token_ids, finish_reason=reason)
+        whole = Chunk(
+            index=0,
+            text=done.text,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            finish_reason=reason,
         )
+        self.events(0, whole)
         return self._response(self._status(reason))
 
     def _status(self, reason: str) -> str:
@@ -136,9 +182,12 @@ class ResponseWriter:
             if text:
                 events += self._opened(kind)
                 self._texts.append(text)
-                part = _PART[kind]
-                delta = {"content_index": 0, "delta": text}
-                events.append(self._of_item(f"{part}.delta", delta | _LOGPROBS[kind]))
+                form = self._forms[kind]
+                delta: dict[str, Any] = {form.place: 0, "delta": text}
+                if kind == "message":
+                    delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
+                    self._num_logprobs_sent += len(delta["logprobs"])
+                events.append(self._of_item(f"{form.text}.delta", delta))
         for call in piece.calls:
             events += self._closed("completed") + self._called(call)
         return events
@@ -148,13 +197,16 @@ class ResponseWriter:
             return []
         events = self._closed("completed")
         self._is_open = True
-        self._items.append(_new_item(kind))
-        shown = self._items[-1] | {"content": []}
-        part = {"content_index": 0, "part": dict(self._items[-1]["content"][0])}
+        form = self._forms[kind]
+        self._items.append(_new_item(kind, form))
+        if kind == "message":
+            self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
+        shown = self._items[-1] | {form.field: []}
+        part = {form.place: 0, "part": dict(self._items[-1][form.field][0])}
         return [
             *events,
             self._of_item("output_item.added", {"item": shown}),
-            self._of_item("content_part.added", part),
+            self._of_item(f"{form.part}.added", part),
         ]
 
     def _closed(self, status: str) -> list[bytes]:
@@ -163,32 +215,41 @@ class ResponseWriter:
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
-        [part] = item["content"]
+        form = self._forms[item["type"]]
+        [part] = item[form.field]
         part["text"] = "".join(self._texts)
         self._texts.clear()
-        text = {"content_index": 0, "text": part["text"]} | _LOGPROBS[item["type"]]
+        if item["type"] == "reasoning" and self._encrypts:
+            item["encrypted_content"] = encrypted(part["text"])
+        text = {form.place: 0, "text": part["text"]}
+        if item["type"] == "message":
+            part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
-            self._of_item(f"{_PART[item['type']]}.done", text),
-            self._of_item("content_part.done", {"content_index": 0, "part": part}),
+            self._of_item(f"{form.text}.done", text),
+            self._of_item(f"{form.part}.done", {form.place: 0, "part": part}),
             self._of_item("output_item.done", {"item": item}),
         ]
 
+    def _new_logprobs(self, start: int) -> list[dict[str, Any]]:
+        """Those of the last message from its token `start` on, as far as they are known."""
+        if self._logprobs is None or self._num_messages > len(self._logprobs.messages):
+            return []
+        return self._logprobs.messages[self._num_messages - 1][start:]
+
     def _called(self, call: ToolCall) -> list[bytes]:
-        item = {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": f"call_{uuid.uuid4().hex[:24]}",
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
+        assert self._tools is not None
+        item = self._tools.item_of(call)
         self._items.append(item)
-        shown = item | {"arguments": "", "status": "in_progress"}
-        done = {"name": call.name, "arguments": call.arguments}
+        is_custom = item["type"] == "custom_tool_call"
+        field = "input" if is_custom else "arguments"
+        inside = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        done = {field: item[field]} | ({} if is_custom else {"name": item["name"]})
         return [
-            self._of_item("output_item.added", {"item": shown}),
-            self._of_item("function_call_arguments.delta", {"delta": call.arguments}),
-            self._of_item("function_call_arguments.done", done),
+            self._of_item(
+                "output_item.added", {"item": item | {field: "", "status": "in_progress"}}
+            ),
+            self._of_item(f"{inside}.delta", {"delta": item[field]}),
+            self._of_item(f"{inside}.done", done),
             self._of_item("output_item.done", {"item": item}),
         ]
 
@@ -204,23 +265,15 @@ class ResponseWriter:
         return named_event(prefix + name, {"sequence_number": self._num_events - 1} | fields)
 
 
-_PART = {"reasoning": "reasoning_text", "message": "output_text"}
-_LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}
-
-
-def _new_item(kind: str) -> dict[str, Any]:
+def _new_item(kind: str, form: _Form) -> dict[str, Any]:
+    part = {"type": form.type, "text": ""}
     if kind == "reasoning":
-        return {
-            "type": "reasoning",
-            "id": f"rs_{uuid.uuid4().hex}",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": ""}],
-            "status": "in_progress",
-        }
+        item: dict[str, Any] = {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": []}
+        return item | {form.field: [part], "status": "in_progress"}
     return {
-        "type": "message",
+        "type": kind,
         "id": f"msg_{uuid.uuid4().hex}",
         "role": "assistant",
-        "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
+        "content": [part | {"annotations": [], "logprobs": []}],
         "status": "in_progress",
     }

@@ -30,6 +30,10 @@ from tests.cluster.api.scripted import Server, echo_number, serve, wait_until
 
 TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 200_000
+LAST_EVENTS = {
+    "/v1/messages": b"event: message_stop\n",
+    "/v1/responses": (b"event: response.completed\n", b"event: response.incomplete\n"),
+}
 MODELS: dict[str, type[Model]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -139,7 +143,8 @@ def exchange(rng: random.Random, server: Server) -> str:
     if method != "HEAD" and b"application/json" in header:
         json.loads(content)
     elif b"text/event-stream" in header:
-        assert content.rstrip(b"\r\n0").endswith(b"[DONE]"), content[-200:]
+        last_event = content.rstrip(b"\r\n0").rpartition(b"\n\n")[2]
+        assert last_event.startswith(LAST_EVENTS.get(path, b"data: [DONE]")), content[-200:]
     return status
 
 

@@ -223,20 +223,13 @@ def make_api(
     api_key: str | None = None,
     access: Access | None = None,
     sizes: SchedulerLimits = LIMITS,
-    *,
-    refuse_unknown_fields: bool = False,
+    **options: Any,
 ) -> Api:
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
     return Api(
-        client,
-        TOKENIZER,
-        model_name="tiny",
-        version="0",
-        access=access,
-        limits=limits,
-        refuse_unknown_fields=refuse_unknown_fields,
+        client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits, **options
     )
 
 
@@ -258,11 +251,11 @@ def serve(
     api_key: str | None = None,
     access: Access | None = None,
     send_buffer: int | None = None,
-    refuse_unknown_fields: bool = False,
     address: str = "127.0.0.1",
+    **options: Any,
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
-    the system takes for a client that does not read, by default some MiB.
+    the system takes for a client that does not read, by default some MiB. `options`: of `Api`.
     """
     engine = ScriptedEngine(script, step_s)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -270,7 +263,7 @@ def serve(
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listening.bind((address, 0))
-        api = make_api(engine, limits, api_key, access, refuse_unknown_fields=refuse_unknown_fields)
+        api = make_api(engine, limits, api_key, access, **options)
         config = server_config(api, log_level="error", backlog=4096)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=_run, args=(server, listening), daemon=True)

@@ -13,8 +13,10 @@ import pytest
 from cluster.api import parser as parser_module
 from cluster.api import replies
 from cluster.api.messages.writer import MessageWriter
+from cluster.api.omissions import Omissions
 from cluster.api.parser import MAX_DEPTH, ToolCall
 from cluster.api.replies import ChatWriter, encode_json, event, json_pieces
+from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
@@ -23,6 +25,8 @@ from tests.cluster.api.test_parser_work import generation_of
 
 NUM_ANSWERS = 600
 DEEP = 100_000
+
+NO_TOOLS = ToolTable([], Omissions())  # calls are looked for, of whatever is called
 
 
 def call(arguments: str, name: str = '"f"') -> str:
@@ -100,7 +104,7 @@ def writer_of(api: str, generation: Generation, state: State) -> Any:
         return ChatWriter("tiny", [generation], TOKENIZER, state=state, tools=True)
     if api == "messages":
         return MessageWriter("tiny", generation, state=state, tools=True)
-    return ResponseWriter({}, generation, TOKENIZER, state=state, tools=True)
+    return ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS)
 
 
 Answer = list[tuple[str, Any]]  # the parts of an answer in their order, neighbors of a kind joined
@@ -144,7 +148,7 @@ def messages_of_events(events: list[Any]) -> Answer:
             if delta["type"] == "input_json_delta":
                 blocks[-1]["input"] = read(delta["partial_json"])
             else:
-                kind = blocks[-1]["type"]
+                kind = delta["type"].removesuffix("_delta")
                 blocks[-1][kind] += delta[kind]
     return messages_of_body({"content": blocks})
 

@@ -168,10 +168,9 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     [
         ({"messages": []}, "at least 1 item"),
         ({"max_tokens": 0}, "max_tokens must be"),
-        ({"container": "x"}, "container: the server runs no tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [{"name": "add"}]}, "tools.0.custom.input_schema"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "must be of role user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content"),
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "a name goes with type 'tool'"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         (

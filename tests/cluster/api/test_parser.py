@@ -21,9 +21,11 @@ def call(arguments: str, name: str = "add") -> str:
     return f'{CALL}\n{{"name": "{name}", "arguments": {arguments}}}\n{END_CALL}'
 
 
-def parse(pieces: list[str], state: State, *, tools: bool = True) -> Parts:
+def parse(
+    pieces: list[str], state: State, *, tools: bool = True, is_cut_off: bool = False
+) -> Parts:
     whole, parser = Parts(), AnswerParser(state, tools=tools)
-    for parts in [*map(parser.push, pieces), parser.finish()]:
+    for parts in [*map(parser.push, pieces), parser.finish(is_cut_off=is_cut_off)]:
         whole.reasoning += parts.reasoning
         whole.content += parts.content
         whole.calls += parts.calls
@@ -128,6 +130,9 @@ def check_all_cuts() -> None:
             whole = parse([text], state, tools=tools)
             for pieces in cuts(text):
                 assert parse(pieces, state, tools=tools) == whole, (pieces, state, tools)
+        cut_off = parse([text], state, is_cut_off=True)
+        for pieces in cuts(text):
+            assert parse(pieces, state, is_cut_off=True) == cut_off, (pieces, state)
 
 
 def check_cases() -> None:
@@ -151,6 +156,38 @@ def test_nothing_of_an_answer_is_lost() -> None:
         form = "".join(MARKERS) + '\n\r{"name": "", "arguments": }' + " "
         for char in set(text) - set(form):
             assert kept.count(char) == text.count(char), (text, state, char)
+
+
+BEGUN = f'Well.\n{CALL}\n{{"name": "add", "arguments": {{"a": "x\\" y", "b": [1, 2]}}}}\n{END_CALL}'
+
+
+@pytest.mark.parametrize("size", range(len("Well.\n" + CALL), len(BEGUN) + 1))
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
+    text = BEGUN[:size]
+    parts = parse([text], State.CONTENT, is_cut_off=True)
+    assert parts.content == "Well."
+    before = BEGUN.index(', "arguments"')
+    arguments = BEGUN[BEGUN.index('{"a"') : BEGUN.index("}\n<")]
+    if size < before:
+        assert parts.calls == []
+    else:
+        came = text[BEGUN.index('{"a"') :]
+        [found] = parts.calls
+        assert found.name == "add" and found.arguments == came[: len(arguments)]
+        assert found.is_complete == (len(came) > len(arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (f"Use {CALL} to call", Parts("", f"Use {CALL} to call")),
+        (f'{CALL}{{"arguments": {{}}, "nam', Parts()),
+        (f'{CALL}{{"name": "", "argu', Parts()),
+        (f"{call('{}')}\nmore {CALL}", Parts("", "more ", [ToolCall(name="add", arguments="{}")])),
+    ],
+)
+def test_only_what_begins_as_a_call_is_taken_out_of_the_content(text: str, want: Parts) -> None:
+    assert parse([text], State.CONTENT, is_cut_off=True) == want
 
 
 def test_without_tools_calls_are_text() -> None:
@@ -189,7 +226,7 @@ def _decides_at_once(self: AnswerParser) -> bool:
     return True
 
 
-def _drops_the_rest(self: AnswerParser) -> Parts:
+def _drops_the_rest(self: AnswerParser, *, is_cut_off: bool = False) -> Parts:
     return Parts()
 
 

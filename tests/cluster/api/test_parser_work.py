@@ -13,8 +13,10 @@ from typing import Any, cast
 import pytest
 
 from cluster.api.messages.writer import MessageWriter
+from cluster.api.omissions import Omissions
 from cluster.api.parser import AnswerParser
 from cluster.api.replies import ChatWriter
+from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
@@ -23,6 +25,8 @@ from tests.cluster.api.scripted import TOKENIZER
 NUM_CHARS = 64 * 1024
 NUM_CHARS_OF_TOKEN = 4
 LIMIT_S = 1.0  # of the thread's processor time; linear work takes less than half of it
+
+NO_TOOLS = ToolTable([], Omissions())  # calls are looked for, of whatever is called
 
 
 def repeated(text: str, num_chars: int = NUM_CHARS) -> str:
@@ -98,7 +102,7 @@ def writers_of(text: str) -> dict[str, Any]:
     return {
         "chat": ChatWriter("tiny", [generation], TOKENIZER, **made),
         "messages": MessageWriter("tiny", generation, **made),
-        "responses": ResponseWriter({}, generation, TOKENIZER, **made),
+        "responses": ResponseWriter({}, generation, TOKENIZER, **made | {"tools": NO_TOOLS}),
     }
 
 

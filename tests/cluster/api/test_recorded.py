@@ -45,6 +45,18 @@ def test_a_recorded_request_is_answered_as_it_asks(server: Server, file: Path) -
         assert answer.headers["content-type"] == "application/json"
 
 
+@pytest.mark.parametrize(
+    "file",
+    [file for file in FILES if file.stem.startswith(("claude", "codex"))],
+    ids=lambda file: file.stem,
+)
+def test_a_recorded_request_is_answered_whole_too(server: Server, file: Path) -> None:
+    recorded = json.loads(file.read_text())
+    body = recorded["body"] | {"stream": False}
+    answer = httpx.post(server.url + recorded["path"], json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+
+
 def test_programs_of_each_api_are_recorded() -> None:
     paths = {json.loads(file.read_text())["path"].partition("?")[0] for file in FILES}
     assert paths >= set(LAST_EVENTS)

@@ -10,6 +10,7 @@ import pytest
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
+from cluster.grammar.calls import CallStructure, choices
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -33,9 +34,10 @@ def structure(**fields: Any) -> StructuredOutputs | None:
 
 
 def tag(**fields: Any) -> Any:
-    found = structure(**fields)
-    assert found is not None
-    return found.structural_tag
+    """The tightest format of the answer."""
+    calls = structure(**fields)
+    assert isinstance(calls, CallStructure)
+    return next(choices(calls)).format
 
 
 def test_response_formats() -> None:
@@ -87,7 +89,7 @@ def test_a_schema_that_is_not_possible_is_refused_of_strict_tools_alone() -> Non
         "additionalProperties": True,
     }
     with pytest.raises(RequestError, match=r"the parameters of odd\.not: this keyword"):
-        structure(tools=[tool("odd", parameters=ODD, strict=True)])
+        tag(tools=[tool("odd", parameters=ODD, strict=True)])
 
 
 @pytest.mark.parametrize(

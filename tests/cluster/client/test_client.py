@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
-from cluster.client.client import Client
+import pytest
+
+from cluster.client.client import NUM_SENDERS, Client
 from cluster.client.outputs import Generation, OutputFollower
 from scheduler.params import SamplingParams
 from tests.scheduler.helpers import make_request
@@ -103,3 +105,43 @@ def test_an_engine_that_does_not_answer_leaves_the_other_threads_of_the_process_
         await asyncio.gather(*sending)
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("sends_on_the_loop", [False, True])
+def test_a_request_whose_client_leaves_before_its_turn_is_never_built(
+    sends_on_the_loop: bool,
+) -> None:
+    notes: Any = Notes()
+    goes_on, built = threading.Event(), list[str]()
+    build = notes.build
+
+    def wait_and_build(prompt: Any, *rest: Any) -> Generation:
+        built.append(str(prompt))
+        assert goes_on.wait(10)
+        made: Generation = build(prompt, *rest)
+        return made
+
+    notes.build = wait_and_build
+
+    async def send(generations: list[Generation]) -> None:
+        notes.submit(generations)
+
+    async def main() -> None:
+        at_first = asyncio.all_tasks()
+        client = Client(notes, notes, send if sends_on_the_loop else None)
+        running = [asyncio.create_task(client.submit_async([["runs"]])) for _ in range(NUM_SENDERS)]
+        while len(built) < NUM_SENDERS:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(client.submit_async([["waits"]]))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        goes_on.set()
+        await asyncio.gather(*running)
+        await client.submit_async([["comes later"]])
+        assert asyncio.all_tasks() == at_first, "nothing waits for it any more"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert built == ["['runs']"] * NUM_SENDERS + ["['comes later']"]
+    assert len(notes.submitted) == NUM_SENDERS + 1

@@ -158,6 +158,24 @@ def test_a_request_that_comes_while_the_driver_is_replaced_goes_to_the_next(
     assert len(owner.drivers[1].requests) == 1 and not owner.drivers[0].requests
 
 
+def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: Owner) -> None:
+    def refuse() -> None:
+        raise DEAD
+
+    why = "start 1 failed after 3.0 s: no memory"
+    frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
+    frontend.follow()
+    owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
+    with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
+        frontend.stats()  # nobody else has noticed yet
+    owner.may_replace = False
+    owner.drivers[0].die()
+    wait_until(lambda: frontend.death is not None)
+    with pytest.raises(DriverDiedError):
+        frontend.stats()
+    frontend.close()
+
+
 def test_a_driver_that_dies_while_idle_is_replaced_before_a_request_comes(
     owner: Owner, frontend: Frontend
 ) -> None:

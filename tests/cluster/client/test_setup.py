@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +28,44 @@ def test_a_tokenizer_is_found_once_and_named_by_its_folder(
     assert setup.config.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.foreseen.engine.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.tokenizer is not None
+
+
+END_OF_TEXT, END_OF_TURN = 507, 509
+
+
+def default_model_with(path: Path, eos_token: str | None, template: str | None = None) -> Path:
+    """The default model, whose configuration says that only the end of a text ends an output."""
+    shutil.copytree(DEFAULT_MODEL_DIR, path)
+    (path / "generation_config.json").unlink()
+    change(path / "config.json", eos_token_id=END_OF_TEXT)
+    change(path / "tokenizer_config.json", eos_token=eos_token)
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+@pytest.mark.parametrize(
+    ("eos_token", "template", "ends"),
+    [
+        ("<|im_end|>", PLAIN, (END_OF_TEXT, END_OF_TURN)),
+        ("<|endoftext|>", None, (END_OF_TEXT, END_OF_TURN)),
+        (None, None, (END_OF_TEXT, END_OF_TURN)),
+        ("<|endoftext|>", PLAIN, (END_OF_TEXT,)),
+    ],
+    ids=["the tokenizer's end", "the template's end of a turn", "without the first", "neither"],
+)
+def test_answers_end_where_any_file_of_the_checkpoint_says(
+    eos_token: str | None, template: str | None, ends: tuple[int, ...], kind: str, tmp_path: Path
+) -> None:
+    path = default_model_with(tmp_path / "model", eos_token, template)
+    change(path / "tokenizer_config.json", tokenizer_class=kind)
+    setup = prepare(EngineConfig(model=str(path), device="cpu"))
+    assert setup.model.eos_token_ids == setup.foreseen.model.eos_token_ids == ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, EngineDeadError, WorkerError
 
 DEAD = DriverDiedError("the driver has died")
+DEFAULTS = EngineConfig()
 
 
 class World:
@@ -28,15 +30,23 @@ class World:
         self.now_s = 0.0
         self.end_failures: deque[Exception] = deque()
         self.start_failures: deque[Exception] = deque()
+        self.checkpoint_fault: Exception | None = None
+        self.while_asleep: Callable[[], None] = lambda: None
         self.done: list[str] = []
 
     def sleep(self, seconds: float) -> None:
+        self.while_asleep()
         self.now_s += seconds
 
     def end_marked(self, *_: Any) -> None:
         if self.end_failures:
             raise self.end_failures.popleft()
         self.done.append("end")
+
+    def check_again(self, config: Any) -> None:
+        assert isinstance(config.engine, EngineConfig)
+        if self.checkpoint_fault is not None:
+            raise self.checkpoint_fault
 
     def start_driver(self, *_: Any) -> str:
         if self.start_failures:
@@ -51,17 +61,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(ray, "kill", lambda driver: None)
     monkeypatch.setattr(start_module, "end_marked", world.end_marked)
     monkeypatch.setattr(start_module, "start_driver", world.start_driver)
+    monkeypatch.setattr(start_module, "check_again", world.check_again)
     clock = SimpleNamespace(monotonic=lambda: world.now_s, sleep=world.sleep)
     monkeypatch.setattr(start_module, "time", clock)
     return world
 
 
-def owner_in(world: World) -> DriverOwner:
+def owner_in(world: World, engine: EngineConfig = DEFAULTS) -> DriverOwner:
     """An owner whose first driver has served."""
-    engine = EngineConfig()
     config: Any = SimpleNamespace(engine=engine)
     placement: Any = SimpleNamespace(
-        node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list
+        node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list, waits_for=""
     )
     owner = DriverOwner(config, placement, "engine")
     report: Any = SimpleNamespace(limits=SimpleNamespace(num_blocks=7), checkpoint="")
@@ -105,6 +115,48 @@ def test_an_end_that_is_never_confirmed_ends_the_engine_with_the_reason(world: W
     with pytest.raises(EngineDeadError, match=r"no driver could be started: .*out of memory"):
         owner.replace("driver", DEAD, has_served=True)
     assert world.done == [] and GIVE_UP_AFTER_S < world.now_s < GIVE_UP_AFTER_S + 5
+
+
+@pytest.mark.parametrize("wait_s", [0, 900])
+def test_a_driver_is_tried_to_be_replaced_for_300_s_or_as_long_as_nodes_are_waited_for(
+    world: World, wait_s: int
+) -> None:
+    owner = owner_in(world, EngineConfig(wait_for_nodes_s=wait_s))
+    limits_s: list[float] = []
+
+    def restore(limit_s: float, is_wanted: Any) -> None:
+        limits_s.append(limit_s)
+        raise WorkerError("bundles without a node")
+
+    owner.placement.restore = restore  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineDeadError, match="bundles without a node"):
+        owner.replace("driver", DEAD, has_served=True)
+    expected_s = max(300, wait_s)
+    assert set(limits_s) == {expected_s}, "so long is waited for one placement"
+    assert expected_s < world.now_s < expected_s + 20
+
+
+def test_no_driver_is_started_whose_ranks_could_not_load_the_checkpoint(world: World) -> None:
+    owner = owner_in(world)
+    world.checkpoint_fault = ConfigError("it holds no *.safetensors file")
+    with pytest.raises(EngineDeadError, match="holds no"):
+        owner.replace("driver", DEAD, has_served=True)
+    assert world.done == ["end"]
+
+
+def test_each_failed_start_is_said_while_another_one_follows(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = owner_in(world)
+    waited_for: list[str] = []
+    world.while_asleep = lambda: waited_for.append(owner.waits_for())
+    world.start_failures = deque([WorkerError("no memory"), WorkerError("no room\nat all")])
+    owner.replace("driver", DEAD, has_served=True)
+    expected = ["start 1 failed after 0.0 s: no memory", "start 2 failed after 0.5 s: no room"]
+    assert list(dict.fromkeys(waited_for)) == expected
+    said = [record.message for record in caplog.records if "not replaced yet" in record.message]
+    assert said == [f"the driver is not replaced yet: {why}" for why in expected]
+    assert owner.waits_for() == "", "it serves"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
@@ -117,6 +119,29 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
     logprobs = [entry.logprob for each in news for entry in each.logprobs or [] if entry]
     assert logprobs == [-step for step in range(8)]
     assert news[-1].finish_reason == "length" and not loop._kept
+
+
+def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the driver dies, so much is repeated at most."""
+    limits, now_s = make_limits(), 100.0
+    told: list[tuple[float, NewsByFrontend]] = []
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("cluster.engine.loop.time", clock)
+    engine = Engine(Scheduler(limits), WithLogprobs(limits, loses=False))
+    loop = EngineLoop(engine, lambda news: told.append((now_s, news)), lambda error: None)
+    request = make_request("a", [1, 2, 3], max_tokens=40)
+    whole = dataclasses.replace(request, news_interval=0)
+    loop.post(Submit(frontend_id="f", requests=[whole]))
+    for _ in range(60):
+        now_s += 0.125
+        loop.turn()
+    times_s = [when for when, news in told if news]
+    counts = [len(news["f"]["a"].token_ids) for _, news in told if news]
+    assert sum(counts) == 40 and len(counts) > 2
+    gaps_s = [late - early for early, late in pairwise([100.0, *times_s])]
+    assert max(gaps_s) <= 2.0 + 2 * 0.125, gaps_s
 
 
 STEP_S = 0.5

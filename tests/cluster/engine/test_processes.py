@@ -117,7 +117,7 @@ def test_without_descriptors_of_processes_they_are_killed_all_the_same(
 ) -> None:
     monkeypatch.setattr(processes, "has_descriptors", lambda: False)
     threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
-    end_here([(sleeper.pid, _started(sleeper.pid)), (2**22 - 1, 0)])
+    end_here([(sleeper.pid, _started(sleeper.pid)), (2**30, 0)])
     assert sleeper.wait() == -signal.SIGKILL
 
 

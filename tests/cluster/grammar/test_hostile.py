@@ -411,7 +411,7 @@ def test_a_peer_that_does_not_read_is_late_and_one_that_is_gone_is_lost() -> Non
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    made.compile(source(choice=["warm"]))
+    made.check(source(choice=["warm"]))
     yield made
     made.close()
 
@@ -431,7 +431,7 @@ def followed(grammar: bytes, name: str) -> EngineSequence:
 def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
     compiler: GrammarCompiler, matching: GrammarMatching
 ) -> None:
-    grammars = [compiler.compile(source(choice=[text, "no"])) for text in ("yes", "ja")]
+    grammars = [compiler.check(source(choice=[text, "no"])) for text in ("yes", "ja")]
     sequences = [followed(grammar, f"r{i}") for i, grammar in enumerate(grammars)]
     before = matching.masks(sequences, WAIT_S)
     child = matching._followed["r0"].follower._child
@@ -451,7 +451,7 @@ def test_the_time_of_real_masks_is_limited(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "MASKS_LIMIT_S", -1.0)
-    grammar = compiler.compile(source(regex="[a-z]{1,30}"))
+    grammar = compiler.check(source(regex="[a-z]{1,30}"))
     [answer] = matching.masks([followed(grammar, "slow")], WAIT_S)
     matching.forget("slow")
     assert isinstance(answer, RequestError) and "too slow" in str(answer)
@@ -461,13 +461,13 @@ def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> No
     child = compiler._helper.fork(2**30)
     began_s = time.monotonic()
     with pytest.raises(HelperLateError):
-        child.call(0.2, "compile", source(regex=HOSTILE))
+        child.call(0.2, "check", wide(1450))
     child.close()
     assert time.monotonic() - began_s < 2.0
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
     with pytest.raises(HelperLostError):
-        child.call(0.2, "compile", "")
+        child.call(0.2, "check", "")
 
 
 def wide(count: int) -> str:
@@ -475,7 +475,7 @@ def wide(count: int) -> str:
     return source(json={"type": "object", "properties": names})
 
 
-@pytest.mark.parametrize("memory_bytes", [2**25, 2**26, 2**27])
+@pytest.mark.parametrize("memory_bytes", [2**20, 2**21, 2**22])
 def test_memory_is_limited_and_the_error_says_so(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
@@ -483,19 +483,19 @@ def test_memory_is_limited_and_the_error_says_so(
     with pytest.raises(
         RequestError, match=f"needs more than {memory_bytes // 2**20} MiB of memory"
     ):
-        compiler.compile(wide(1500 - memory_bytes // 2**25))
+        compiler.check(wide(1450 + memory_bytes // 2**20))
     monkeypatch.undo()
-    compiler.compile(source(choice=["alive", str(memory_bytes)]))
+    compiler.check(source(choice=["alive", str(memory_bytes)]))
 
 
 def test_masks_that_need_too_much_memory_fail_alone(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "MEMORY_BYTES", 2**24)
-    grammar = compiler.compile(wide(60))
+    monkeypatch.setattr(follower_module, "MEMORY_BYTES", 2**20)
+    grammar = compiler.check(wide(1450))
     [answer] = matching.masks([followed(grammar, "large")], WAIT_S)
     matching.forget("large")
-    assert isinstance(answer, RequestFailedError) and "needs more than 16 MiB of memory" in str(
+    assert isinstance(answer, RequestFailedError) and "needs more than 1 MiB of memory" in str(
         answer
     )
 
@@ -504,7 +504,7 @@ def test_children_are_chosen_first_when_the_machine_has_no_memory(
     compiler: GrammarCompiler,
 ) -> None:
     child = compiler._helper.fork(2**30)
-    child.call(5.0, "compile", source(choice=["a"]))
+    child.call(5.0, "check", source(choice=["a"]))
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
     child.close()
 
@@ -526,38 +526,38 @@ def count_forks(
 def test_refusals_are_remembered_for_a_while(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = source(regex="(a")
+    bad = source(regex="a{3,1}")
     with pytest.raises(RequestError) as first:
-        compiler.compile(bad)
+        compiler.check(bad)
     forks = count_forks(compiler, monkeypatch, compiler._helper.fork)
     with pytest.raises(RequestError) as second:
-        compiler.compile(bad)
+        compiler.check(bad)
     assert str(first.value) == str(second.value) and not forks
     monkeypatch.setattr(compiler_module, "REFUSED_FOR_S", 0.0)
     with pytest.raises(RequestError):
-        compiler.compile(bad)
+        compiler.check(bad)
     assert forks
 
 
 def test_refusals_take_a_limited_place(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "_MAX_REFUSALS", 2)
+    monkeypatch.setattr(compiler_module, "_MAX_KNOWN", 2)
     for number in range(4):
         with pytest.raises(RequestError):
-            compiler.compile(source(regex="(" + "a" * number))
+            compiler.check(source(regex="a" * number + "b{3,1}"))
     assert len(compiler._refusals) == 2
 
 
 def _is_refused(compiler: GrammarCompiler, structural_tag: str) -> bool:
-    return compiler_module._digest(structural_tag) in compiler._refusals
+    return compiler_module._digest(structural_tag.encode()) in compiler._refusals
 
 
 class StubCompiling:
     """A child that compiles a grammar with "slow" in its source in an hour, others at once."""
 
     def call(self, limit_s: float, name: str, structural_tag: str) -> bytes:
-        assert name == "compile"
+        assert name == "check"
         if "slow" in structural_tag:
             time.sleep(limit_s)
             raise HelperLateError
@@ -573,7 +573,7 @@ def in_threads(compiler: GrammarCompiler, sources: Sequence[str]) -> tuple[list[
 
     def compile_one(structural_tag: str) -> None:
         try:
-            results.append(compiler.compile(structural_tag))
+            results.append(compiler.check(structural_tag))
         except (RequestError, OverloadedError) as error:
             results.append(error)
 
@@ -594,7 +594,7 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
     threads, results = in_threads(compiler, slow)
     began_s = time.monotonic()
     for number in range(10):
-        assert compiler.compile(f"quick {number}") == f"quick {number}".encode()
+        assert compiler.check(f"quick {number}") == f"quick {number}".encode()
     assert time.monotonic() - began_s < 1.5, "none waited until a slow one was refused"
     for thread in threads:
         thread.join(60)
@@ -605,7 +605,7 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
     assert all("try again later" in each for each in overloaded)
     began_s = time.monotonic()
     with pytest.raises(RequestError, match="simplify it"):
-        compiler.compile(next(each for each in slow if _is_refused(compiler, each)))
+        compiler.check(next(each for each in slow if _is_refused(compiler, each)))
     assert time.monotonic() - began_s < 0.05, "it is known to be slow"
 
 

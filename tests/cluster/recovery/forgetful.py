@@ -34,6 +34,14 @@ class ForgetfulRank(PoisonedRank):
         worker.config = dataclasses.replace(worker.config, engine=options)
         return super().start(address, place, epoch, gpus, num_kv_blocks)
 
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Once for each file `no_memory.RANK`, there is no memory for the cache."""
+        asked = Path(os.environ[faults.VARIABLE]) / f"no_memory.{self._rank}"
+        if asked.exists():
+            asked.unlink()
+            num_blocks = 10**11  # more than any machine has
+        super().allocate_cache(num_blocks)
+
 
 class ForgetfulDriver(PoisonedDriver):
     """A driver of such ranks."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,14 +41,26 @@ from tests.cluster.recovery.load import Case, History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
 
-STUCK_AFTER_S = 2.0
-RECOVERY_LIMIT_S = 60.0
-ROUND_LIMIT_S = 240.0
 SAMPLE_S = 0.05
-# How long the engine may still report that it is ready.
-READY_AFTER_KILL_S = 0.5
-READY_AFTER_STOP_S = 1.0
 IN_A_STEP = ("step", "forward", "collective", "sample", "reply")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """In seconds. ready_after_kill_s, ready_after_stop_s: how long the engine may still report that
+    it is ready.
+    """
+
+    stuck_after_s: float = 2.0
+    recovery_s: float = 60.0
+    round_s: float = 240.0
+    ready_after_kill_s: float = 0.5
+    ready_after_stop_s: float = 1.0
+
+    @classmethod
+    def of_a_machine(cls, slow_by: float) -> Limits:
+        """The limits of a machine that is slower by this factor than one without other work."""
+        return cls(**{name: slow_by * value for name, value in dataclasses.asdict(cls()).items()})
 
 
 class Health:
@@ -105,8 +119,11 @@ class Health:
 class Soak:
     """One engine, and the faults that it has had."""
 
-    def __init__(self, llm: LLM, folder: Path, seed: int, tp: int, kinds: list[str]) -> None:
+    def __init__(
+        self, llm: LLM, limits: Limits, folder: Path, seed: int, tp: int, kinds: list[str]
+    ) -> None:
         self.llm = llm
+        self.limits = limits
         self.folder = folder
         self.rng = random.Random(seed)
         self.tp = tp
@@ -146,7 +163,8 @@ class Soak:
         if pid := self.pid(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                limit_s = READY_AFTER_KILL_S if number == signal.SIGKILL else READY_AFTER_STOP_S
+                limits, is_kill = self.limits, number == signal.SIGKILL
+                limit_s = limits.ready_after_kill_s if is_kill else limits.ready_after_stop_s
                 self.health.expect(epoch, limit_s, f"signal {number} to {name}")
         return pid
 
@@ -180,13 +198,13 @@ class Soak:
             self.signal(last)
         elif kind == "twice":
             self.signal(first)
-            load.wait_for_news(RECOVERY_LIMIT_S)
+            load.wait_for_news(self.limits.recovery_s)
             self.signal(last)
         elif kind == "stop":
             self.signal(last, signal.SIGSTOP)
         elif kind == "stop and continue":
             pid = self.signal(first, signal.SIGSTOP)
-            time.sleep(0.5 * STUCK_AFTER_S)
+            time.sleep(0.5 * self.limits.stuck_after_s)
             self.health.forgive()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -200,7 +218,7 @@ class Soak:
             time.sleep(0.1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(driver, signal.SIGKILL)
-        load.wait_for_news(RECOVERY_LIMIT_S)
+        load.wait_for_news(self.limits.recovery_s)
         self.done[kind] += 1
         self.seconds[kind].append(time.monotonic() - began)
         if self.health.epoch() != epoch:
@@ -224,7 +242,7 @@ class Soak:
         wrong.
         """
         load = Load(self.llm, of[:15])
-        load.wait_for_news(RECOVERY_LIMIT_S)
+        load.wait_for_news(self.limits.recovery_s)
         before, began = self.llm.stats().num_recoveries, time.monotonic()
         try:
             self.llm.generate([5, POISON[action], 7], SamplingParams(max_tokens=5))
@@ -235,15 +253,15 @@ class Soak:
             wrong = [f"{action}: the request did not fail"]
         self.done[f"poison: {action}"] += 1
         self.seconds[f"poison: {action}"].append(time.monotonic() - began)
-        return wrong + compare(of[:15], load.wait(ROUND_LIMIT_S), expected[:15])
+        return wrong + compare(of[:15], load.wait(self.limits.round_s), expected[:15])
 
     def wait_for(self, condition: Any, what: str, load: Load | None) -> None:
-        until = time.monotonic() + RECOVERY_LIMIT_S
+        until = time.monotonic() + self.limits.recovery_s
         while not condition():
             if load is not None and not load.is_running:
                 raise SystemExit(f"the load ended before {what}")
             if time.monotonic() > until:
-                raise SystemExit(f"{what} took more than {RECOVERY_LIMIT_S} s")
+                raise SystemExit(f"{what} took more than {self.limits.recovery_s} s")
             time.sleep(0.02)
 
 
@@ -269,7 +287,9 @@ def main() -> None:
     parser.add_argument("--steps-ahead", type=int, default=1)
     parser.add_argument("--lose-calls", type=int, default=0, help="percent of Ray's actor calls")
     parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
+    parser.add_argument("--slow-by", type=float, default=1.0, help="factor of all time limits")
     args = parser.parse_args()
+    limits = Limits.of_a_machine(args.slow_by)
     if args.lose_calls:
         # Ray's own fault injection: the request, or the reply, of a call does not arrive. In whole
         # percent; Ray takes a share for 0.
@@ -287,12 +307,12 @@ def main() -> None:
         dtype="float32",
         num_kv_blocks=200,
         max_num_seqs=16,
-        stuck_after_s=STUCK_AFTER_S,
+        stuck_after_s=limits.stuck_after_s,
         log_level="error",
     ) as llm:
-        expected = Load(llm, of).wait(ROUND_LIMIT_S)
+        expected = Load(llm, of).wait(limits.round_s)
         kinds = [kind for kind in args.kinds.split(",") if kind]
-        soak = Soak(llm, folder, args.seed, args.tp, kinds)
+        soak = Soak(llm, limits, folder, args.seed, args.tp, kinds)
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         before, rounds, wrong = holdings(llm), 0, []
@@ -300,7 +320,7 @@ def main() -> None:
         while sum(soak.done.values()) < args.faults:
             load = Load(llm, of)
             rounds += 1
-            load.wait_for_news(RECOVERY_LIMIT_S)
+            load.wait_for_news(limits.recovery_s)
             for _ in range(4):
                 least = min(soak.done[kind] for kind in soak.kinds)
                 kind = soak.rng.choice([k for k in soak.kinds if soak.done[k] == least])
@@ -308,7 +328,7 @@ def main() -> None:
                     break
                 soak.cause(kind, load)
                 print(f"{sum(soak.done.values())}: {kind}", flush=True)
-            wrong += compare(of, load.wait(ROUND_LIMIT_S), expected)
+            wrong += compare(of, load.wait(limits.round_s), expected)
             if not kinds:
                 soak.idle()
         for action in () if kinds else POISON:
@@ -324,6 +344,7 @@ def main() -> None:
         "faults": sum(soak.done.values()),
         "requests": rounds * len(of),
         "options": {"tp": args.tp, "steps_ahead": args.steps_ahead, "lose_calls": args.lose_calls},
+        "slow_by": args.slow_by,
         "not_as_expected": len(wrong),
         "health_samples": soak.health.num_samples,
         "ready_said_at_most_s_after_a_fault": round(soak.health.latest_s, 3),

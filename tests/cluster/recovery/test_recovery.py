@@ -16,7 +16,7 @@ import ray
 
 from cluster import LLM
 from cluster.engine.processes import ProcessId
-from scheduler.errors import RequestFailedError
+from scheduler.errors import OverloadedError, RequestFailedError
 from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of, wait_until
 from tests.cluster.recovery.forgetful import ForgetfulDriver
@@ -69,7 +69,13 @@ def kill(llm: LLM, name: str, number: int = signal.SIGKILL) -> int:
 
 
 def wait_until_ready(llm: LLM, limit_s: float = 30.0) -> None:
-    wait_until(lambda: llm.stats().is_ready, "the engine to be ready", limit_s)
+    def is_ready() -> bool:
+        try:
+            return llm.stats().is_ready
+        except OverloadedError:  # the driver is being replaced
+            return False
+
+    wait_until(is_ready, "the engine to be ready", limit_s)
 
 
 def wait_for_recovery(llm: LLM, epoch: int) -> None:
@@ -132,6 +138,60 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
     assert all(command_of(process.pid) is None for process in old.values())
     assert compare(CASES, load.wait(LIMIT_S), expected) == []
     assert engine.stats().num_blocks == OPTIONS["num_kv_blocks"]
+
+
+def test_a_cache_for_which_there_is_no_memory_is_allocated_again_and_who_asks_hears_why(
+    engine: LLM, expected: list[History], folder: Path
+) -> None:
+    wait_until_ready(engine)
+    epoch, heard = engine.stats().num_recoveries, set[str]()
+    (folder / "no_memory.1").touch()
+    kill(engine, "rank 0")
+    while engine.stats().num_recoveries == epoch:
+        heard.add(engine.stats().waits_for)
+        time.sleep(0.02)
+    [said] = heard - {""}
+    assert said.startswith("start 1 failed after ") and "KV cache of 100000000000 blocks" in said
+    assert compare(CASES[:1], Load(engine, CASES[:1]).wait(LIMIT_S), expected[:1]) == []
+    assert engine.stats().waits_for == ""
+
+
+def test_a_driver_whose_ranks_find_no_memory_is_started_again_and_who_asks_hears_why(
+    engine: LLM, folder: Path
+) -> None:
+    wait_until_ready(engine)
+    heard = set[str]()
+    (folder / "no_memory.0").touch()
+    kill(engine, "driver")
+
+    def serves_again() -> bool:
+        try:
+            return engine.stats().is_ready and not (folder / "no_memory.0").exists()
+        except OverloadedError as error:
+            heard.add(str(error))
+        return False
+
+    wait_until(serves_again, "the next driver", LIMIT_S)
+    said = "the driver has died and is being replaced; requests are kept and will continue"
+    assert heard and all(each.startswith(said) for each in heard), heard
+    assert any("start 1 failed after " in each and "KV cache of" in each for each in heard), heard
+
+
+def test_a_rank_in_an_endless_loop_is_replaced_and_the_stacks_of_all_ranks_are_written(
+    engine: LLM, expected: list[History], folder: Path
+) -> None:
+    wait_until_ready(engine)
+    driver, epoch = processes_of(engine)["driver"].pid, engine.stats().num_recoveries
+    (folder / "step.1").write_text("loop 2")
+    assert compare(CASES, Load(engine, CASES).wait(LIMIT_S), expected) == []
+    assert engine.stats().num_recoveries > epoch
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    [log] = logs.glob(f"worker-*-{driver}.err")
+    reports = log.read_text().split("is lost: ")
+    [report] = [each for each in reports if "has not moved for 2 s" in each]
+    first, second = report.index("rank 0 at "), report.index("rank 1 at ")
+    assert "in _act" in report[second:], "where it loops"
+    assert "Thread 0x" in report[first:second] and "state " in report[first:second]
 
 
 def test_a_request_that_kills_ranks_fails_alone(engine: LLM, expected: list[History]) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.cluster.processes import family
 from tests.cluster.serve.served import Program, free_port
 
 
@@ -64,6 +60,4 @@ def start() -> Iterator[Callable[..., Program]]:
 
     yield start
     for program in programs:
-        for pid in family(program.process.pid):
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(pid, signal.SIGKILL)
+        program.kill()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 
 from cluster.commands import top
 from configs.paths import CHECKOUT
+from tests.cluster.processes import command_of, family
 
 # Logprobs make every token an event, whether or not it has text.
 LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "logprobs": 0}
@@ -71,6 +74,16 @@ class Program:
             text=True,
             start_new_session=True,
         )
+
+    def kill(self) -> None:
+        """Kill it and whatever it has started, unless it has ended and another process has its
+        number by now.
+        """
+        if self.process.poll() is not None and command_of(self.process.pid) is not None:
+            return
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
 
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None

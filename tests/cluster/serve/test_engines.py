@@ -145,6 +145,10 @@ def test_no_engine_gets_much_more_than_the_others(served: tuple[str, Any]) -> No
     wait_until_idle(url, 3.0)
 
 
+class StreamError(Exception):
+    """An event of a stream says that it has ended with an error."""
+
+
 LASTING = LONG | {"max_tokens": 200, "temperature": 1.0}
 
 
@@ -211,3 +215,34 @@ def test_requests_of_a_lost_engine_go_on_at_another(
     assert sum(len(parts) > had[number] for number, parts in texts.items()) > 4
     wait_until(lambda: stats_of(url)["eagleray_ready"] == 2, "a new engine", 60)
     wait_until_idle(url, 10.0)
+
+
+@pytest.mark.parametrize("lost", ["ray::ServeReplica:eagleray:api", "ray::ProxyActor"])
+def test_a_process_that_answers_http_is_replaced_and_the_engines_go_on(
+    served: tuple[str, Any], lost: str
+) -> None:
+    """The connections that it had end, and so do their requests."""
+    url, _ = served
+    wait_until(lambda: stats_of(url)["eagleray_ready"] == 2, "both engines", 30)
+    engines, [answering] = processes("ray::Driver", "ray::RankActor"), processes(lost)
+    with (
+        httpx.stream(
+            "POST", f"{url}/v1/completions", json=LASTING | {"stream": True}, timeout=30
+        ) as got,
+        pytest.raises((httpx.TransportError, StreamError)),
+    ):
+        for number, line in enumerate(got.iter_lines()):
+            if "error" in line:
+                raise StreamError(line)
+            if number == 4:
+                os.kill(answering, signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(lambda: answering not in processes(lost) and answers(), "the next one", 40)
+    httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=30).raise_for_status()
+    assert engines <= processes("ray::Driver", "ray::RankActor"), "there may be spares by now"

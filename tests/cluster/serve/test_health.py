@@ -49,10 +49,10 @@ def watch(owner: Owner) -> Iterator[Watch]:
     """Makes the health of an engine with the owner's driver."""
     made: list[tuple[Frontend, EngineHealth]] = []
 
-    def watch(replaced_s: float = 60.0) -> EngineHealth:
+    def watch(replaced_s: float = 60.0, period_s: float = PERIOD_S) -> EngineHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
         frontend.follow()
-        made.append((frontend, EngineHealth(frontend, replaced_s, PERIOD_S)))
+        made.append((frontend, EngineHealth(frontend, replaced_s, period_s)))
         return made[-1][1]
 
     yield watch
@@ -103,6 +103,17 @@ def test_a_replica_is_not_healthy_when_its_engine_says_that_it_has_stopped(
         health.check()
 
 
+def test_an_engine_that_stops_for_good_is_known_to_have_before_its_driver_is_asked(
+    owner: Owner, watch: Watch
+) -> None:
+    health = watch(period_s=60.0)
+    health.check()
+    first(owner).end.set_exception(EngineDeadError("the engine has stopped: a bug"))
+    with pytest.raises(EngineDeadError, match="a bug"):
+        health.check()
+    assert first(owner).num_asked == 0 and owner.told == [], "it is not replaced"
+
+
 def test_a_replica_is_not_healthy_when_no_driver_could_be_started(
     owner: Owner, watch: Watch
 ) -> None:
@@ -119,6 +130,8 @@ def test_a_replica_is_not_healthy_when_no_driver_could_be_started(
         return False
 
     wait_until(is_dead, "Ray Serve to hear of it")
+    time.sleep(5 * PERIOD_S)
+    assert len(owner.told) == 1, "nothing else is tried"
 
 
 def test_a_replica_is_not_healthy_when_the_replacement_never_ends(

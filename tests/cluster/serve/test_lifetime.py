@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,10 @@ from ray.serve.schema import (
 from cluster.serve import lifetime
 from cluster.serve.lifetime import Application
 from cluster.timeouts import END_TIMEOUT_S
-from scheduler.errors import EngineError
+from scheduler.errors import ConfigError, EngineError
 
 LOST = "A replica's health check failed."
+IS_LOST = "a replica is lost, Ray Serve starts another one"
 FAILED = "The deployment failed to start 2 times in a row. Error:\nValueError: too little memory"
 
 
@@ -43,7 +45,9 @@ def overview(
     )
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, *answers: Any, check_again: Callable[[], None] = lambda: None
+) -> None:
     """Watch an application until these answers of Ray Serve have been read."""
     monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
     stopping, left = threading.Event(), list(answers)
@@ -58,7 +62,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
         return answer
 
     monkeypatch.setattr(Application, "_overview", next_answer)
-    Application("eagleray").watch(stopping)
+    Application("eagleray", check_again).watch(stopping)
     assert not left
 
 
@@ -69,7 +73,7 @@ def test_a_lost_replica_and_its_return_are_said_once(
     with caplog.at_level(logging.INFO, "eagleray"):
         watch(monkeypatch, fine, lost, lost, lost, fine, fine)
     assert [record.message for record in caplog.records] == [
-        f"a replica is lost, Ray Serve starts another one: {LOST}",
+        f"{IS_LOST}: {LOST}",
         "every replica serves again",
     ]
 
@@ -80,6 +84,68 @@ def test_an_application_that_cannot_start_again_ends_the_program_with_the_reason
     failed = overview("UNHEALTHY", FAILED, "REPLICA_STARTUP_FAILED")
     with pytest.raises(EngineError, match=r"started again: ValueError: too little memory$"):
         watch(monkeypatch, overview("UNHEALTHY", LOST), failed)
+
+
+def no_weights() -> None:
+    raise ConfigError("/model holds no *.safetensors file")
+
+
+def test_a_loss_that_no_start_can_mend_ends_the_program_before_ray_serve_tries(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(EngineError, match=r"could not be started again: /model holds no"):
+        watch(monkeypatch, overview("UNHEALTHY", LOST), check_again=no_weights)
+    assert not caplog.records, "it is not said that another one starts"
+
+
+def test_what_is_found_after_a_start_has_failed_ends_the_program_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [lambda: None, no_weights]
+    first = "A replica failed to start with exception. Retrying.\nOSError: it is busy"
+    with pytest.raises(EngineError, match="holds no"):
+        watch(
+            monkeypatch,
+            *[overview("UNHEALTHY", LOST)] * 3,
+            overview("UNHEALTHY", first),
+            check_again=lambda: faults.pop(0)(),
+        )
+    assert [record.message for record in caplog.records] == [f"{IS_LOST}: {LOST}"]
+
+
+def test_each_start_that_fails_is_said_while_another_one_follows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = overview("UNHEALTHY", LOST)
+    failed = overview("UNHEALTHY", "A replica failed to start. Error:\nOSError: it is busy")
+    watch(monkeypatch, lost, lost, failed, failed, overview("RUNNING", num_running=1))
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{IS_LOST}: {LOST}",
+        "a replica has failed to start, Ray Serve starts another one: OSError: it is busy",
+    ]
+
+
+def test_a_ray_that_has_lost_a_process_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_lost() -> None:
+        raise EngineError("a process of Ray has died: gcs_server")
+
+    monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
+    with pytest.raises(EngineError, match="gcs_server"):
+        Application("eagleray", check_ray=is_lost).watch(threading.Event())
+
+
+def test_one_of_several_engines_that_is_lost_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = overview("UNHEALTHY", LOST, num_running=1)
+    watch(monkeypatch, lost, lost, check_again=no_weights)
+
+
+def test_a_disk_that_does_not_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_busy() -> None:
+        raise OSError("the disk does not answer")
+
+    watch(monkeypatch, *[overview("UNHEALTHY", LOST)] * 2, check_again=is_busy)
 
 
 def test_one_engine_that_cannot_start_again_leaves_the_others_serving(

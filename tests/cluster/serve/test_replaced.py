@@ -29,6 +29,8 @@ SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "
 NUM_STREAMS, NUM_TOKENS = 16, 300
 # Longer than Ray Serve waits for a replica that says it is unhealthy.
 LOAD_S = 30.0
+# How soon a server ends that has lost its engine for good.
+END_S = 10.0
 
 
 def named(program: Program, name: str) -> set[int]:
@@ -129,21 +131,47 @@ def what_is_left(program: Program) -> str:
     return said
 
 
-def test_a_server_whose_engine_cannot_start_again_says_why_and_ends(
-    start: Callable[..., Program], tmp_path: Path
+@pytest.mark.parametrize(
+    ("lost", "missing", "why"),
+    [
+        ("ray::Driver", "*", "has no checkpoint at"),
+        ("ray::RankActor", "*.safetensors", "holds no *.safetensors file"),
+        ("ray::ServeReplica", "*.safetensors", "holds no *.safetensors file"),
+    ],
+)
+def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
+    start: Callable[..., Program], tmp_path: Path, lost: str, missing: str, why: str
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEFAULT_MODEL_DIR, model)
     program = start(*SMALL, "--model", str(model))
     program.wait_until_ready()
-    next(model.glob("*.safetensors")).unlink()
-    [driver] = named(program, "ray::Driver")
-    os.kill(driver, signal.SIGKILL)
-    assert program.process.wait(90) == 1
-    said = what_is_left(program).splitlines()
-    assert said[-1].startswith("error: the engine was lost and could not be started again: ")
-    assert "holds no *.safetensors file" in said[-1]
-    assert any(line.startswith("a replica is lost, Ray Serve starts another one") for line in said)
+    for path in model.glob(missing):
+        path.unlink()
+    if missing == "*":
+        model.rmdir()
+    for pid in named(program, lost):
+        os.kill(pid, signal.SIGKILL)
+    assert program.process.wait(END_S) == 1
+    ours = [line for line in what_is_left(program).splitlines() if "(raylet)" not in line]
+    [said] = [line for line in ours if line.strip()]
+    assert said.startswith("error: the engine was lost and could not be started again: ")
+    assert why in said and str(model) in said
+
+
+@pytest.mark.parametrize("lost", ["gcs_server", "raylet"])
+def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
+    start: Callable[..., Program], lost: str
+) -> None:
+    program = start(*SMALL)
+    program.wait_until_ready()
+    for pid in family(program.process.pid):
+        if Path((command_of(pid) or "").split(" ")[0]).name == lost:
+            os.kill(pid, signal.SIGKILL)
+    said, _ = program.process.communicate(timeout=END_S)  # Ray says more than a pipe holds
+    assert program.process.returncode == 1
+    assert said.rstrip().splitlines()[-1] == f"error: a process of Ray has died: {lost}"
+    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
 
 
 def test_a_server_whose_replica_is_killed_again_and_again_goes_on(

@@ -142,6 +142,23 @@ def test_responses_and_messages_follow_a_schema_and_call(served: tuple[str, Any]
     jsonschema.validate(block.input, ADD["function"]["parameters"])
 
 
+def test_a_second_session_of_claude_code_finds_its_prefix_cached(served: tuple[str, Any]) -> None:
+    url, _ = served
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    usages = []
+    for session in ("1a", "2b"):
+        line = f"x-anthropic-billing-header: cc_version=2.1.0.{session}; cch={session};"
+        texts = (line, "You add. " * 100)
+        system: Any = [{"type": "text", "text": text} for text in texts]
+        ask = SUM | {"content": f"This is session {session}."}
+        answer = client.messages.create(model="tiny", max_tokens=3, system=system, messages=[ask])
+        usages.append(answer.usage)
+    first, second = usages
+    assert first.cache_read_input_tokens == 0 and first.input_tokens > 250
+    assert second.cache_read_input_tokens is not None
+    assert second.cache_read_input_tokens > 0.7 * first.input_tokens
+
+
 def test_the_page_shows_the_engine_and_streams_a_chat(
     served: tuple[str, Any], tmp_path: Path
 ) -> None:

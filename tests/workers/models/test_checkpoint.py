@@ -16,11 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.model import ModelConfig
+from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME, check_checkpoint, expected_tensors
+from workers.models.loader import load_weights
+from workers.models.qwen3 import Qwen3
+from workers.parallel.group import TensorParallelGroup
 
 Tensors = dict[str, torch.Tensor]
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -41,9 +46,27 @@ def check(model_dir: Path) -> None:
 
 def edit(model_dir: Path, change: Callable[[Tensors], object]) -> None:
     """Rewrite the weights with a change."""
-    tensors = load_file(model_dir / SINGLE_NAME)
+    rewrite(model_dir / SINGLE_NAME, change)
+
+
+def rewrite(path: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(path)
     change(tensors)
-    save_file(tensors, model_dir / SINGLE_NAME)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def assert_loads_as_in_transformers(model_dir: Path) -> None:
+    """Both load every tensor, with the same values."""
+    from transformers import Qwen3ForCausalLM
+
+    theirs, report = Qwen3ForCausalLM.from_pretrained(model_dir, output_loading_info=True)
+    assert not report["missing_keys"]
+    config = ModelConfig.from_dir(model_dir)
+    group = TensorParallelGroup(0, 1, torch.device("cpu"))
+    pieces = list(Qwen3(config, group, select_backend("cpu"), torch.float32, 64).slices())
+    load_weights(pieces, model_dir, config)
+    for piece in pieces:
+        assert torch.equal(piece.target, theirs.get_parameter(piece.name)), piece.name
 
 
 @pytest.mark.parametrize(
@@ -148,15 +171,61 @@ def test_index_naming_an_absent_file_is_refused(sharded_dir: Path) -> None:
         check(sharded_dir)
 
 
-def test_index_contradicting_its_files_is_refused(sharded_dir: Path) -> None:
-    edit_index(
-        sharded_dir,
-        lambda placed: placed.update({"model.norm.weight": placed["model.embed_tokens.weight"]}),
-    )
-    with pytest.raises(
-        ConfigError, match=r"places model\.norm\.weight in model-00001.*does not hold it"
-    ):
+def test_a_tensor_is_read_from_where_it_lies_and_not_from_where_the_index_says(
+    sharded_dir: Path,
+) -> None:
+    edit_index(sharded_dir, lambda placed: placed.update({"model.norm.weight": placed[EMBEDDING]}))
+    assert_loads_as_in_transformers(sharded_dir)
+
+
+def test_a_tensor_that_only_the_index_has_is_named(sharded_dir: Path) -> None:
+    edit_index(sharded_dir, lambda placed: placed.update({"model.norm.weight": placed[EMBEDDING]}))
+    for path in sharded_dir.glob("*.safetensors"):
+        rewrite(path, lambda tensors: tensors.pop("model.norm.weight", None))
+    with pytest.raises(ConfigError, match=r"lacks model\.norm\.weight, which its config"):
         check(sharded_dir)
+
+
+def test_index_may_list_a_tied_head_that_no_file_holds(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True, num_shards=3))
+    edit_index(tmp_path, lambda placed: placed.update({"lm_head.weight": placed[EMBEDDING]}))
+    assert_loads_as_in_transformers(tmp_path)
+
+
+def test_tied_checkpoint_may_store_its_head_instead_of_its_embedding(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True))
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}))
+    assert_loads_as_in_transformers(tmp_path)
+
+
+def test_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True))
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING] + 1}))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight, which differs .*tie_word_embeddings"):
+        check(tmp_path)
+
+
+def test_shards_that_the_index_does_not_name_are_not_read(sharded_dir: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(64)}, sharded_dir / "old.safetensors")
+    assert_loads_as_in_transformers(sharded_dir)
+
+
+def test_of_a_tensor_in_two_shards_the_one_that_the_index_names_counts(sharded_dir: Path) -> None:
+    last = sorted(sharded_dir.glob("*.safetensors"))[-1]
+    rewrite(last, lambda tensors: tensors.update({EMBEDDING: torch.zeros(512, 64)}))
+    stored = check_checkpoint(sharded_dir, ModelConfig.from_dir(sharded_dir))[EMBEDDING]
+    assert stored.path != last
+
+
+def test_an_index_beside_a_whole_file_is_not_read(model_dir: Path) -> None:
+    (model_dir / INDEX_NAME).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    assert_loads_as_in_transformers(model_dir)
+
+
+def test_stored_rotary_frequencies_are_not_used(model_dir: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(model_dir, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    assert_loads_as_in_transformers(model_dir)
 
 
 def test_index_pointing_outside_is_refused(sharded_dir: Path) -> None:

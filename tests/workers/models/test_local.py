@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -13,7 +14,7 @@ from configs.engine import ResolvedConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import ConfigError
 from tests.workers.conftest import config_of
-from workers.models.local import MODEL_PATTERNS, local_checkpoint
+from workers.models.local import MODEL_PATTERNS, check_again, local_checkpoint
 
 HASH = "0123456789abcdef"
 
@@ -51,3 +52,21 @@ def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(None))
     with pytest.raises(ConfigError, match=rf"cannot download .* in revision {HASH}: no route"):
         local_checkpoint(config)
+
+
+def test_what_can_be_loaded_no_more_is_found_before_processes_start(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL_DIR, model)
+    config = config_at(model, str(model))
+    check_again(config)
+    [weights] = model.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"safetensors"):
+        check_again(config)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
+        check_again(config)
+
+
+def test_what_is_missing_of_a_hub_id_may_be_downloaded_again(tmp_path: Path) -> None:
+    check_again(config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B"))

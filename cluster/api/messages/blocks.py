@@ -1,0 +1,128 @@
+"""The messages of the Messages API as messages of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cluster.api.messages.schema import (
+    AnyBlock,
+    CompactionBlock,
+    DocumentBlock,
+    Message,
+    OtherBlock,
+    ResultPart,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from cluster.api.omissions import Omissions
+from scheduler.errors import RequestError
+
+
+def turns_of(messages: Sequence[Message], omissions: Omissions) -> Iterator[dict[str, Any]]:
+    """The messages of a chat; each tool result becomes a message of its own, before the rest of its
+    message. Raises `RequestError`.
+    """
+    for message in messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield from _assistant_turn(message.content, omissions)
+        else:
+            yield from _user_turns(message.role, message.content, omissions)
+
+
+def text_of(content: str | Sequence[TextBlock]) -> str:
+    """The text of blocks of text, one block a line."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _assistant_turn(blocks: Sequence[AnyBlock], omissions: Omissions) -> Iterator[dict[str, Any]]:
+    """One message, or none if nothing of it is left: other servers answer with blocks of theirs."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResultBlock):
+            raise _misplaced("assistant")
+        elif isinstance(block, CompactionBlock):
+            texts += [block.content] if block.content else []
+        else:
+            omissions.add(f"messages.{block.type}")
+    if blocks and not (texts or thoughts or calls):
+        return
+    turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    yield turn
+
+
+def _user_turns(
+    role: str, blocks: Sequence[AnyBlock], omissions: Omissions
+) -> Iterator[dict[str, Any]]:
+    texts: list[str] = []
+    has_results = False
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            has_results = True
+            yield _result(block, omissions)
+        elif isinstance(block, ThinkingBlock | ToolUseBlock):
+            raise _misplaced(role)
+        elif isinstance(block, CompactionBlock):
+            texts += [block.content] if block.content else []
+        else:
+            texts.append(_part(block, "messages", omissions))
+    if texts or not has_results:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _misplaced(role: str) -> RequestError:
+    return RequestError(f"a message of role {role} has blocks of the other role", "messages")
+
+
+def _result(block: ToolResultBlock, omissions: Omissions) -> dict[str, Any]:
+    content = block.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(_part(part, "tool_result", omissions) for part in content)
+    if block.is_error:
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _part(part: ResultPart, place: str, omissions: Omissions) -> str:
+    """The text of a part, or the line that stands for it."""
+    if isinstance(part, TextBlock):
+        return part.text
+    if isinstance(part, SearchResultBlock):
+        return "\n".join([part.title, part.source, text_of(part.content)])
+    if isinstance(part, DocumentBlock) and (text := _document_text(part, omissions)) is not None:
+        return "\n".join(filter(None, [part.title, part.context, text]))
+    if not isinstance(part, OtherBlock | DocumentBlock):
+        return part.tool_name
+    return omissions.line(place, part.type)
+
+
+def _document_text(document: DocumentBlock, omissions: Omissions) -> str | None:
+    """None for a document that is not text."""
+    source = document.source
+    if source.type == "text":
+        return source.data
+    if source.type != "content" or source.content is None:
+        return None
+    if isinstance(source.content, str):
+        return source.content
+    return "\n".join(_part(part, "document", omissions) for part in source.content)

@@ -1,0 +1,125 @@
+"""The input of a response as messages of a chat."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.api.omissions import Omissions
+from cluster.api.responses.schema import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    Item,
+    ItemReference,
+    MessageItem,
+    OtherItem,
+    OtherPart,
+    Part,
+    ReasoningItem,
+    RefusalPart,
+)
+from cluster.api.responses.tools import arguments_of, full_name
+from scheduler.errors import RequestError
+
+_OURS = "eagleray."  # begins encrypted reasoning of this server
+
+
+def messages_of(items: str | Sequence[Item], omissions: Omissions) -> list[dict[str, Any]]:
+    """Consecutive reasoning, text and calls become one message of the assistant. Raises
+    `RequestError`.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's message, while more may belong to it
+    for item in items:
+        if isinstance(item, OtherItem):
+            omissions.add(f"input.{item.type}")
+        elif isinstance(item, ItemReference):
+            raise RequestError(
+                "an item refers to one of an earlier answer, and nothing is stored between"
+                " requests; send the item itself",
+                "input",
+            )
+        elif isinstance(item, CallOutputItem):
+            content = _text(item.output, "output", omissions)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            turn = None
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            content = _text(item.content, "input", omissions)
+            messages.append({"role": item.role, "content": content})
+            turn = None
+        else:
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _add(turn, item, omissions)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "the last item must be a user's message or the output of a call: continuing the"
+            " beginning of an answer is not supported",
+            "input",
+        )
+    return messages
+
+
+def encrypted(reasoning: str) -> str:
+    """Reasoning in the form in which clients send it back without looking at it. Anybody can read
+    it: it is the user's own.
+    """
+    return _OURS + base64.b64encode(reasoning.encode()).decode()
+
+
+def _add(
+    turn: dict[str, Any],
+    item: MessageItem | ReasoningItem | CallItem | CustomCallItem,
+    omissions: Omissions,
+) -> None:
+    if isinstance(item, MessageItem):
+        text = _text(item.content, "input", omissions)
+        turn["content"] = "\n".join(filter(None, [turn["content"], text]))
+    elif isinstance(item, ReasoningItem):
+        if text := _reasoning(item, omissions):
+            earlier = turn.get("reasoning_content")
+            turn["reasoning_content"] = "\n".join(filter(None, [earlier, text]))
+    else:
+        arguments = item.arguments if isinstance(item, CallItem) else arguments_of(item.input)
+        function = {"name": full_name(item.name, item.namespace), "arguments": arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+
+def _reasoning(item: ReasoningItem, omissions: Omissions) -> str:
+    if item.content:
+        return "\n".join(part.text for part in item.content)
+    if item.encrypted_content is not None:
+        text = _decrypted(item.encrypted_content)
+        if text is not None:
+            return text
+        omissions.add("input.reasoning.encrypted_content")
+    return "\n".join(part.text for part in item.summary or ())
+
+
+def _decrypted(content: str) -> str | None:
+    """None for the reasoning of another server."""
+    if not content.startswith(_OURS):
+        return None
+    try:
+        return base64.b64decode(content[len(_OURS) :], validate=True).decode()
+    except ValueError:
+        return None
+
+
+def _text(content: str | Sequence[Part], place: str, omissions: Omissions) -> str:
+    """The text of the parts, with a line for each that is not text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if isinstance(part, OtherPart):
+            texts.append(omissions.line(place, part.type))
+        else:
+            texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+    return "\n".join(texts)

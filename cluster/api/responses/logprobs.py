@@ -1,0 +1,89 @@
+"""Log probabilities of the tokens of a response's messages: without those of reasoning, calls, and
+the markers and line ends between them.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence as Seq
+from itertools import groupby
+from typing import Any
+
+from cluster.api.parser import AnswerParser, Parts
+from cluster.api.replies import described
+from cluster.client.thinking import State
+from cluster.client.tokenizer import Tokenizer
+from scheduler.messages import TokenLogprobs
+
+_HAS_MARKER_BEHIND = (State.REASONING, State.CALL)
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class MessageLogprobs:
+    """Finds the tokens of each message of one answer.
+
+    A parser of its own gets the text of the tokens by characters, so that what it reports is always
+    the beginning of what it has held back, once the markers are taken off.
+
+    messages: for each message, its tokens so far in OpenAI's form.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, state: State, *, tools: bool) -> None:
+        """`state`, `tools`: as `AnswerParser`."""
+        self.messages: list[list[dict[str, Any]]] = []
+        self._tokenizer = tokenizer
+        self._parser = AnswerParser(state, tools=tools)
+        self._decoder = _UTF8(errors="replace")
+        # Characters that are not reported yet, each with the places of its tokens in the output.
+        self._pending: list[tuple[str, list[int]]] = []
+        self._begun: list[int] = []  # places of tokens whose character is not complete
+        self._entries: dict[int, dict[str, Any]] = {}  # by place, of tokens that may be needed
+        self._num_tokens = 0
+        self._is_in_message = False
+
+    def push(self, token_ids: Seq[int], logprobs: Seq[TokenLogprobs | None] | None) -> None:
+        """Add tokens of the output."""
+        for token_id, entry in zip(token_ids, logprobs or (), strict=False):
+            if not self._tokenizer.decode([token_id]):
+                continue  # a special token is no part of the text
+            place, self._num_tokens = self._num_tokens, self._num_tokens + 1
+            if entry is not None:
+                self._entries[place] = described(self._tokenizer, token_id, entry)
+            self._begun.append(place)
+            for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
+                self._push_character(character)
+                self._begun = [place]
+            if not self._decoder.getstate()[0]:
+                self._begun = []
+
+    def finish(self) -> None:
+        """Report what is left at the end of the answer."""
+        self._take(self._parser.finish())
+
+    def _push_character(self, character: str) -> None:
+        self._pending.append((character, self._begun))
+        before = self._parser.state
+        self._take(self._parser.push(character))
+        after = self._parser.state
+        # The text of a call that turns out to be none will be reported as it is.
+        if after is State.REASONING or (after is State.CONTENT and before in _HAS_MARKER_BEHIND):
+            self._pending.clear()
+            last = self._num_tokens - 1  # more characters of it may follow
+            self._entries = {last: self._entries[last]} if last in self._entries else {}
+
+    def _take(self, parts: Parts) -> None:
+        text = parts.content
+        if parts.reasoning or parts.calls:
+            self._is_in_message = False
+        if not text:
+            return
+        while self._pending and self._pending[0][0] != text[0]:
+            del self._pending[0]  # line ends behind a marker
+        if not self._is_in_message:
+            self.messages.append([])
+            self._is_in_message = True
+        places = [place for _, many in self._pending[: len(text)] for place in many]
+        del self._pending[: len(text)]
+        for place, _ in groupby(places):
+            if (entry := self._entries.pop(place, None)) is not None:
+                self.messages[-1].append(entry)

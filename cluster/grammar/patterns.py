@@ -1,0 +1,188 @@
+"""Regular expressions, rewritten to what xgrammar takes them for.
+
+xgrammar matches whole texts, ignores anchors that stand inside, takes letters with a backslash that
+it does not know for themselves, and spells the strings of a JSON schema as they are, without the
+escapes of JSON. What cannot be rewritten so that only texts of the expression match is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from scheduler.bounds import check, shown
+from scheduler.errors import RequestError
+
+_TOKEN = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"  # an escape
+    r"|\[(?:\\.|[^\]\\])*\]"  # a class
+    r"|\{\d+(?:,\d*)?\}"  # a repetition
+    r"|\(\?:|\)\??|.",
+    re.DOTALL,
+)
+_CLASS_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
+_KINDS_OF_CHARACTERS = set("dDwWsS")
+_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+# Characters that JSON spells with a letter, as patterns of that.
+_ESCAPED = {
+    '"': r"(?:\\\")",
+    "\\": r"(?:\\\\)",
+    "\n": r"(?:\\n)",
+    "\t": r"(?:\\t)",
+    "\r": r"(?:\\r)",
+    "\f": r"(?:\\f)",
+}
+CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is open: whether its next part is at the start of the text, and whether an alternative
+    of it has come to the end of the text.
+    """
+
+    began_at_start: bool
+    is_at_start: bool
+    is_at_end: bool = False
+    ends: bool = False
+    has_alternatives: bool = False
+
+
+def rewritten(pattern: object, where: str, *, in_json: bool = False) -> str:
+    """A pattern that matches nothing else when xgrammar reads it; with `in_json`, as the spelling
+    of strings in JSON, which go on where a pattern has one anchor alone. Raises `RequestError`.
+    """
+    if not isinstance(pattern, str):
+        raise _refused(f"{where} must be text, got {shown(pattern)}")
+    check("pattern", len(pattern), where, "structured_outputs")
+    if re.search(r"\(\?(?!:)", pattern):
+        raise _refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
+    groups = [_Group(True, True)]
+    tokens = _TOKEN.findall(pattern)
+    text = "".join(_part(token, groups, where, in_json=in_json) for token in tokens)
+    if len(groups) > 1:
+        raise _refused(f"{where}: a group is not closed")
+    if in_json and not groups[0].has_alternatives:
+        if tokens[:1] == ["^"] and "$" not in tokens:
+            return f"{text}{CHARACTER}*"
+        if tokens[-1:] == ["$"] and "^" not in tokens:
+            return f"{CHARACTER}*{text}"
+    return text
+
+
+def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:
+    """What a token becomes."""
+    group = groups[-1]
+    if token == "^":
+        if not group.is_at_start:
+            raise _refused(f"{where}: '^' is possible at the beginning alone")
+        return ""
+    if token == "$":
+        group.is_at_end = True
+        return ""
+    if token == "|":
+        group.has_alternatives = True
+        group.ends |= group.is_at_end
+        group.is_at_start, group.is_at_end = group.began_at_start, False
+        return token
+    if token in (")", ")?"):
+        if len(groups) == 1:
+            raise _refused(f"{where}: a group is closed that is not open")
+        groups.pop()
+        groups[-1].is_at_end |= group.ends or group.is_at_end
+        # In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches.
+        return "|)" if token == ")?" else token
+    if token in ("?", "*", "+") or (token[0] == "{" and len(token) > 1):
+        return token
+    return _atom(token, groups, where, in_json=in_json)
+
+
+def _atom(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:
+    """What a token that matches something becomes."""
+    group = groups[-1]
+    if group.is_at_end:
+        raise _refused(f"{where}: '$' is possible at the end alone")
+    if token in ("(", "(?:"):
+        groups.append(_Group(group.is_at_start, group.is_at_start))
+        group.is_at_start = False
+        return token
+    group.is_at_start = False
+    if token[0] == "[" and len(token) > 1:
+        _check_class(token, where, in_json=in_json)
+        return token
+    character = _character(token, where)
+    if character is None or not in_json or not _is_escaped_in_json(character):
+        return token
+    if character not in _ESCAPED:
+        raise _refused(f"{where} has the control character {character!r}, which is not supported")
+    return _ESCAPED[character]
+
+
+def _character(token: str, where: str) -> str | None:
+    """The character that a token stands for, None if there are several."""
+    if token[0] != "\\":
+        return None if token == "." else token
+    if len(token) > 2:
+        return chr(int(token[2:], 16))
+    name = token[1:]
+    if name in _KINDS_OF_CHARACTERS:
+        return None
+    if name in _CONTROLS:
+        return _CONTROLS[name]
+    if name.isalnum() or not name:
+        raise _refused(f"{where}: {token!r} is not supported")
+    return name
+
+
+def _check_class(token: str, where: str, *, in_json: bool) -> None:
+    """Raise `RequestError` for a class whose characters xgrammar would not spell as JSON does: it
+    leaves out those that need an escape, unless there are no others.
+    """
+    items = _CLASS_ITEM.findall(token[1:-1])
+    if items[:1] == ["^"]:
+        items = items[1:]
+        if not items:
+            raise _refused(f"{where}: the class {token!r} is empty")
+        for item in items:
+            _character(item, where)
+        return
+    if not items:
+        raise _refused(f"{where}: the class {token!r} is empty")
+    characters = [_character(item, where) if item[0] == "\\" else item for item in items]
+    if in_json and not any(map(_has_plain, _ranges(items, characters))):
+        raise _refused(f"{where}: the class {token!r} has no character that is not escaped in JSON")
+
+
+def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, int]]:
+    """The code points that a class lists, as ranges; one of several characters as all of them."""
+    ranges: list[tuple[int, int]] = []
+    place = 0
+    while place < len(items):
+        first = characters[place]
+        last = first
+        if items[place + 1 : place + 2] == ["-"] and place + 2 < len(items):
+            last = characters[place + 2]
+            place += 2
+        if first is None or last is None:
+            ranges.append((0, 0x10FFFF))
+        else:
+            ranges.append((ord(first), ord(last)))
+        place += 1
+    return ranges
+
+
+def _has_plain(span: tuple[int, int]) -> bool:
+    """Whether a range has a character that JSON does not escape."""
+    first, last = span
+    first = max(first, 0x20)
+    return any(
+        not _is_escaped_in_json(chr(code)) for code in range(first, min(last, first + 2) + 1)
+    )
+
+
+def _is_escaped_in_json(character: str) -> bool:
+    return character < " " or character in '"\\'
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(f"structured_outputs: {why}", "structured_outputs")

@@ -1,0 +1,126 @@
+"""Bounds of the numbers of a JSON schema, as grammars can have them."""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
+
+from scheduler.bounds import shown
+
+Schema = dict[str, Any]
+
+_MAX_INTEGER = 10**18  # grammars count in 64 bits
+_MAX_BOUND = 10**15  # of a number: beyond it, floats have no decimals
+_DECIMALS, _DIGITS = 6, 15  # that grammars of ranges have, and that floats have
+_MAX_MULTIPLE = 100  # larger ones need as many states
+_MAX_MULTIPLES = 256  # that are listed one by one
+# Formats of numbers that generators of schemas write, as bounds.
+_WHOLE = {f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)}
+_WHOLE |= {f"uint{n}": (0, 2**n - 1) for n in (8, 16, 32, 64)} | {"uint": (0, 2**64 - 1)}
+_WHOLE |= {"int": (-(2**63), 2**63 - 1)}
+
+
+class NotHonored(Exception):
+    """A schema that cannot be honored; the message says why. Without `keyword` it could be."""
+
+    def __init__(self, why: str, keyword: str | None = None) -> None:
+        super().__init__(why)
+        self.keyword = keyword
+
+
+def finished(schema: Schema, types: list[Any], where: str) -> Schema:
+    """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
+    `types` are those of the schema. Raises `NotHonored`.
+    """
+    form = schema.pop("format", None) if "string" not in types else None
+    step = schema.pop("multipleOf", None)
+    if "integer" in types:
+        bounds = _whole_bounds(schema, form, where)
+    else:
+        if form not in (None, "float", "double"):
+            raise NotHonored(f"{where}: the format {shown(form)} is not supported", "format")
+        bounds = _bounds(schema, where)
+    if step is None:
+        return bounds
+    is_whole = "integer" in types and step == int(step) and step >= 1
+    if not is_whole:
+        raise NotHonored(
+            f"{where}.multipleOf is supported of whole numbers of type integer alone", "multipleOf"
+        )
+    return _multiples(int(step), bounds, where)
+
+
+def _multiples(step: int, bounds: Schema, where: str) -> Schema:
+    if step == 1:
+        return bounds
+    if not bounds and step <= _MAX_MULTIPLE:
+        return {"multipleOf": step}
+    least, most = bounds.get("minimum", -math.inf), bounds.get("maximum", math.inf)
+    if most - least > step * _MAX_MULTIPLES:
+        raise NotHonored(
+            f"{where}.multipleOf is supported up to {_MAX_MULTIPLE} without bounds, or with bounds"
+            f" that leave at most {_MAX_MULTIPLES} multiples",
+            "multipleOf",
+        )
+    values = list(range(-(-least // step) * step, most + 1, step))
+    if not values:
+        raise NotHonored(f"{where}: no multiple is between the bounds", "multipleOf")
+    return {"enum": values}
+
+
+def _whole_bounds(schema: Schema, form: Any, where: str) -> Schema:
+    """Bounds of whole numbers, as whole numbers that are included."""
+    least = [math.ceil(schema[name]) for name in ("minimum",) if name in schema]
+    most = [math.floor(schema[name]) for name in ("maximum",) if name in schema]
+    least += [math.floor(schema[n]) + 1 for n in ("exclusiveMinimum",) if n in schema]
+    most += [math.ceil(schema[n]) - 1 for n in ("exclusiveMaximum",) if n in schema]
+    if form is not None:
+        if form not in _WHOLE:
+            raise NotHonored(f"{where}: the format {shown(form)} is not supported", "format")
+        least, most = [*least, _WHOLE[form][0]], [*most, _WHOLE[form][1]]
+    bounds: Schema = {}
+    if least:
+        bounds["minimum"] = max(*least, -_MAX_INTEGER)
+    if most:
+        bounds["maximum"] = min(*most, _MAX_INTEGER)
+    if bounds.get("minimum", -_MAX_INTEGER) > bounds.get("maximum", _MAX_INTEGER):
+        raise NotHonored(
+            f"{where}: no whole number up to {_MAX_INTEGER} is between the bounds", "minimum"
+        )
+    return bounds
+
+
+def _bounds(schema: Schema, where: str) -> Schema:
+    """Bounds of numbers, with as many decimals as grammars and floats have."""
+    bounds: Schema = {}
+    for least, exclusive, rounding, better in (
+        ("minimum", "exclusiveMinimum", ROUND_CEILING, max),
+        ("maximum", "exclusiveMaximum", ROUND_FLOOR, min),
+    ):
+        given = {name: schema[name] for name in (exclusive, least) if name in schema}
+        if not given:
+            continue
+        name = better(given, key=given.__getitem__)
+        value = given[name]
+        if abs(value) > _MAX_BOUND:
+            raise NotHonored(
+                f"{where}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name
+            )
+        rounded = _rounded(value, rounding)
+        bounds[least if rounded != value else name] = rounded
+    lower = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
+    upper = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
+    if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):
+        raise NotHonored(f"{where}: no number with few decimals is between the bounds", "minimum")
+    return bounds
+
+
+def _rounded(value: float, rounding: str) -> float:
+    """The nearest number in one direction that grammars of ranges have."""
+    if isinstance(value, int):
+        return value
+    num_whole = len(str(int(abs(value))))
+    decimals = max(0, min(_DECIMALS, _DIGITS - num_whole))
+    rounded = Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), rounding=rounding)
+    return int(rounded) if rounded == rounded.to_integral_value() else float(rounded)

@@ -1,0 +1,366 @@
+"""JSON schemas in keywords that xgrammar enforces.
+
+xgrammar accepts many keywords that it does not enforce, or not together with others; here each one
+is honored, rewritten, or refused by name. Random walks through grammars, judged by `jsonschema`,
+say which is which (`tests/cluster/grammar/test_schemas.py`). What is rewritten may allow less than
+the schema does, never more: properties that are not named come only where a schema says so, and no
+list is longer than grammars can count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.grammar import kinds, merging
+from cluster.grammar.merging import CannotMerge, Merger
+from cluster.grammar.ranges import NotHonored
+from cluster.grammar.references import References, check_ends
+from scheduler.bounds import shown
+from scheduler.errors import RequestError
+
+_ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$anchor", "$comment", "$defs", "definitions"),
+    *("contentEncoding", "contentMediaType", "contentSchema"),
+}
+# Keywords, with what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
+_PLAIN, _SCHEMA, _LIST, _BY_NAME = range(4)
+_HONORED = {
+    **dict.fromkeys(("type", "enum", "const", "required", "pattern", "format", "$ref"), _PLAIN),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), _PLAIN),
+    **dict.fromkeys(("minProperties", "maxProperties", "multipleOf"), _PLAIN),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _PLAIN),
+    **dict.fromkeys(("properties", "patternProperties"), _BY_NAME),
+    **dict.fromkeys(("additionalProperties", "items", "propertyNames"), _SCHEMA),
+    **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _LIST),
+}
+# Beside one of these keywords, the others cannot be enforced.
+_ALONE = {
+    "pattern": {"minLength", "maxLength", "format"},
+    "format": {"minLength", "maxLength"},
+    "enum": set(_HONORED) - {"enum", "type"},
+    "const": set(_HONORED) - {"const", "type"},
+}
+# Values for which a keyword asks for nothing.
+_EMPTY: dict[str, Any] = {
+    "uniqueItems": False,
+    "dependentRequired": {},
+    "dependentSchemas": {},
+    "dependencies": {},
+    "patternProperties": {},
+    "minContains": 0,
+    "allOf": [],
+}
+_IN_PLACE = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in this order
+_OLD = {"unevaluatedProperties", "unevaluatedItems"}
+_SCALARS = ("string", "integer", "number", "boolean", "null")
+_MAX_DEPTH = 64
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+def honored(schema: object, where: str) -> Any:
+    """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
+    accept but not enforce, what is no schema, and references that have no end.
+    """
+    try:
+        return _Rewriter(schema, where, drops=False).rewritten()
+    except NotHonored as error:
+        raise _refused(str(error)) from None
+
+
+def loosened(schema: object, where: str) -> tuple[Any, bool]:
+    """(as `honored`, but of an object; whether keywords were left out because they cannot be
+    honored). Raises nothing.
+    """
+    rewriter = _Rewriter(schema, where, drops=True)
+    try:
+        rewritten = rewriter.rewritten()
+    except (NotHonored, RequestError):
+        return ANY_OBJECT, True
+    return (ANY_OBJECT, True) if isinstance(rewritten, bool) else (rewritten, rewriter.has_dropped)
+
+
+class _Rewriter:
+    """Rewrites one schema. What references lead to is rewritten once each, and only if something
+    leads there. With `drops`, keywords that are not honored are left out.
+    """
+
+    def __init__(self, root: Any, where: str, *, drops: bool) -> None:
+        self.has_dropped = False
+        self._has_references = False
+        self._root, self._where, self._drops = root, where, drops
+        self._references = References(root)
+        self._merger = Merger(self._references)
+        self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to
+        self._called: dict[str, str] = {"#": "#"}
+        self._waiting: list[tuple[str, Any, str]] = []
+
+    def rewritten(self) -> Any:
+        """The whole schema. Raises `NotHonored` and `RequestError`."""
+        root = self._part(self._root, self._where, 0)
+        targets: dict[str, Any] = {}
+        while self._waiting:
+            name, target, reference = self._waiting.pop()
+            where = self._where + reference.removeprefix("#").replace("/", ".")
+            targets[name.removeprefix("#/$defs/")] = self._part(target, where, 0)
+        if targets and isinstance(root, dict):
+            root["$defs"] = targets
+        if self._has_references:
+            check_ends(root, self._called, self._where, NotHonored)
+        return root
+
+    def _part(self, schema: Any, where: str, depth: int) -> Any:
+        """A part of the schema, rewritten; with `drops`, without keywords that are not honored."""
+        if _has_type_alone(schema):
+            return {"type": schema["type"]}
+        try:
+            merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
+            if isinstance(merged, bool):
+                return merged
+            if "$ref" in merged:
+                return self._reference(merged, where)
+            parts = {
+                name: self._value(name, value, f"{where}.{name}", depth)
+                for name, value in merged.items()
+                if name in _HONORED
+            }
+            if "oneOf" in parts:
+                self._check_one_of(merged["oneOf"], where)
+            for name in ("oneOf", "anyOf"):
+                if name in parts:
+                    return _alternatives(parts[name])
+            return self._trying(parts, lambda parts: kinds.finished(dict(parts), where))
+        except NotHonored:
+            if not self._drops:
+                raise
+            self.has_dropped = True
+            return _any_of_type(schema)
+
+    def _trying(self, schema: Any, work: Callable[[Any], Any]) -> Any:
+        """What `work` makes of a schema; with `drops`, of one without the keywords that it cannot
+        honor. It must not look into other schemas, which would be looked at again each time.
+        """
+        while True:
+            try:
+                return work(schema)
+            except NotHonored as error:
+                if not self._drops or not isinstance(schema, Mapping):
+                    raise
+                if error.keyword not in schema:
+                    raise
+                self.has_dropped = True
+                rest = {name: schema[name] for name in schema if name != error.keyword}
+                schema = self._references.copied(schema, rest)
+
+    def _one(self, schema: Any, where: str, depth: int) -> Any:
+        """One schema with keywords that are known, for all that are merged in it."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise NotHonored(f"{where} must be a JSON schema, got {shown(schema)}")
+        if depth > _MAX_DEPTH:
+            raise NotHonored(f"{where} is deeper than {_MAX_DEPTH} levels")
+        merged = self._merged(_modern(schema), where)
+        if not isinstance(merged, bool):
+            self._check_keywords(merged, where)
+        return merged
+
+    def _check_keywords(self, schema: Mapping[str, Any], where: str) -> None:
+        """Raise `NotHonored` for a keyword that is not known, or not beside another one."""
+        for keyword in schema:
+            if _is_annotation(keyword):
+                continue
+            if keyword not in _HONORED:
+                raise NotHonored(
+                    f"{where}.{keyword}: this keyword of JSON schemas is not supported; supported"
+                    f" are {', '.join(sorted(_HONORED))}",
+                    keyword,
+                )
+            others = _ALONE.get(keyword, set()) & schema.keys()
+            if others:
+                other = min(others)
+                raise NotHonored(
+                    f"{where}.{keyword} cannot be honored together with {other!r}", other
+                )
+            kinds.check_value(keyword, schema[keyword], where)
+            kind = _HONORED[keyword]
+            if kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
+                raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
+            if kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
+                raise NotHonored(f"{where}.{keyword} must map names to schemas", keyword)
+        if "$ref" in schema:
+            self._target(schema, where)
+
+    def _value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
+        """The value of a keyword, rewritten."""
+        kind = _HONORED[keyword]
+        if kind == _SCHEMA:
+            if keyword == "propertyNames" and isinstance(value, Mapping):
+                value = {"type": "string"} | value
+            return self._part(value, where, depth + 1)
+        if kind == _LIST:
+            return [self._part(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
+        if kind == _BY_NAME:
+            return {
+                name: self._part(part, f"{where}.{name[:100]}", depth + 1)
+                for name, part in value.items()
+            }
+        return value
+
+    def _merged(self, schema: Mapping[str, Any], where: str) -> Any:
+        """A schema without `allOf`, and with nothing beside `$ref`, `anyOf` and `oneOf`."""
+        for _ in range(_MAX_DEPTH):
+            keyword = next((name for name in _IN_PLACE if _needs_merging(schema, name)), None)
+            if keyword is None:
+                return schema
+            try:
+                merged = self._without(keyword, schema, where)
+            except CannotMerge as error:
+                raise NotHonored(
+                    f"{where}.{keyword} cannot be honored here: {error}", keyword
+                ) from None
+            if isinstance(merged, bool):
+                return merged
+            schema = _modern(merged)
+        raise NotHonored(f"{where}: schemas apply to each other again and again", keyword)
+
+    def _without(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
+        """A keyword and what is beside it, in one schema. Raises `CannotMerge`."""
+        value = schema[keyword]
+        rest = {name: other for name, other in schema.items() if name != keyword}
+        if keyword == "$ref":
+            self._target(schema, where)
+            reference = self._references.copied(schema, {keyword: value})
+            return self._merger.merged([reference, rest], _relevant)
+        if not isinstance(value, list) or not value:
+            raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
+        if keyword == "allOf":
+            return self._merger.merged([rest, *value], _relevant)
+        for part in value:
+            self._merger.merged([rest, part], _relevant)  # counts, and says what cannot be
+        return {keyword: [{"allOf": [rest, part]} for part in value]}
+
+    def _reference(self, schema: Mapping[str, Any], where: str) -> Any:
+        target = self._target(schema, where)
+        self._has_references = True
+        if isinstance(target, bool):
+            return target
+        name = self._name_of.get(id(target))
+        if name is None:
+            name = self._name_of[id(target)] = f"#/$defs/{len(self._name_of)}"
+            self._called[name] = schema["$ref"]
+            self._waiting.append((name, target, schema["$ref"]))
+        return {"$ref": name}
+
+    def _target(self, schema: Mapping[str, Any], where: str) -> Any:
+        reference = schema["$ref"]
+        target = None
+        if isinstance(reference, str):
+            target = self._references.target(schema, reference)
+        if target is None and not (isinstance(reference, str) and reference.startswith("#")):
+            raise NotHonored(
+                f"{where}: $ref {shown(reference)} must point into the schema itself", "$ref"
+            )
+        if target is None:
+            raise NotHonored(f"{where}: $ref {reference[:100]!r} leads to no schema", "$ref")
+        return target
+
+    def _check_one_of(self, alternatives: list[Any], where: str) -> None:
+        """Raise `NotHonored` unless at most one of the alternatives fits any value; with `drops`,
+        any of them may.
+        """
+        merged = [
+            self._merged(_modern(part), where) if isinstance(part, Mapping) else part
+            for part in alternatives
+        ]
+        try:
+            self._compare(merged, where)
+        except NotHonored:
+            if not self._drops:
+                raise
+            self.has_dropped = True
+
+    def _compare(self, alternatives: list[Any], where: str) -> None:
+        listed = [merging.values_of(part) for part in alternatives if isinstance(part, Mapping)]
+        keys = [
+            merging.key_of(value) for values in listed if values is not None for value in values
+        ]
+        if len(listed) == len(alternatives) and None not in listed and len({*keys}) == len(keys):
+            return
+        if len(alternatives) > merging.MAX_ALTERNATIVES:
+            most = merging.MAX_ALTERNATIVES
+            raise NotHonored(f"{where}.oneOf has more than {most} alternatives; use anyOf", "oneOf")
+        for place, second in enumerate(alternatives):
+            for first in alternatives[:place]:
+                if not self._merger.are_disjoint(first, second):
+                    raise NotHonored(
+                        f"{where}.oneOf: more than one alternative may fit, number {place + 1}"
+                        " among them; use anyOf, or give each a required property with a const of"
+                        " its own",
+                        "oneOf",
+                    )
+
+
+def _has_type_alone(schema: Any) -> bool:
+    """Whether a schema, like most, asks for nothing but one of the simple types."""
+    if not isinstance(schema, Mapping) or schema.get("type") not in _SCALARS:
+        return False
+    return all(name == "type" or _is_annotation(name) for name in schema)
+
+
+def _needs_merging(schema: Mapping[str, Any], keyword: str) -> bool:
+    if keyword not in schema:
+        return False
+    return keyword == "allOf" or any(
+        name != keyword and not _is_annotation(name) for name in schema
+    )
+
+
+def _is_annotation(keyword: str) -> bool:
+    return keyword in _ANNOTATIONS or keyword.startswith("x-")
+
+
+def _relevant(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if not _is_annotation(name)}
+
+
+def _modern(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema without keywords that ask for nothing, and with today's names for older ones."""
+    is_empty = {name: name in _EMPTY and schema[name] == _EMPTY[name] for name in schema}
+    is_modern = not any(is_empty.values()) and not schema.keys() & _OLD
+    if is_modern and not isinstance(schema.get("items"), list):
+        return schema
+    modern = {name: value for name, value in schema.items() if not is_empty[name]}
+    if isinstance(modern.get("items"), list) and "prefixItems" not in modern:
+        modern["prefixItems"] = modern.pop("items")
+        if "additionalItems" in modern:
+            modern["items"] = modern.pop("additionalItems")
+    for old, new in (
+        ("unevaluatedProperties", "additionalProperties"),
+        ("unevaluatedItems", "items"),
+    ):
+        # Where nothing is beside them that evaluates others, they mean the same.
+        if old in modern and new not in modern and not modern.keys() & merging.IN_PLACE:
+            modern[new] = modern.pop(old)
+    return modern
+
+
+def _alternatives(parts: list[Any]) -> Any:
+    """Any of the parts."""
+    possible = [part for part in parts if part is not False]
+    if not possible:
+        return False
+    return {"anyOf": possible}
+
+
+def _any_of_type(schema: Any) -> Any:
+    """What is left of a schema that cannot be honored at all."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "object":
+        return dict(ANY_OBJECT)
+    return {"type": kind} if kind in _SCALARS else True
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(f"structured_outputs: {why}", "structured_outputs")

@@ -1,0 +1,57 @@
+"""What a container may leave out, filled in before Ray and torch are imported, which look for it.
+
+A user id without an entry in the system's list has no name and no home directory, and a home
+directory may not be writable. The stand-ins are variables of the environment, so the processes that
+this one starts have them too. What is set is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import tempfile
+from pathlib import Path
+
+# Caches of compiled code, by the variable that moves each, and where it is in the home directory.
+_CACHES = {"EAGLERAY_CACHE_DIR": ".cache/eagleray", "TRITON_CACHE_DIR": ".triton/cache"}
+# These choose another place for the first of them.
+_CHOSEN = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+
+
+def fill_in_for_the_system() -> None:
+    """Set HOME, LOGNAME and the folders of caches where the system gives none that can be used."""
+    user_id = os.getuid()
+    try:
+        pwd.getpwuid(user_id)
+    except KeyError:
+        os.environ.setdefault("HOME", str(_private_folder("home") or "/"))
+        os.environ.setdefault("LOGNAME", f"user{user_id}")
+    home = Path.home()
+    for variable, place in _CACHES.items():
+        is_chosen = variable == "EAGLERAY_CACHE_DIR" and any(map(os.environ.get, _CHOSEN))
+        if is_chosen or variable in os.environ or _can_be_made(home / place):
+            continue
+        if (folder := _private_folder("cache")) is not None:
+            os.environ[variable] = str(folder / place)
+
+
+def _can_be_made(path: Path) -> bool:
+    """Whether a folder is there and can be written, or could be made."""
+    while not path.exists():
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK)
+
+
+def _private_folder(name: str) -> Path | None:
+    """A temporary folder that only this user can write; None if there cannot be one. Code is loaded
+    from it, so one that somebody else has made is not used.
+    """
+    try:
+        path = Path(tempfile.gettempdir()) / f"eagleray-{name}-{os.getuid()}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return None
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return path if is_ours and not found.st_mode & 0o022 else None

@@ -1,0 +1,134 @@
+"""Stop strings end the answer, and not the reasoning before it, however tokens cut the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api.parser import AnswerParser
+from cluster.client.text_stream import TextStream
+from cluster.client.thinking import END_THINK, THINK, State
+
+STATES = [State.UNDECIDED, State.REASONING, State.CONTENT]
+PIECES = ["a", "b", "ab", "\n", "\n\n", " ", "<", "<thi", "nk>", "</thi", THINK, END_THINK]
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of one text."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.pieces[token_id] for token_id in token_ids)
+
+
+def streamed(
+    pieces: Sequence[str], stop: Sequence[str], state: State, min_tokens: int = 0
+) -> tuple[str, int | None]:
+    """(the text of a stream, up to which piece it goes if a stop string ended it)"""
+    stream = TextStream(Pieces(pieces), stop, min_tokens, state)
+    seen = ""
+    for place in range(len(pieces)):
+        stopped = stream.push([place])
+        assert stream.text.startswith(seen), "text is never taken back"
+        seen = stream.text
+        if stopped:
+            return seen, place
+    stream.finish()
+    assert stream.text.startswith(seen)
+    return stream.text, None
+
+
+def searched(text: str, stop: Sequence[str], state: State) -> str:
+    """The text up to the stop string that is complete first, by searching the whole text."""
+    start: int | None = 0
+    if state is State.UNDECIDED and (match := re.match(rf"\s*{THINK}", text)):
+        state, start = State.REASONING, match.end()
+    if state is State.REASONING:
+        match = re.compile(rf"{END_THINK}[\n\r]*").search(text, start or 0)
+        start = None if match is None else match.end()
+    if start is None:
+        return text
+    places = [(text.find(each, start), each) for each in stop]
+    ends = [(place + len(each), place) for place, each in places if place >= 0]
+    if not ends:
+        return text
+    first_end = min(ends)[0]
+    return text[: min(place for end, place in ends if end == first_end)]
+
+
+def of_pieces(pieces: Sequence[str], stop: Sequence[str], state: State) -> str:
+    """As `searched`; of several stop strings that one piece completes, the earliest wins."""
+    for count in range(len(pieces) + 1):
+        text = "".join(pieces[:count])
+        ended = [searched(text, [each], state) for each in stop]
+        if any(len(each) < len(text) for each in ended) or (text and count == len(pieces)):
+            shortest = min(ended, key=len, default=text)
+            if len(shortest) < len(text):
+                return shortest
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "want"),
+    [
+        ("<think>\na. b\n</think>\n\nc. d", State.UNDECIDED, "<think>\na. b\n</think>\n\nc"),
+        ("a. b</think>\n\nc. d", State.REASONING, "a. b</think>\n\nc"),
+        ("a. b", State.REASONING, "a. b"),
+        ("a. b</thin.", State.REASONING, "a. b</thin."),
+        ("a. b", State.UNDECIDED, "a"),
+        ("<thin. b", State.UNDECIDED, "<thin"),
+        ("  \n.", State.UNDECIDED, "  \n"),
+        ("<think>a</think>. b", State.CONTENT, "<think>a</think>"),
+        ("a</think>.", State.REASONING, "a</think>"),
+    ],
+)
+def test_a_stop_string_ends_the_answer_alone(text: str, state: State, want: str) -> None:
+    for pieces in ([text], list(text), re.findall(r"</?think>|.", text, re.DOTALL)):
+        assert streamed(pieces, ["."], state)[0] == want, pieces
+
+
+def test_line_ends_after_the_reasoning_are_no_part_of_the_answer() -> None:
+    pieces = ["a", "</think>", "\n\n", "b", "\n\n", "c"]
+    assert streamed(pieces, ["\n\n"], State.REASONING) == ("a</think>\n\nb", 4)
+    assert AnswerParser(State.REASONING, tools=False).push("a</think>\n\nb").content == "b"
+
+
+def test_one_token_may_end_the_reasoning_and_the_answer() -> None:
+    assert streamed(["a.", "</think>\n\nb.c", "d"], ["."], State.REASONING) == (
+        "a.</think>\n\nb",
+        1,
+    )
+
+
+def test_reasoning_is_not_held_back() -> None:
+    stream = TextStream(Pieces(["a", "STO", "P"]), ["STOP"], 0, State.REASONING)
+    stream.push([0, 1])
+    assert stream.text == "aSTO"
+
+
+def test_the_first_min_tokens_are_not_searched_whatever_they_are() -> None:
+    assert streamed(["a.", "</think>", "b.", "c."], ["."], State.REASONING, 3) == (
+        "a.</think>b.c",
+        3,
+    )
+    assert streamed(["<", "a.", "b."], ["."], State.UNDECIDED, 2) == ("<a.b", 2)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=12),
+    st.lists(
+        st.sampled_from(["a", "ab", "b\n", "\n\n", "<", "k>a", "aba"]), min_size=1, max_size=2
+    ),
+    st.sampled_from(STATES),
+)
+def test_any_pieces_end_as_searching_the_whole_would(
+    pieces: list[str], stop: list[str], state: State
+) -> None:
+    assert streamed(pieces, stop, state)[0] == of_pieces(pieces, stop, state)

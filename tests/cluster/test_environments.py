@@ -1,0 +1,200 @@
+"""The command line as containers run it: as process 1, as a user whom the system does not know,
+with a checkout that cannot be written, little shared memory, one core, and IPv6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.http_load import run_streams
+from configs.paths import CHECKOUT
+from tests.cluster.processes import descendants, wait_until
+from tests.cluster.serve.served import free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
+
+USER = "12345"  # an id without a name
+# Reading is allowed everywhere, since the interpreter may be in a folder of root.
+AS_USER = (
+    *("setpriv", "--reuid", USER, "--regid", USER, "--clear-groups"),
+    *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
+)
+MOUNTS = {
+    "a read-only checkout": f"mount --bind {CHECKOUT} {CHECKOUT} && "
+    f"mount -o remount,bind,ro {CHECKOUT}",
+    "64 MiB of shared memory": "mount -t tmpfs -o size=64m,mode=1777 none /dev/shm",
+}
+PREFIXES = {"one core": ("taskset", "-c", "0"), "an unknown user": AS_USER}
+PROCESS_ONE = "process 1"
+ALL = (*MOUNTS, *PREFIXES, PROCESS_ONE)
+START_S = 120.0
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make the environments; None if it can."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        return "needs root on Linux, for namespaces"
+    tried = subprocess.run(
+        ["unshare", "-m", "-pf", "--mount-proc", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"namespaces are not permitted: {tried.stderr}" if tried.returncode else None
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For temporary files, with the compiled kernels. Its path is short: sockets are among them."""
+    path = Path(tempfile.mkdtemp(prefix="e", dir="/tmp"))
+    path.chmod(0o777)
+    compiled = Path(os.environ.get("EAGLERAY_CACHE_DIR") or Path.home() / ".cache" / "eagleray")
+    if compiled.exists():
+        shutil.copytree(compiled, path / "kernels")
+        for each in (path / "kernels", *(path / "kernels").rglob("*")):
+            os.chown(each, int(USER), int(USER))
+    yield path
+    shutil.rmtree(path)
+
+
+Begin = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def begin(folder: Path) -> Iterator[Begin]:
+    """Starts `launch.py` in an environment, without any variables but those needed."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(traits: tuple[str, ...], *arguments: str) -> subprocess.Popen[str]:
+        command: list[str] = []
+        if PROCESS_ONE in traits or any(trait in MOUNTS for trait in traits):
+            new = ["-pf", "--mount-proc"] if PROCESS_ONE in traits else []
+            mounts = [MOUNTS[trait] for trait in MOUNTS if trait in traits]
+            script = " && ".join([*mounts, f"cd {CHECKOUT}", 'exec "$@"'])
+            command += ["unshare", "-m", *new, "sh", "-c", script, "sh"]
+        for trait, prefix in PREFIXES.items():
+            command += prefix if trait in traits else ()
+        variables = {
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(folder),
+            "EAGLERAY_CACHE_DIR": str(folder / "kernels"),
+        }
+        command += [sys.executable, "launch.py", *arguments]
+        begun.append(
+            subprocess.Popen(
+                command,
+                cwd=CHECKOUT,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return begun[-1]
+
+    yield begin
+    for program in begun:
+        for pid in descendants(program.pid) | {program.pid}:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+        program.wait(10)
+
+
+def process_one_of(unshare: subprocess.Popen[str]) -> int:
+    """The process that has the number 1 in the namespace."""
+    return int(Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text())
+
+
+def wait_until_ready(program: subprocess.Popen[str]) -> str:
+    """Its address."""
+    assert program.stdout is not None
+    lines = []
+    for line in program.stdout:
+        lines.append(line)
+        if line.startswith("ready on "):
+            return line.split()[2]
+    raise AssertionError("".join(lines))
+
+
+@needs_namespaces
+@pytest.mark.parametrize("trait", [*MOUNTS, "an unknown user", PROCESS_ONE])
+def test_generate_works_in(trait: str, begin: Begin) -> None:
+    program = begin((trait,), "generate", "--tp", "2", "What is 47 + 38?")
+    output, _ = program.communicate(timeout=START_S)
+    assert program.returncode == 0 and "\n85\n" in output, output
+
+
+@needs_namespaces
+@needs_ipv6
+def test_serve_works_in_all_of_them_together_until_it_is_told_to_end(begin: Begin) -> None:
+    port = free_port()
+    program = begin(ALL, "serve", "--host", "::1", "--port", str(port), "--tp", "2")
+    url = wait_until_ready(program)
+    assert url == f"http://[::1]:{port}"
+    asked = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == "85"
+    os.kill(process_one_of(program), signal.SIGTERM)
+    assert program.wait(60) == 0
+
+
+@needs_namespaces
+def test_process_one_reaps_what_lost_its_parent_and_ends_at_ctrl_c(begin: Begin) -> None:
+    program = begin((PROCESS_ONE,), "serve", "--port", str(free_port()))
+    url = wait_until_ready(program)
+    first = process_one_of(program)
+    orphan = 'setsid sh -c "sleep 0.1" & exit'
+    enter = ["nsenter", "-t", str(first), "-m", "-p", "sh", "-c", orphan]
+    subprocess.run(enter, check=True)
+
+    def children() -> list[str]:
+        listed = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        return [Path(f"/proc/{pid}/comm").read_text() for pid in listed]
+
+    wait_until(lambda: len(children()) == 1, "only the command below process 1", 10.0)
+    assert httpx.get(f"{url}/health").status_code == 200
+    os.kill(first, signal.SIGINT)
+    assert program.wait(60) == 0
+
+
+@needs_ipv6
+def test_serve_listens_on_every_address_of_both_protocols(begin: Begin) -> None:
+    port = free_port()
+    program = begin((), "serve", "--host", "::", "--port", str(port))
+    assert wait_until_ready(program) == f"http://[::]:{port}"
+    for url in (f"http://[::1]:{port}", f"http://127.0.0.1:{port}"):
+        assert httpx.get(f"{url}/health").status_code == 200
+        command = [sys.executable, "launch.py", "top", "--once", "--url", url]
+        shown = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+        assert "engines ready" in shown.stdout
+        body = {"prompt": "What is", "max_tokens": 3, "ignore_eos": True}
+        assert asyncio.run(run_streams(url, [body])).num_failed == 0
+    again = begin((), "serve", "--host", "::1", "--port", str(port))
+    output, _ = again.communicate(timeout=START_S)
+    assert again.returncode == 2 and f"cannot listen on [::1]:{port}: " in output

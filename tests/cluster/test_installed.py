@@ -1,0 +1,124 @@
+"""What `pip install .` installs works for a program that has files with the names of ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from configs.paths import CHECKOUT
+from setup import inside_package
+
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
+
+NOT_NEEDED = (".venv", ".git", "build", "tests", "benchmarks", "docs", "__pycache__", "*.egg-info")
+PROGRAM = """
+import sys
+
+import configs
+import tests
+import workers
+from eagleray import LLM, SamplingParams, StructuredOutputs
+
+QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
+
+
+def ask(**options):
+    with LLM(tensor_parallel_size=2, device="cpu", **options) as llm:
+        form = StructuredOutputs(choice=["85", "86"])
+        [output] = llm.chat(QUESTION, SamplingParams(structured_outputs=form))
+        num_nodes = len({place.node_id for place in llm._engine.places()})
+        print("answer", output.text, "from", num_nodes)
+
+
+if __name__ == "__main__":
+    assert (configs.OWNER, workers.OWNER, tests.OWNER) == ("me", "me", "me")
+    if "nodes" in sys.argv:
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster.add_node(num_cpus=1)
+        ask(ray_address=cluster.address)
+        cluster.shutdown()
+    else:
+        ask(ray_address="local")
+    ours = {"cluster", "scheduler", "kernels", "launch"} & set(sys.modules)
+    print("top-level modules of ours", sorted(ours))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment in which a copy of the checkout was installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = shutil.copytree(
+        CHECKOUT, folder / "source", ignore=shutil.ignore_patterns(*NOT_NEEDED)
+    )
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True
+    )
+    python = folder / "venv" / "bin" / "python"
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
+    # The packages that we need, without what else this environment puts on the path.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (Path(packages) / "others.pth").write_text("\n".join(others))
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet"]
+    install = [str(python), "-m", "pip", "install", *options, str(source)]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(source)
+    return python
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A program's folder."""
+    for name in ("configs.py", "workers.py", "tests/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("OWNER = 'me'\n")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("where", "num_nodes"), [("here", 1), ("nodes", 2)])
+def test_a_program_with_files_of_the_same_names_gets_answers(
+    where: str, num_nodes: int, python: Path, own_folder: Path
+) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(python), "program.py", where],
+        cwd=own_folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"answer 85 from {num_nodes}\n" in done.stdout
+    assert "top-level modules of ours []" in done.stdout
+
+
+def test_the_command_line_is_a_module_of_the_package(python: Path, own_folder: Path) -> None:
+    command = [str(python), "-m", "eagleray", "generate", "--help"]
+    done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
+    assert "--tp" in done.stdout
+
+
+def test_only_imports_of_our_folders_change() -> None:
+    source = "from configs import x\n    from cluster.llm import LLM\nfrom configsparser import y\n"
+    assert inside_package(source, Path("a.py")) == (
+        "from eagleray.configs import x\n"
+        "    from eagleray.cluster.llm import LLM\n"
+        "from configsparser import y\n"
+    )
+
+
+def test_an_import_that_cannot_change_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a\.py: write 'import configs.engine' as"):
+        inside_package("import configs.engine\n", Path("a.py"))
