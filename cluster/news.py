@@ -9,18 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.errors import EaglerayError, EngineError
-from scheduler.messages import Deltas, TokenLogprobs
+from scheduler.messages import Deltas, PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)
 class News:
-    """What is new in one request: tokens from output index `first_index` on, and how it ended, if
-    it did.
+    """What is new in one request: tokens from output index `first_index` on, log probabilities of
+    its prompt, and how it ended, if it did.
     """
 
     first_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     error: EaglerayError | None = None
@@ -42,6 +43,10 @@ class News:
         elif self.logprobs is not None:
             self.logprobs += [None] * len(token_ids)
         self.token_ids += token_ids
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = later.prompt_logprobs
+        elif later.prompt_logprobs is not None:
+            self.prompt_logprobs = self.prompt_logprobs.followed_by(later.prompt_logprobs)
         self.num_cached_tokens = later.num_cached_tokens
         self.finish_reason = later.finish_reason or self.finish_reason
         self.error = later.error or self.error
@@ -60,6 +65,9 @@ def pack(number: int, news: dict[str, News]) -> Deltas:
         finish_reasons={k: n.finish_reason for k, n in news.items() if n.finish_reason},
         errors={k: n.error for k, n in news.items() if n.error},
         logprobs={k: n.logprobs for k, n in news.items() if n.logprobs is not None},
+        prompt_logprobs={
+            k: n.prompt_logprobs for k, n in news.items() if n.prompt_logprobs is not None
+        },
     )
 
 
@@ -74,6 +82,7 @@ def unpack(deltas: Deltas) -> Iterable[tuple[str, News]]:
                 first_index=deltas.first_indices[i],
                 token_ids=deltas.token_ids[start:end].tolist(),
                 logprobs=deltas.logprobs.get(request_id),
+                prompt_logprobs=deltas.prompt_logprobs.get(request_id),
                 num_cached_tokens=deltas.num_cached_tokens[i],
                 finish_reason=deltas.finish_reasons.get(request_id),
                 error=deltas.errors.get(request_id),

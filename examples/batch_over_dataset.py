@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from cluster import LLM, SamplingParams
+from eagleray import LLM, SamplingParams
 
 
 class Answerer:

@@ -17,8 +17,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
-from cluster import SamplingParams
 from cluster.serve.application import build
+from eagleray import SamplingParams
 
 
 @serve.deployment

@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster import LLM, SamplingParams, StructuredOutputs
+from eagleray import LLM, SamplingParams, StructuredOutputs
 
 SCHEMA = {
     "type": "object",

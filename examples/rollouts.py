@@ -13,7 +13,7 @@ import argparse
 
 import numpy as np
 
-from cluster import LLM, SamplingParams
+from eagleray import LLM, SamplingParams
 
 
 def main() -> None:

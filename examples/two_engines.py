@@ -11,7 +11,7 @@ import asyncio
 
 import ray
 
-from cluster import LLM, SamplingParams
+from eagleray import LLM, SamplingParams
 
 QUESTIONS = ["What is 47 + 38?", "What day comes after Tuesday?", "Spell LAMP backwards."]
 

@@ -65,6 +65,10 @@ class BlockUser(Protocol):
     block_hashes: list[int]  # chained hash of each full block, computed once
     num_published_blocks: int
 
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether it may share blocks that hold its beginning."""
+
 
 class BlockManager:
     """A pool of `num_blocks` blocks of `block_size` tokens with a prefix index over the published
@@ -176,7 +180,7 @@ class BlockManager:
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         """The published blocks that hold the beginning of a sequence, up to the first miss."""
         found: list[Block] = []
-        if not self._caching:
+        if not self._caching or not seq.reads_prefixes:
             return found
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):

@@ -161,7 +161,8 @@ FIELDS: Mapping[str, Bound] = {
     "alternatives": _bound(
         MIB,
         "log probabilities",
-        "an answer: outputs times `max_tokens` times alternatives and one",
+        "an answer: outputs times `max_tokens` times alternatives and one; the same of prompts,"
+        " where they are asked for",
         "each takes 90 bytes of the answer; one output of 32,768 tokens with 20 has 688,128",
     ),
     "repeated prompt": _bound(

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.errors import EaglerayError
+from scheduler.errors import EaglerayError, EngineError
 from scheduler.params import Sampling
 
 
@@ -71,7 +71,8 @@ class StepPlan:
     `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
     where `samples` is 1. If a row that samples has a grammar, `masked` is 1 for each such row and
-    a `StepMask` follows; otherwise it is empty.
+    a `StepMask` follows; otherwise it is empty. If prompt tokens are to be given log probabilities,
+    `scored` is 1 for each row that has them to compute; otherwise it is empty.
     """
 
     step_id: int
@@ -84,6 +85,7 @@ class StepPlan:
     num_new_tokens: array[int]
     samples: bytes
     masked: bytes = b""
+    scored: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +111,89 @@ def mask_bytes(vocab_size: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
     """Natural-log probabilities under the raw logits: of the sampled token, and of the best
-    alternatives.
+    alternatives. `rank` is how many tokens are at least as probable, itself included; 0 where it is
+    not counted, as for sampled tokens.
     """
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Natural-log probabilities of prompt tokens, each given the tokens before it, under the raw
+    logits: of the token at place `first` of the prompt and of those that follow it.
+
+    `first` is at least 1, since nothing comes before the first token. `ranks` as in
+    `TokenLogprobs`; `top_token_ids` and `top_logprobs` hold the `num_top` best tokens of each
+    place, best first.
+    """
+
+    first: int
+    num_top: int
+    logprobs: array[float]  # float32
+    ranks: array[int]
+    top_token_ids: array[int]  # flat, num_top for each token
+    top_logprobs: array[float]  # flat, num_top for each token, float32
+
+    @classmethod
+    def none(cls, num_top: int) -> PromptLogprobs:
+        """Those of no token yet."""
+        return cls(
+            first=1,
+            num_top=num_top,
+            logprobs=array("f"),
+            ranks=ints(),
+            top_token_ids=ints(),
+            top_logprobs=array("f"),
+        )
+
+    @property
+    def end(self) -> int:
+        """The place after the last token."""
+        return self.first + len(self.logprobs)
+
+    def since(self, place: int) -> PromptLogprobs:
+        """Without the tokens before `place`."""
+        skipped = min(max(0, place - self.first), len(self.logprobs))
+        if skipped == 0:
+            return self
+        return PromptLogprobs(
+            first=self.first + skipped,
+            num_top=self.num_top,
+            logprobs=self.logprobs[skipped:],
+            ranks=self.ranks[skipped:],
+            top_token_ids=self.top_token_ids[skipped * self.num_top :],
+            top_logprobs=self.top_logprobs[skipped * self.num_top :],
+        )
+
+    def followed_by(self, later: PromptLogprobs) -> PromptLogprobs:
+        """Both; tokens that are here already are skipped. Raises `EngineError` if any are missing
+        between.
+        """
+        if later.first > self.end:
+            raise EngineError(
+                f"log probabilities of the prompt tokens {self.end} to {later.first - 1} are"
+                " missing"
+            )
+        new = later.since(self.end)
+        return PromptLogprobs(
+            first=self.first,
+            num_top=self.num_top,
+            logprobs=self.logprobs + new.logprobs,
+            ranks=self.ranks + new.ranks,
+            top_token_ids=self.top_token_ids + new.top_token_ids,
+            top_logprobs=self.top_logprobs + new.top_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Tokens of the sampling rows in batch order; if any row asked for logprobs, `logprobs` has one
-    entry per sampling row.
+    entry per sampling row. `prompt_logprobs` has one entry per scored row: of the prompt tokens
+    that follow those of its chunk.
 
     `digest` is a CRC-32 of the token ids: every rank computes one, and all must agree. `seconds`
     holds the time of each part of the step on the host by name, `device_s` the time on a device
@@ -134,6 +207,7 @@ class StepResult:
     digest: int = 0
     token_ids: array[int]
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     device_s: float | None = None
     rank_seconds: tuple[float, ...] = ()
@@ -181,7 +255,7 @@ class Deltas:
     """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
 
     One entry per request; `token_ids` is flat, with `num_tokens` per request. `finish_reasons`,
-    `errors` and `logprobs` hold only the requests that have any.
+    `errors`, `logprobs` and `prompt_logprobs` hold only the requests that have any.
     """
 
     up_to: int
@@ -193,3 +267,4 @@ class Deltas:
     finish_reasons: dict[str, str]
     errors: dict[str, EaglerayError]
     logprobs: dict[str, list[TokenLogprobs | None]]
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)

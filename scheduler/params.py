@@ -44,8 +44,8 @@ class Sampling:
     set.
 
     `top_k` 0 and `top_p` 1.0 keep everything. `logprobs` is the number of alternatives to report,
-    -1 for no logprobs. `stop_token_ids` holds every id that ends the sequence, those of the
-    checkpoint included.
+    -1 for no logprobs; `prompt_logprobs` is the same for the tokens of the prompt.
+    `stop_token_ids` holds every id that ends the sequence, those of the checkpoint included.
     """
 
     seed: int
@@ -61,6 +61,7 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +141,14 @@ class SamplingParams:
     token. min_p in [0, 1]. seed: any 64-bit number; the engine's is the same modulo 2**63.
     repetition_penalty: > 0, over prompt and output (Keskar et al. 2019, arXiv:1909.05858).
     presence_penalty, frequency_penalty: in [-2, 2], over the output. logit_bias: token id to a bias
-    in [-100, 100]. logprobs: number of alternatives, 0 to 20. stop: the text ends before the first
-    match; in a conversation, reasoning is not searched. stop_token_ids: ids that end the sequence
-    besides the checkpoint's end-of-sequence ids, which `ignore_eos` switches off. n: number of
-    outputs, each with its own seed. stream_interval: a stream brings the first token, then this
-    many at a time; a stop string is noticed when they come. structured_outputs: what the answer
-    must match, after the reasoning; not with min_tokens or ignore_eos. How long lists and texts may
-    be is said in `scheduler/bounds.py`.
+    in [-100, 100]. logprobs: number of alternatives, 0 to 20; prompt_logprobs: the same for each
+    token of the prompt, given those before it. max_tokens: 0 only with prompt_logprobs. stop: the
+    text ends before the first match; in a conversation, reasoning is not searched. stop_token_ids:
+    ids that end the sequence besides the checkpoint's end-of-sequence ids, which `ignore_eos`
+    switches off. n: number of outputs, each with its own seed. stream_interval: a stream brings the
+    first token, then this many at a time; a stop string is noticed when they come.
+    structured_outputs: what the answer must match, after the reasoning; not with min_tokens or
+    ignore_eos. How long lists and texts may be is said in `scheduler/bounds.py`.
     """
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
@@ -172,10 +174,11 @@ class SamplingParams:
         0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens."
     )
     max_tokens: int | None = _parameter(
-        256, low=1, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
+        256, low=0, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
+    prompt_logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
     n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
     stream_interval: int | None = _parameter(
         1, low=1, high=2**31 - 1, whole=True, help="Tokens per event of a stream."
@@ -194,6 +197,12 @@ class SamplingParams:
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
             raise RequestError(
                 f"ignore_eos must be true or false, got {shown(self.ignore_eos)}", "ignore_eos"
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                f"max_tokens must be a whole number between 1 and {2**31 - 1}, got 0; 0 is possible"
+                " with prompt_logprobs, and with echo in a completion, to ask for the prompt alone",
+                "max_tokens",
             )
         self._check_structured_outputs()
         _check_stop(self.stop)
@@ -263,7 +272,10 @@ class SamplingParams:
                 "top_k": max(0, full.top_k or 0),
                 "logit_bias": tuple(sorted((full.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
+                # What is generated for a `max_tokens` of 0 is dropped where the output is made.
+                "max_tokens": max(1, full.max_tokens or 0),
                 "logprobs": -1 if full.logprobs is None else full.logprobs,
+                "prompt_logprobs": -1 if full.prompt_logprobs is None else full.prompt_logprobs,
             }
         )
 

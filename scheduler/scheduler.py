@@ -51,6 +51,7 @@ from scheduler.messages import (
     ints,
 )
 from scheduler.pace import Pace
+from scheduler.prompt_scores import Scores, has_scores, scored_rows, take_scores
 from scheduler.records import StepRecord, StepRecords
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
@@ -67,6 +68,7 @@ class StepOutput:
     sequences: list[Sequence]
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Scores = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 
 
@@ -93,6 +95,7 @@ class _Step:
     num_new_tokens: list[int] = field(default_factory=list)
     samples: bytearray = field(default_factory=bytearray)
     sampling_sequences: list[Sequence] = field(default_factory=list)
+    scored: dict[int, Sequence] = field(default_factory=dict)  # by row
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
     # Each with its number of cached tokens.
@@ -100,6 +103,11 @@ class _Step:
     num_preempted: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     waits_for: str = ""  # why the first sequence in line was not admitted
+
+    def score(self, seq: Sequence) -> None:
+        """Before a row is added: have its prompt tokens scored, if that is wanted."""
+        if has_scores(seq):
+            self.scored[len(self.slots)] = seq
 
 
 @dataclass(slots=True)
@@ -111,6 +119,7 @@ class Submitted:
     sampling_sequences: list[Sequence]
     record: StepRecord
     has_mask: bool
+    scored: list[Sequence] = field(default_factory=list)  # in the order of their rows
 
 
 class Scheduler:
@@ -230,7 +239,14 @@ class Scheduler:
         record = self._record(plan, step)
         self.records.add(record)
         self.submitted.append(
-            Submitted(plan.step_id, plan.epoch, step.sampling_sequences, record, not plan.masked)
+            Submitted(
+                plan.step_id,
+                plan.epoch,
+                step.sampling_sequences,
+                record,
+                not plan.masked,
+                list(step.scored.values()),
+            )
         )
         self.stats.num_steps += 1
         return plan
@@ -261,6 +277,7 @@ class Scheduler:
                 f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(tokens)}"
                 " tokens"
             )
+        scores = take_scores(submitted.scored, result)
         self.submitted.popleft()
         record = submitted.record
         record.done_s, record.seconds = self._clock(), result.seconds
@@ -274,7 +291,7 @@ class Scheduler:
             of_parts[part] = of_parts.get(part, 0.0) + seconds
         so_far = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
         self.stats.rank_seconds = tuple(map(add, so_far, result.rank_seconds))
-        output = StepOutput([], [])
+        output = StepOutput([], [], prompt_logprobs=scores)
         self._take_tokens(submitted.step_id, sequences, tokens, output)
         if result.logprobs is not None:
             by_sequence = dict(zip(sequences, result.logprobs, strict=True))
@@ -415,6 +432,8 @@ class Scheduler:
             budget -= num_new
             if seq.must_restart:
                 self._restart(seq, step)
+            if num_new > 1 or computed < total:  # otherwise no prompt token follows
+                step.score(seq)
             slots.append(seq.slot)
             num_new_tokens.append(num_new)
             seq.num_computed = computed
@@ -504,6 +523,7 @@ class Scheduler:
         step.admitted.append((seq, num_cached))
         num_new = min(num_tokens - seq.num_computed, step.budget)
         step.budget -= num_new
+        step.score(seq)
         step.slots.append(seq.slot)
         step.num_new_tokens.append(num_new)
         seq.num_computed += num_new
@@ -547,6 +567,7 @@ class Scheduler:
             num_new_tokens=ints(step.num_new_tokens),
             samples=bytes(step.samples),
             masked=_masked(step),
+            scored=scored_rows(step.scored, len(step.slots)),
         )
 
     # -- results -----------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Sequence:
         "last_step_id",
         "max_total",
         "must_restart",
+        "next_scored",
         "num_cached_tokens",
         "num_computed",
         "num_pending",
@@ -84,6 +85,7 @@ class Sequence:
         self.num_pending = 0
         self.num_total = len(self.token_ids)
         self.num_cached_tokens: int | None = None  # from the first admission
+        self.next_scored = 1  # the first prompt token without a log probability, if they are wanted
         self.num_preemptions = 0
         self.last_step_id = -1  # the last step it may have run in, once it has given up its slot
         # Crashes it took part in since it last got a few tokens without one, or a single token.
@@ -97,6 +99,18 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether log probabilities of prompt tokens are wanted and not known."""
+        return self.sampling.prompt_logprobs >= 0 and self.next_scored < self.num_prompt_tokens
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether it may begin with blocks that others filled, which leaves it without logits of
+        their tokens.
+        """
+        return not self.lacks_scores
 
     def __repr__(self) -> str:
         return (

@@ -732,7 +732,7 @@ def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) ->
         free = 64 * 2**20
 
     monkeypatch.setattr("cluster.commands.doctor.shutil.disk_usage", lambda _: Usage)
-    assert any("/dev/shm has 64 MiB free" in line for line in cluster.commands.doctor._clashes())
+    assert any("/dev/shm has 64 MiB free" in line for line in cluster.commands.doctor._problems())
 
 
 def test_transformers_imports_beside_our_kernels() -> None:

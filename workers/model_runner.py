@@ -2,7 +2,8 @@
 
 Owns the KV cache, the batch state and the sampler, which outlive an epoch; the model is passed in.
 `run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
-are computed only for the last token of sampling rows. Where the device has graphs, a decode step is
+are computed only for the last token of sampling rows, and for prompts whose log probabilities are
+wanted. Where the device has graphs, a decode step is
 one graph, and so is a step with prompts of few tokens. Never talks to the driver. Legend: T tokens
 of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
 """
@@ -21,8 +22,8 @@ from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED
-from scheduler.messages import StepMask, StepPlan, TokenLogprobs, ints
-from scheduler.params import Sampling
+from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, ints
+from scheduler.params import MAX_LOGPROBS, Sampling
 from workers import faults
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, room_for
@@ -31,12 +32,20 @@ from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
+from workers.sampling.prompt_logprobs import (
+    POSITIONS_AT_ONCE,
+    PromptScorer,
+    ScoredRows,
+    ScoredTokens,
+    score_slice,
+)
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
 # What a step sends: three numbers per token; per row the tables of the batch, and its parameters
 # for sampling. Rare parameters, like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
 _BYTES_PER_ROW = 192
+_Forward = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoredTokens | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,7 @@ class PendingStep:
     num_rows: int = 0
     token_ids_R: torch.Tensor | None = None
     logprobs: SampledLogprobs | None = None
+    scored: ScoredTokens | None = None
     began: Event | None = None
     ended: Event | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,6 +74,10 @@ class PendingStep:
             return ints(), None
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
         return token_ids, to_logprobs(self.logprobs, self.num_rows)
+
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """Those of the scored rows. After `finish`."""
+        return () if self.scored is None else self.scored.messages()
 
     def device_s(self) -> float | None:
         """Seconds from the step before, or from the launch if that is later, to the end of this
@@ -102,6 +116,7 @@ class ModelRunner:
             self.uploads = device.step_uploads(
                 _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
             )
+        self.scorer = PromptScorer(model, self.sampler.shard, self.state)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
@@ -123,7 +138,7 @@ class ModelRunner:
         if not len(plan.slots):
             return PendingStep(device=self.device)
         rows = self.state.take(plan)
-        forward = self._stage(rows)
+        forward = self._stage(rows, self.scorer.stage(plan, rows, self.uploads.put))
         batch = self.sampler.batch(
             rows.sampling_slots_R.astype(np.int64),
             rows.sampling_positions_R.astype(np.int64),
@@ -131,13 +146,12 @@ class ModelRunner:
         )
         self.uploads.send()
         prepared = time.perf_counter()
-        hidden_RE, slots_R, positions_R = forward()
+        hidden_RE, slots_R, positions_R, scored = forward()
         faults.reach("sample", self.model.group.rank)
         forwarded = time.perf_counter()
         seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
         if not len(rows.sampling_slots_R):
-            ended = self.device.event()
-            return PendingStep(device=self.device, began=began, ended=ended, seconds=seconds)
+            return self._to_host(None, scored, began, seconds)
         logits_RV, masks = self.model.logits(hidden_RE), None
         if plan.masked:
             asked = time.perf_counter()
@@ -148,7 +162,7 @@ class ModelRunner:
         sampled = self.sampler.sample(logits_RV, batch, masks)
         self.state.write_sampled(slots_R, positions_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
-        return self._to_host(sampled, began, seconds)
+        return self._to_host(sampled, scored, began, seconds)
 
     def clear(self) -> None:
         """Empty the batch, for a new epoch. The cache keeps its content, but no step reads any of
@@ -175,42 +189,52 @@ class ModelRunner:
             rows.slots, rows.num_tokens, rows.num_prompt_tokens, rows.sampling, strict=True
         ):
             self.sampler.admit(slot, sampling, token_ids[start : start + num_tokens], num_prompt)
+            self.scorer.admit(slot, sampling)
             start += num_tokens
 
-    def _stage(
-        self, rows: StepRows
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _stage(self, rows: StepRows, scoring: ScoredRows | None) -> _Forward:
         """Put what the model needs. Returns a function that launches it and returns the hidden
-        states of the last token of each sampling row, and the slots and positions that their next
-        tokens go to.
+        states of the last token of each sampling row, the slots and positions that their next
+        tokens go to, and the scores of `scoring`, for which no graph has the hidden states.
         """
-        for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None and graphs.fit(rows):
-                return graphs.stage(rows, self.uploads.put)
+        if scoring is None:
+            for graphs in (self.graphs, self.mixed_graphs):
+                if graphs is not None and graphs.fit(rows):
+                    return _without_scores(graphs.stage(rows, self.uploads.put))
         make_inputs = self.state.stage(rows, self.uploads.put)
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.model.forward(
                 inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
             )
+            scored = None if scoring is None else self.scorer.score(hidden_TE, scoring)
             hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
-            return hidden_RE, inputs.sampled_slots_R, inputs.sampled_positions_R
+            return hidden_RE, inputs.sampled_slots_R, inputs.sampled_positions_R, scored
 
         return forward
 
     def _to_host(
-        self, sampled: SampledTokens, began: Event | None, seconds: dict[str, float]
+        self,
+        sampled: SampledTokens | None,
+        scored: ScoredTokens | None,
+        began: Event | None,
+        seconds: dict[str, float],
     ) -> PendingStep:
-        logprobs = sampled.logprobs
+        logprobs = None if sampled is None else sampled.logprobs
+        tokens = [] if sampled is None else [sampled.token_ids_B]
         wanted = (
             []
             if logprobs is None
             else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
         )
-        (tokens, *parts), ended = self.device.to_host(sampled.token_ids_B, *wanted)
+        scores = [] if scored is None else scored.tensors
+        if not tokens and not scores:
+            ended = self.device.event()
+            return PendingStep(device=self.device, began=began, ended=ended, seconds=seconds)
+        copies, ended = self.device.to_host(*tokens, *wanted, *scores)
         if logprobs is not None:
-            logprob_L, top_ids_LM, top_logprobs_LM = parts
+            logprob_L, top_ids_LM, top_logprobs_LM = copies[1:4]
             logprobs = replace(
                 logprobs,
                 logprob_L=logprob_L,
@@ -219,13 +243,20 @@ class ModelRunner:
             )
         return PendingStep(
             device=self.device,
-            num_rows=len(tokens),
-            token_ids_R=tokens,
+            num_rows=len(copies[0]) if tokens else 0,
+            token_ids_R=copies[0] if tokens else None,
             logprobs=logprobs,
+            scored=None if scored is None else scored.on_host(copies[-len(scores) :]),
             began=began,
             ended=ended,
             seconds=seconds,
         )
+
+
+def _without_scores(
+    replay: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> _Forward:
+    return lambda: (*replay(), None)
 
 
 def make_sampler(
@@ -336,3 +367,7 @@ def _run_step(
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_sampled])
     sampler.sample(logits_BV, sampler.batch(range(num_sampled), [1] * num_sampled))
+    hidden_SE = hidden_TE[:POSITIONS_AT_ONCE]
+    ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
+    num_top = min(MAX_LOGPROBS, config.model.vocab_size)
+    score_slice(model, sampler.shard, hidden_SE, ids_S, num_top)

@@ -245,6 +245,7 @@ class Worker:
             rank=self.rank,
             digest=zlib.crc32(token_ids.tobytes()),
             logprobs=logprobs if self.rank == 0 else None,
+            prompt_logprobs=outcome.prompt_logprobs() if self.rank == 0 else (),
             seconds=outcome.seconds | {"wait": time.perf_counter() - started},
             device_s=outcome.device_s(),
         )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
-from cluster.api.replies import ChatWriter, CompletionWriter, Writer
+from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
     ChatMessage,
     ChatRequest,
@@ -64,6 +65,7 @@ class Job:
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
+    num_scores: int = 0  # log probabilities of each token of the prompt, in each output
     ignored: tuple[str, ...] = ()  # names of what the request holds and the model does not get
 
     @property
@@ -73,24 +75,24 @@ class Job:
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
         if self.repeats_prompt:
-            each = (g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
-            check("repeated prompt", sum(each), "prompts in each output", "n")
+            count = _num_prompt_tokens(generations)
+            check("repeated prompt", count, "prompts in each output", "n")
+        if self.num_scores:
+            count = _num_prompt_tokens(generations) * self.num_scores
+            count += _num_alternatives(self.num_outputs, self.params)
+            check("alternatives", count, "prompts and outputs together", "logprobs")
 
     def num_written(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
         alternatives = 1 + (self.params.logprobs or 0)
-        total = 0
-        for generation in generations:
-            num_tokens = sum(len(done.token_ids) for done in generation.completions)
-            total += num_tokens * alternatives
-            if self.repeats_prompt:
-                num_prompt_tokens = generation.requests[0].num_prompt_tokens
-                total += num_prompt_tokens * len(generation.outputs)
-        return total
+        num_tokens = sum(len(done.token_ids) for g in generations for done in g.completions)
+        of_prompt = int(self.repeats_prompt) + self.num_scores
+        return num_tokens * alternatives + _num_prompt_tokens(generations) * of_prompt
 
 
 def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
     """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
+    request = request.narrowed()
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "a chat")
     variables = _variables(request, tokenizer)
@@ -104,6 +106,7 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
 
 def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
+    request = request.narrowed()
     prompt = chat_prompt(request, served, max_messages)
     tokenizer = _needed(served.tokenizer, "a chat")
     tools = _callable_tools(request)
@@ -136,24 +139,36 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
         state = state_after(rendered)
         ids = bool(request.return_token_ids)
         return ChatWriter(
-            served.name, generations, tokenizer, state=state, tools=bool(tools), token_ids=ids
+            served.name,
+            generations,
+            tokenizer,
+            state=state,
+            tools=bool(tools),
+            token_ids=ids,
+            prompt_top=request.prompt_logprobs,
         )
 
     params = served.builder.parameters(params)
-    return _job([prompt], params, request, make_writer, bool(request.return_token_ids))
+    repeats_prompt, num_scores = (
+        bool(request.return_token_ids),
+        _num_scores(request.prompt_logprobs),
+    )
+    return _job([prompt], params, request, make_writer, repeats_prompt, num_scores)
 
 
 def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
-    if request.echo and request.logprobs is not None:
-        raise RequestError("echo with logprobs is not possible: the prompt has none", "logprobs")
+    echo_top = request.logprobs if request.echo and served.tokenizer is not None else None
+    max_tokens = _first(
+        request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
+    )
+    is_only_prompt = bool(request.echo) and max_tokens == 0
     params = request.sampling(
-        max_tokens=_first(
-            request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
-        ),
+        max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
+        prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
     )
     many: list[Any] = [request.prompt]
     if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
@@ -167,12 +182,19 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     def make_writer(generations: list[Generation]) -> Writer:
         echo, ids = bool(request.echo), bool(request.return_token_ids)
         return CompletionWriter(
-            served.name, generations, served.tokenizer, echo=echo, token_ids=ids
+            served.name,
+            generations,
+            served.tokenizer,
+            echo=echo,
+            token_ids=ids,
+            echo_top=echo_top,
+            prompt_top=request.prompt_logprobs,
         )
 
     params = served.builder.parameters(params)
     repeats_prompt = bool(request.echo or request.return_token_ids)
-    return _job(prompts, params, request, make_writer, repeats_prompt)
+    num_scores = _num_scores(echo_top) + _num_scores(request.prompt_logprobs)
+    return _job(prompts, params, request, make_writer, repeats_prompt, num_scores)
 
 
 def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -224,11 +246,18 @@ def _job(
     request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
     repeats_prompt: bool,
+    num_scores: int,
 ) -> Job:
     _check_alternatives(len(prompts) * (params.n or 1), params)
     streamed = bool(request.stream)
     if request.stream_options is not None and not streamed:
         raise RequestError("stream_options needs stream: true", "stream_options")
+    if streamed and request.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs are not part of streams; leave out stream, or ask /v1/completions for"
+            " echo with logprobs, which streams have",
+            "prompt_logprobs",
+        )
     return Job(
         prompts=prompts,
         params=params,
@@ -236,15 +265,31 @@ def _job(
         includes_usage=request.includes_usage,
         make_writer=make_writer,
         repeats_prompt=repeats_prompt,
+        num_scores=num_scores,
     )
 
 
 def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
     """Raise `RequestError` if the answer may have too many log probabilities."""
-    if params.logprobs is not None:
-        count = num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
-        place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-        check("alternatives", count, place, "logprobs")
+    place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+    check("alternatives", _num_alternatives(num_outputs, params), place, "logprobs")
+
+
+def _num_alternatives(num_outputs: int, params: SamplingParams) -> int:
+    """How many log probabilities outputs may have."""
+    if params.logprobs is None:
+        return 0
+    return num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
+
+
+def _num_scores(num_top: int | None) -> int:
+    """Log probabilities of a token with `num_top` alternatives; None for none at all."""
+    return 0 if num_top is None else 1 + num_top
+
+
+def _num_prompt_tokens(generations: list[Generation]) -> int:
+    """Those of all outputs together."""
+    return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
 
 
 def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:

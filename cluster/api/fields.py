@@ -133,6 +133,7 @@ OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
     "tool_choice": (lambda value: value in ("auto", "none"), "this path has no tools"),
     "parallel_tool_calls": (lambda value: value is not False, "this path does not honor it"),
     "n": (lambda value: value == 1, "this path makes one output"),
+    "modalities": WITHOUT_EFFECT["modalities"],
     "echo": (_is_empty, "only /v1/completions repeats the prompt"),
     **dict.fromkeys(
         ("logprobs", "top_logprobs", "return_token_ids"),
@@ -230,7 +231,8 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("session_id", "chat_id", "id", "title"), "Open WebUI and others"),
     **dict.fromkeys(("intent", "snippy", "copilot_cache_control"), "GitHub Copilot"),
     **dict.fromkeys(("cache_control", "betas", "inference_geo"), "Anthropic"),
-    "speed": "Anthropic",
+    **dict.fromkeys(("speed", "diagnostics", "user_profile_id"), "Anthropic"),
+    "client_metadata": "Codex",
     "user_security_context": "Azure",
     "stream_options.continuous_usage_stats": _VLLM,
     "tools.cache_control": "Anthropic",

@@ -12,25 +12,26 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
-from cluster.api.offsets import Offsets
 from cluster.api.parser import AnswerParser, Parts
+from cluster.api.prompts_scored import (
+    Entries,
+    at_least_lowest,
+    scores_of,
+)
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 from scheduler.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-Entries = Seq[TokenLogprobs | None]
 # Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
 _DEPTH = 5
 _AT_A_TIME = 64  # items of deeper lists, and of iterators, that are encoded together
@@ -130,7 +131,7 @@ class Writer(Protocol):
         """The events that end a stream that failed."""
 
 
-class _Envelope:
+class Envelope:
     """The fields that all events and bodies of one request share."""
 
     CHUNK: str
@@ -176,7 +177,7 @@ class _Envelope:
         return self._fields | {"object": self._kind, "choices": choices, "usage": usage}
 
 
-class ChatWriter(_Envelope):
+class ChatWriter(Envelope):
     """Answers a chat."""
 
     CHUNK = "chat.completion.chunk"
@@ -190,10 +191,15 @@ class ChatWriter(_Envelope):
         state: State,
         tools: bool,
         token_ids: bool = False,
+        prompt_top: int | None = None,
     ) -> None:
-        """`state`: the part with which an answer begins. `tools`: whether to look for calls."""
+        """`state`: the part with which an answer begins. `tools`: whether to look for calls.
+        `prompt_top`: how many alternatives to report per token of the prompt, None for no
+        log probabilities of it.
+        """
         super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
         self._tokenizer, self._state, self._tools = tokenizer, state, tools
+        self._prompt_top = prompt_top
         self._choices: dict[int, _ChatChoice] = {}
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -226,7 +232,8 @@ class ChatWriter(_Envelope):
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
         choices = [self._choice(done) for done in generation.completions]
-        return self._body(choices) | self._prompt_ids()
+        scores = scores_of(self._tokenizer, generation, 0, self._prompt_top)
+        return self._body(choices) | self._prompt_ids() | scores
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
@@ -275,7 +282,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
     return {
         "token": data.decode(errors="replace"),
         "bytes": list(data),
-        "logprob": _at_least_lowest(logprob),
+        "logprob": at_least_lowest(logprob),
     }
 
 
@@ -307,124 +314,8 @@ class _ChatChoice:
         return {"content": taken, "refusal": None} if taken else None
 
 
-class CompletionWriter(_Envelope):
-    """Answers a completion of one or many prompts."""
-
-    CHUNK = "text_completion"
-
-    def __init__(
-        self,
-        model: str,
-        generations: list[Generation],
-        tokenizer: Tokenizer | None,
-        *,
-        echo: bool,
-        token_ids: bool = False,
-    ) -> None:
-        super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
-        self._tokenizer, self._echo = tokenizer, echo
-        self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
-        self._starts: dict[int, str] = {}  # of the answers to each prompt
-        self._unsent: dict[int, list[int]] = {}  # token ids of each choice
-        self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
-
-    def events(self, place: int, chunk: Chunk) -> bytes:
-        index = self._index(place, chunk.index)
-        text = chunk.text
-        if index not in self._offsets:
-            start = self._start(place)
-            text = start + text
-            self._offsets[index] = self._new_offsets(start)
-        self._unsent.setdefault(index, []).extend(chunk.token_ids)
-        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
-        choices = []
-        if text or logprobs:
-            if logprobs:
-                logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
-            choices.append(_choice(index, text, logprobs, None))
-        if chunk.finish_reason:
-            choices.append(_choice(index, "", None, chunk.finish_reason))
-        if choices and self._with_ids:
-            if index not in self._with_prompt:
-                self._with_prompt.add(index)
-                choices[0] |= self._prompt_ids(place)
-            choices[0]["token_ids"] = self._unsent.pop(index)
-        return self._events(self.CHUNK, choices)
-
-    def body(self) -> dict[str, Any]:
-        choices = []
-        for place, generation in enumerate(self._generations):
-            start = self._start(place)
-            for done in generation.completions:
-                offsets = self._new_offsets(start)
-                logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
-                index = self._index(place, done.index)
-                choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
-                if self._with_ids:
-                    choices[-1] |= self._prompt_ids(place) | {"token_ids": done.token_ids}
-        return self._body(choices)
-
-    def _prompt_ids(self, place: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self._generations[place].prompt_token_ids}
-
-    def _index(self, place: int, output: int) -> int:
-        return place * len(self._generations[place].outputs) + output
-
-    def _start(self, place: int) -> str:
-        """The prompt, if the request asks to repeat it."""
-        generation = self._generations[place]
-        if not self._echo or self._tokenizer is None:
-            return ""
-        if generation.prompt is not None:
-            return generation.prompt
-        if place not in self._starts:
-            self._starts[place] = self._tokenizer.decode(generation.prompt_token_ids)
-        return self._starts[place]
-
-    def _new_offsets(self, start: str) -> Offsets | None:
-        """Offsets of an output behind the text that is repeated."""
-        return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
-
-    def _logprobs(
-        self, token_ids: list[int], logprobs: Entries | None, offsets: Offsets | None
-    ) -> dict[str, Any] | None:
-        if logprobs is None or offsets is None:
-            return None
-        tokens, values, places = [], [], []
-        for token_id, entry in zip(token_ids, logprobs, strict=False):
-            tokens.append(self._text(token_id))
-            places.append(offsets.next(token_id))
-            values.append(_at_least_lowest(entry.logprob) if entry else None)
-        return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": self._tops(logprobs[: len(tokens)]),
-            "text_offset": places,
-        }
-
-    def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:
-        for entry in logprobs:
-            top = zip(entry.top_token_ids, entry.top_logprobs, strict=True) if entry else ()
-            yield {self._text(other): _at_least_lowest(value) for other, value in top}
-
-    def _text(self, token_id: int) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
-
-
-def _at_least_lowest(logprob: float) -> float:
-    """A log probability that JSON has; the lowest one for NaN."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
-
-
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

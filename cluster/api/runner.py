@@ -234,8 +234,8 @@ class Runner:
 async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
     """The events of these chunks. Others get a turn while many are made."""
     events, began_s = [], time.monotonic()
-    for place, chunk in items:
-        events.append(writer.events(place, chunk))
+    for place, piece in ((place, piece) for place, chunk in items for piece in chunk.pieces()):
+        events.append(writer.events(place, piece))
         if time.monotonic() - began_s > STREAM_TURN_S:
             await asyncio.sleep(0)
             began_s = time.monotonic()

@@ -110,15 +110,24 @@ class Generate(Model):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, structure: StructuredOutputs | None
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        structure: StructuredOutputs | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """The sampling parameters. Raises `RequestError` for a value that is not possible."""
+        """The sampling parameters. `prompt_logprobs`: in place of the field, if the answer needs
+        more. Raises `RequestError` for a value that is not possible.
+        """
         names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
+        wanted = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         return SamplingParams.from_dict(
             values
             | {
@@ -126,6 +135,7 @@ class Generate(Model):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
+                "prompt_logprobs": max(wanted) if wanted else None,
             }
         )
 
@@ -257,6 +267,20 @@ class NamedTool(Options):
     function: FunctionName
 
 
+class AllowedNames(Options):
+    PLACE: ClassVar[str] = "tool_choice.allowed_tools"
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
+
+
+class AllowedTools(Options):
+    """Some of the tools, of which none or one must be called."""
+
+    PLACE: ClassVar[str] = "tool_choice"
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class TextFormat(Options):
     PLACE: ClassVar[str] = "response_format"
     type: Literal["text"]
@@ -292,7 +316,11 @@ class ChatRequest(Generate):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ListOf[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -300,6 +328,22 @@ class ChatRequest(Generate):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def narrowed(self) -> ChatRequest:
+        """The request with the allowed tools alone. Raises `RequestError` if there are others."""
+        choice = self.tool_choice
+        if not isinstance(choice, AllowedTools):
+            return self
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        names = [tool.function.name for tool in self.tools or ()]
+        if missing := sorted(allowed.difference(names)):
+            raise RequestError(
+                f"tool_choice allows {missing[0]!r}, which is not among the tools"
+                f" {', '.join(names)}",
+                "tool_choice",
+            )
+        tools = [tool for tool in self.tools or () if tool.function.name in allowed]
+        return self.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
 
     def structure(self) -> StructuredOutputs | None:
         """As `Generate.structure`, or from the response format."""

@@ -7,20 +7,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 
+from cluster.client.prompt_entries import PromptEntries
 from cluster.client.text_stream import TextStream
 from cluster.news import News
 from scheduler.errors import EaglerayError, EngineError
-from scheduler.messages import Request, TokenLogprobs
+from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
+
+# Tokens of a prompt whose log probabilities are written together: a few ms of work.
+ENTRIES_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new in output `index`. The last one has a `finish_reason`: stop, length, abort or
-    error.
+    """What is new in output `index`. The first one has the `prompt_logprobs`, if they were asked
+    for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort or error.
     """
 
     index: int
@@ -30,6 +35,18 @@ class Chunk:
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: Seq[TokenLogprobs | None] | None = None
+
+    def pieces(self) -> Iterator[Chunk]:
+        """The same in chunks with a part of the prompt each, and one without it."""
+        entries = self.prompt_logprobs
+        if entries is None:
+            yield self
+            return
+        for start in range(0, len(entries), ENTRIES_AT_A_TIME):
+            part = entries[start : start + ENTRIES_AT_A_TIME]
+            yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=part)
+        yield replace(self, prompt_logprobs=None)
 
 
 Sink = Callable[[Chunk], None]
@@ -50,8 +67,9 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A finished request. `outputs` holds `n` completions; `text` and the like are those of the
-    first. If it failed, `error` says why, and `outputs` holds what had arrived by then, with the
-    `finish_reason` "error".
+    first. `prompt_logprobs`, if they were asked for, has one entry per token of the prompt; the
+    first is None. If it failed, `error` says why, and the rest holds what had arrived by then,
+    with the `finish_reason` "error".
     """
 
     prompt: str | None
@@ -59,6 +77,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     error: EaglerayError | None = None
+    prompt_logprobs: PromptEntries | None = None
 
     @property
     def text(self) -> str:
@@ -77,12 +96,30 @@ class OutputFollower:
     """Follows one engine request and cuts its news into chunks."""
 
     def __init__(
-        self, request: Request, index: int, stream: TextStream | None, sink: Sink | None
+        self,
+        request: Request,
+        index: int,
+        stream: TextStream | None,
+        sink: Sink | None,
+        *,
+        only_prompt: bool = False,
     ) -> None:
+        """`only_prompt`: the engine's only token is dropped, since no output was asked for."""
         self.request = request
         self.completion = CompletionOutput(index)
         self._stream = stream
         self._sink = sink
+        self._only_prompt = only_prompt
+        num_top = request.sampling.prompt_logprobs
+        self._prompt = PromptLogprobs.none(num_top) if num_top >= 0 else None
+        self._told_prompt = False
+
+    @property
+    def prompt_logprobs(self) -> PromptEntries | None:
+        """Those of the prompt as far as they have arrived; they are complete before the first
+        token comes.
+        """
+        return None if self._prompt is None else PromptEntries(self._prompt)
 
     def take(self, news: News) -> bool:
         """Add news, skipping tokens that are already known. True if a stop string has ended the
@@ -90,6 +127,12 @@ class OutputFollower:
         """
         done = self.completion
         if done.finish_reason is not None:
+            return False
+        if self._prompt is not None and news.prompt_logprobs is not None:
+            self._prompt = self._prompt.followed_by(news.prompt_logprobs)
+        if self._only_prompt:
+            reason = "length" if news.token_ids else news.finish_reason
+            self._add([], None, reason, news.num_cached_tokens)
             return False
         known = len(done.token_ids) - news.first_index
         if known < 0 and news.token_ids:
@@ -112,7 +155,8 @@ class OutputFollower:
         if not done:
             return request
         prompt = request.token_ids[: request.num_prompt_tokens]
-        return dataclasses.replace(request, token_ids=prompt + array("i", done))
+        sampling = dataclasses.replace(request.sampling, prompt_logprobs=-1)  # they came before
+        return dataclasses.replace(request, token_ids=prompt + array("i", done), sampling=sampling)
 
     def abort(self) -> None:
         """End here; the last chunk says "abort"."""
@@ -134,6 +178,8 @@ class OutputFollower:
         if logprobs is not None:
             done.logprobs = (done.logprobs or []) + logprobs
         if self._sink is not None and (tokens or reason):
+            prompt_logprobs = None if self._told_prompt else self.prompt_logprobs
+            self._told_prompt = True
             self._sink(
                 Chunk(
                     index=done.index,
@@ -143,6 +189,7 @@ class OutputFollower:
                     finish_reason=reason,
                     num_prompt_tokens=self.request.num_prompt_tokens,
                     num_cached_tokens=num_cached,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
 
@@ -199,6 +246,11 @@ class Generation:
         return request.token_ids[: request.num_prompt_tokens].tolist()
 
     @property
+    def prompt_logprobs(self) -> PromptEntries | None:
+        """See `RequestOutput`."""
+        return self.outputs[0].prompt_logprobs
+
+    @property
     def completions(self) -> list[CompletionOutput]:
         return [output.completion for output in self.outputs]
 
@@ -234,6 +286,7 @@ class Generation:
             outputs=self.completions,
             num_cached_tokens=self.num_cached_tokens,
             error=error,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def end(self) -> None:

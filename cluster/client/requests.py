@@ -85,7 +85,15 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
-            outputs.append(OutputFollower(request, index, self._text_stream(params, parsed), sink))
+            outputs.append(
+                OutputFollower(
+                    request,
+                    index,
+                    self._text_stream(params, parsed),
+                    sink,
+                    only_prompt=params.max_tokens == 0,
+                )
+            )
         return Generation(parsed.text, outputs, parsed.session_id, loosened)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -3,8 +3,8 @@ line.
 
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
-`num_prompt_tokens` and `num_cached_tokens`, and `logprobs` if requested; with `n` above 1, a list
-`outputs` with one entry per output.
+`num_prompt_tokens` and `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if requested; with
+`n` above 1, a list `outputs` with one entry per output.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cluster.client.prompts import EXTRAS, FORMS, check_token_ids, form_of, pars
 from cluster.client.requests import RequestBuilder
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
+from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 
 
@@ -109,6 +110,8 @@ def output_line(index: int, output: RequestOutput) -> str:
         line["outputs"] = [_completion(completion) for completion in output.outputs]
     line["num_prompt_tokens"] = len(output.prompt_token_ids)
     line["num_cached_tokens"] = output.num_cached_tokens
+    if output.prompt_logprobs is not None:
+        line["prompt_logprobs"] = [_entry(entry) for entry in output.prompt_logprobs]
     if output.error is not None:
         line["error"] = str(output.error)
     return json.dumps(line, ensure_ascii=False)
@@ -121,15 +124,15 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        values["logprobs"] = [
-            entry
-            and {
-                "logprob": entry.logprob,
-                "top": dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True)),
-            }
-            for entry in completion.logprobs
-        ]
+        values["logprobs"] = [_entry(entry) for entry in completion.logprobs]
     return values
+
+
+def _entry(entry: TokenLogprobs | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    top = dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True))
+    return {"logprob": entry.logprob, "top": top}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from cluster.news import News
 from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs
+from scheduler.prompt_scores import Scores
 from scheduler.scheduler import CLEARING_TOKENS, SUSPECT_STRIKES, StepOutput
 from scheduler.sequence import Sequence
 
@@ -273,7 +274,7 @@ class EngineLoop:
             self._kept[request.request_id] = _Kept(request.news_interval, seq.num_output_tokens)
 
     def _news(self, output: StepOutput) -> NewsByFrontend:
-        """The tokens and endings of a step."""
+        """The tokens, endings and scored prompts of a step."""
         news: NewsByFrontend = {}
         logprobs = output.logprobs or [None] * len(output.sequences)
         # If this process dies, the frontends need everything generated so far.
@@ -296,9 +297,22 @@ class EngineLoop:
                 kept.num_sent = seq.num_output_tokens
             of_request.logprobs = entries
             news.setdefault(self._owners[seq.request_id], {})[seq.request_id] = of_request
+        self._add_prompts(output.prompt_logprobs, news)
         for seq in output.finished:
             self._forget(seq.request_id)
         return news
+
+    def _add_prompts(self, scores: Scores, news: NewsByFrontend) -> None:
+        """Add log probabilities of prompts, which are sent at once, whatever the interval: they may
+        be large.
+        """
+        for seq, part in scores:
+            of_owner = news.setdefault(self._owners[seq.request_id], {})
+            if seq.request_id not in of_owner:
+                kept = self._kept.get(seq.request_id)
+                num_sent = seq.num_output_tokens if kept is None else kept.num_sent
+                of_owner[seq.request_id] = _news_of(seq, num_sent, [])
+            of_owner[seq.request_id].prompt_logprobs = part
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id, None)

@@ -42,8 +42,10 @@ FORMATS = tuple(_FORMATS)
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _OF_LISTS = ("items", "prefixItems", "minItems", "maxItems")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_OF_OBJECTS = ("properties", "required", "additionalProperties", "patternProperties")
-_OF_OBJECTS += ("propertyNames", "minProperties", "maxProperties")
+_OF_OBJECTS = (
+    *("properties", "required", "additionalProperties", "patternProperties"),
+    *("propertyNames", "minProperties", "maxProperties"),
+)
 # Without a type these would have no effect.
 _NEED_TYPE = {
     **dict.fromkeys(_OF_STRINGS, ("string",)),

@@ -62,12 +62,15 @@ def rewritten(pattern: object, where: str, *, in_json: bool = False) -> str:
     text = "".join(_part(token, groups, where, in_json=in_json) for token in tokens)
     if len(groups) > 1:
         raise _refused(f"{where}: a group is not closed")
-    if in_json and not groups[0].has_alternatives:
+    if not in_json:
+        return text
+    if not groups[0].has_alternatives:
         if tokens[:1] == ["^"] and "$" not in tokens:
-            return f"{text}{CHARACTER}*"
-        if tokens[-1:] == ["$"] and "^" not in tokens:
-            return f"{CHARACTER}*{text}"
-    return text
+            text = f"{text}{CHARACTER}*"
+        elif tokens[-1:] == ["$"] and "^" not in tokens:
+            text = f"{CHARACTER}*{text}"
+    # Without an end of its own, `(a|b|b{1,2})` of xgrammar 0.2.8 goes on after `a` as after `b`.
+    return f"{text}()" if "|" in text else text
 
 
 def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:

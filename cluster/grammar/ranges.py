@@ -56,8 +56,8 @@ def _multiples(step: int, bounds: Schema, where: str) -> Schema:
         return bounds
     if not bounds and step <= _MAX_MULTIPLE:
         return {"multipleOf": step}
-    least, most = bounds.get("minimum", -math.inf), bounds.get("maximum", math.inf)
-    if most - least > step * _MAX_MULTIPLES:
+    least, most = bounds.get("minimum"), bounds.get("maximum")
+    if least is None or most is None or most - least > step * _MAX_MULTIPLES:
         raise NotHonored(
             f"{where}.multipleOf is supported up to {_MAX_MULTIPLE} without bounds, or with bounds"
             f" that leave at most {_MAX_MULTIPLES} multiples",
@@ -109,8 +109,8 @@ def _bounds(schema: Schema, where: str) -> Schema:
             )
         rounded = _rounded(value, rounding)
         bounds[least if rounded != value else name] = rounded
-    lower = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
-    upper = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
+    lower: Any = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
+    upper: Any = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
     if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):
         raise NotHonored(f"{where}: no number with few decimals is between the bounds", "minimum")
     return bounds

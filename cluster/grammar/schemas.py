@@ -197,7 +197,7 @@ class _Rewriter:
         kind = _HONORED[keyword]
         if kind == _SCHEMA:
             if keyword == "propertyNames" and isinstance(value, Mapping):
-                value = {"type": "string"} | value
+                value = {"type": "string", **value}
             return self._part(value, where, depth + 1)
         if kind == _LIST:
             return [self._part(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]

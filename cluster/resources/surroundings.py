@@ -40,7 +40,7 @@ def _can_be_made(path: Path) -> bool:
     """Whether a folder is there and can be written, or could be made."""
     while not path.exists():
         path = path.parent
-    return os.access(path, os.W_OK | os.X_OK)
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
 def _private_folder(name: str) -> Path | None:

@@ -23,7 +23,15 @@ from random import Random
 import xxhash
 
 from scheduler.engine import LATE, MaskAnswer
-from scheduler.messages import AdmittedRows, StepMask, StepPlan, StepResult, ints, mask_bytes
+from scheduler.messages import (
+    AdmittedRows,
+    PromptLogprobs,
+    StepMask,
+    StepPlan,
+    StepResult,
+    ints,
+    mask_bytes,
+)
 from scheduler.params import Sampling
 from scheduler.sequence import Sequence
 
@@ -41,6 +49,26 @@ def salt_of(seed: int) -> str:
 def grammar_of(seed: int) -> bytes:
     """The grammar that a request of this seed must carry; only large seeds have one."""
     return b"fake" if seed >= 650 * len(SALTS) else b""
+
+
+def prompt_logprobs_of(seed: int) -> int:
+    """How many alternatives a request of this seed asks for in its prompt: 0, or none at all."""
+    return 0 if seed // len(SALTS) % 7 == 0 else -1
+
+
+def score(context: bytes, token: int) -> int:
+    """What stands for the log probability of a token: it depends on all that was read before it."""
+    return xxhash.xxh32_intdigest(context, token) >> 1
+
+
+def prompt_scores(prompt: list[int], seed: int) -> list[int]:
+    """The scores of all tokens of a prompt but the first, in an undisturbed run."""
+    digests = array("Q")
+    extend_digests(digests, prompt, seed)
+    context = digests.tobytes()
+    return [
+        score(context[: place * DIGEST_BYTES], prompt[place]) for place in range(1, len(prompt))
+    ]
 
 
 def allowed(token_ids: list[int]) -> bytes | None:
@@ -231,10 +259,15 @@ class FakeRank:
         starts = [row.num_computed for row in batch]
         for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
             self._store(row, num_new)
-        sampled = ints()
+        sampled, scores = ints(), []
+        is_scored = plan.scored or bytes(len(batch))
         is_masked = plan.masked or bytes(len(batch))
-        for row, start, samples, masked in zip(batch, starts, plan.samples, is_masked, strict=True):
+        for row, start, samples, masked, scored in zip(
+            batch, starts, plan.samples, is_masked, is_scored, strict=True
+        ):
             context = self._attend(row, start)
+            if scored:
+                scores.append(self._score(row, start, context))
             row_mask = masks.pop(len(sampled), None) if samples else None
             assert masked or row_mask is None, f"a mask for a row without a grammar: {row}"
             assert samples == (row.num_computed == len(row.tokens)), (
@@ -245,7 +278,11 @@ class FakeRank:
         assert not masks, f"masks for rows that do not sample: {masks.keys()}"
         seconds = {"forward": 0.05 + 0.01 * sum(plan.num_new_tokens)}
         return StepResult(
-            step_id=plan.step_id, epoch=plan.epoch, token_ids=sampled, seconds=seconds
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            token_ids=sampled,
+            prompt_logprobs=tuple(scores),
+            seconds=seconds,
         )
 
     # -- what changed ------------------------------------------------------------------------------
@@ -352,6 +389,23 @@ class FakeRank:
             index, offset = divmod(position, self.block_size)
             first = offset * DIGEST_BYTES
             self.blocks[row.block_table[index]][first : first + DIGEST_BYTES] = wrong
+
+    def _score(self, row: Row, start: int, context: bytes) -> PromptLogprobs:
+        """The scores of the prompt tokens that follow those of a chunk."""
+        end = min(row.num_computed + 1, row.num_prompt_tokens)
+        assert row.sampling.prompt_logprobs == 0 and start + 1 < end, f"nothing to score: {row}"
+        ranks = ints(
+            score(context[: place * DIGEST_BYTES], row.tokens[place])
+            for place in range(start + 1, end)
+        )
+        return PromptLogprobs(
+            first=start + 1,
+            num_top=0,
+            logprobs=array("f", bytes(4 * len(ranks))),
+            ranks=ranks,
+            top_token_ids=ints(),
+            top_logprobs=array("f"),
+        )
 
     def _sample(self, row: Row, context: bytes, mask: bytes | None) -> int:
         token = nearest_allowed(next_token(context, row.sampling.seed), mask)

@@ -24,6 +24,7 @@ class User:
     cache_salt: str = ""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    reads_prefixes: bool = True
     num_published_blocks: int = 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from scheduler.block_manager import NO_HASH, ROOT_SERIAL, Block, BlockManager, BlockUser
 
 # -- taking and releasing --------------------------------------------------------------------------
@@ -115,7 +117,8 @@ class _LooseManager(BlockManager):
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         found: list[Block] = []
         parent_serial = ROOT_SERIAL
-        for index in range(len(seq.token_ids) // self.block_size if self._caching else 0):
+        reads = self._caching and seq.reads_prefixes
+        for index in range(len(seq.token_ids) // self.block_size if reads else 0):
             block = self._index.get(self._block_hash(seq, index))
             if block is None or not self._matches(block, seq, index, parent_serial):
                 break
@@ -148,7 +151,7 @@ class HitAfterMiss(BlockManager):
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         found = super()._find_cached(seq)
         index = len(found) + 1
-        if self._caching and index < len(seq.token_ids) // self.block_size:
+        if self._caching and seq.reads_prefixes and index < len(seq.token_ids) // self.block_size:
             block = self._index.get(self._block_hash(seq, index))
             if block is not None and block.token_ids == self._block_tokens(seq, index):
                 found.append(block)
@@ -180,3 +183,18 @@ class IndexOutlivesEpoch(BlockManager):
 
     def clear_index(self) -> None:
         pass
+
+
+class ScoredPromptReadsPrefixes(BlockManager):
+    """A sequence that needs the logits of its whole prompt begins with cached blocks."""
+
+    def _find_cached(self, seq: BlockUser) -> list[Block]:
+        reader = SimpleNamespace(
+            token_ids=seq.token_ids,
+            cache_salt=seq.cache_salt,
+            block_table=seq.block_table,
+            block_hashes=seq.block_hashes,
+            num_published_blocks=seq.num_published_blocks,
+            reads_prefixes=True,
+        )
+        return super()._find_cached(reader)

@@ -369,6 +369,33 @@ class RetractedRowIsNotReset(Scheduler):
         seq.must_restart = False
 
 
+class ScoresAreDoubled(Scheduler):
+    """A preempted sequence reports the scores of its prompt again."""
+
+    def _preempt(self, seq: Sequence) -> None:
+        super()._preempt(seq)
+        seq.next_scored = 1
+
+
+class ScoresAreLostWithAnEpoch(Scheduler):
+    """What was in flight when the ranks were lost is not scored again."""
+
+    def start_epoch(self) -> list[Sequence]:
+        for submitted in self.submitted:
+            for seq in submitted.scored:
+                seq.next_scored = min(seq.num_computed + 1, seq.num_prompt_tokens)
+        return super().start_epoch()
+
+
+class OnlyWholePromptsAreScored(Scheduler):
+    """A prompt that runs in chunks is scored in its first chunk alone."""
+
+    def _plan(self, step: _Step) -> StepPlan:
+        admitted = [seq for seq, _ in step.admitted]
+        step.scored = {row: seq for row, seq in step.scored.items() if seq in admitted}
+        return super()._plan(step)
+
+
 class HeldSequenceIsForgotten(Engine):
     """A sequence whose mask was late never runs again."""
 

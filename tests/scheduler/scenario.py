@@ -18,7 +18,14 @@ from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepPlan, ints
 from scheduler.params import Sampling
 from scheduler.sequence import Sequence
-from tests.scheduler.fake_model import SALTS, VOCAB_SIZE, generate, grammar_of, salt_of
+from tests.scheduler.fake_model import (
+    SALTS,
+    VOCAB_SIZE,
+    generate,
+    grammar_of,
+    prompt_logprobs_of,
+    salt_of,
+)
 
 BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)
 MAX_BLOCKS = 150
@@ -167,6 +174,7 @@ class _Requests:
             seed=seed,
             max_tokens=rng.choice((rng.randint(20, 100), 1000) if self.growing else short),
             stop_token_ids=frozenset(range(rng.choice((0, 0, 20, 100)))),
+            prompt_logprobs=prompt_logprobs_of(seed),
         )
 
     def _tokens(self, count: int) -> list[int]:

@@ -13,23 +13,23 @@ Laws, besides `Engine.check` and those of `FakeRank`: every running sequence mak
 step, unless its last token is in flight or its mask is late; no step has more tokens than the
 budget, or more rows than `max_num_seqs`; no more steps are unread than allowed; a row is admitted
 with exactly the tokens delivered so far, and reports correctly how many were cached; tokens are
-delivered once, in order, until the expected end, with the expected reason; nothing is delivered
-after an end from outside; whatever the prefix index names is in the cache; poison fails after at
-most four crashes, or six if it gets tokens between them, and no other request fails unless steps
-were lost while it ran alone.
+delivered once, in order, until the expected end, with the expected reason; so are the scores of
+prompts, all of them before the first token; nothing is delivered after an end from outside;
+whatever the prefix index names is in the cache; poison fails after at most four crashes, or six if
+it gets tokens between them, and no other request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from random import Random
 
 from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
+from scheduler.messages import PromptLogprobs, Request, StepMask, StepPlan, StepResult, ints
 from scheduler.scheduler import (
     CLEARING_TOKENS,
     CONVICTED_STRIKES,
@@ -46,6 +46,7 @@ from tests.scheduler.fake_model import (
     Lane,
     extend_digests,
     generate,
+    prompt_scores,
 )
 from tests.scheduler.scenario import draw_scenario
 
@@ -83,12 +84,12 @@ class SimulationReport:
     worst_percent_of_bound: int = 0
 
     def add(self, other: SimulationReport) -> None:
-        for field in fields(self):
-            mine, others = getattr(self, field.name), getattr(other, field.name)
+        for count in fields(self):
+            mine, others = getattr(self, count.name), getattr(other, count.name)
             setattr(
                 self,
-                field.name,
-                max(mine, others) if field.name.startswith("worst_") else mine + others,
+                count.name,
+                max(mine, others) if count.name.startswith("worst_") else mine + others,
             )
 
 
@@ -116,6 +117,27 @@ class Client:
     num_crashes: int = 0  # that it caused
     num_losses: int = 0  # steps lost without its fault since it got a few tokens without any
     num_tokens_at_loss: int = 0
+    scores: list[int] = field(default_factory=list)  # of the prompt, from its second token on
+
+    def take_scores(self, part: PromptLogprobs) -> None:
+        """Each token of the prompt is scored once, in order, from all that comes before it."""
+        assert not self.ended, f"scores after the end: {self.sequence}"
+        assert part.first == 1 + len(self.scores), (
+            f"scores from {part.first} on, expected those from {1 + len(self.scores)} on:"
+            f" {self.sequence}"
+        )
+        self.scores += part.ranks
+
+    def check_scores(self) -> None:
+        """A token comes after all scores of the prompt."""
+        request = self.request
+        if request.sampling.prompt_logprobs < 0:
+            assert not self.scores, f"scores that nobody asked for: {self.sequence}"
+            return
+        prompt = request.token_ids[: request.num_prompt_tokens].tolist()
+        assert self.scores == prompt_scores(prompt, request.sampling.seed), (
+            f"the scores of the prompt are wrong, or too late: {self.sequence}"
+        )
 
 
 def run_seed(
@@ -335,12 +357,15 @@ class Simulation:
     # -- what comes out ----------------------------------------------------------------------------
 
     def _deliver(self, output: StepOutput) -> None:
-        complete = []
+        complete: list[Sequence] = []
+        for sequence, part in output.prompt_logprobs:
+            self.clients[sequence.request_id].take_scores(part)
         for sequence, token in zip(output.sequences, output.token_ids, strict=True):
             client = self.clients[sequence.request_id]
             assert client.sequence is sequence and not client.ended, (
                 f"a token after the end: {sequence}"
             )
+            client.check_scores()
             index = len(client.tokens)
             assert index < len(client.expected) and token == client.expected[index], (
                 f"token {index} is {token}, expected {client.expected[index : index + 1]}:"

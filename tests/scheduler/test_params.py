@@ -32,9 +32,10 @@ LOWEST_AND_HIGHEST: dict[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31 - 1),
     "max_tokens": (1, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, 128),
 }
-WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n")
+WHOLE = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "n")
 ALL_NUMBERS = (*LOWEST_AND_HIGHEST, "repetition_penalty")
 
 
@@ -135,6 +136,7 @@ def test_every_field_can_come_from_json() -> None:
         "max_tokens": 9,
         "ignore_eos": True,
         "logprobs": 2,
+        "prompt_logprobs": 2,
         "n": 3,
         "stream_interval": 8,
     }
@@ -288,6 +290,14 @@ def test_top_k_of_minus_one_or_zero_keeps_all(top_k: int | None, kept: int) -> N
 @pytest.mark.parametrize(("logprobs", "message"), [(None, -1), (0, 0), (5, 5)])
 def test_logprobs_unset_is_not_logprobs_zero(logprobs: int | None, message: int) -> None:
     assert SamplingParams(logprobs=logprobs).resolve(seed=1).logprobs == message
+    of_prompt = SamplingParams(prompt_logprobs=logprobs)
+    assert of_prompt.resolve(seed=1).prompt_logprobs == message
+
+
+def test_no_output_at_all_is_only_possible_with_log_probabilities_of_the_prompt() -> None:
+    assert refusal(max_tokens=0).parameter == "max_tokens"
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert params.resolve(seed=1).max_tokens == 1, "the engine samples a token, which is dropped"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +312,8 @@ def test_ignore_eos_leaves_only_the_callers_stop_ids(
 
 def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
     optional = {
-        *("logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "structured_outputs"),
+        *("logit_bias", "seed", "stop", "stop_token_ids", "structured_outputs"),
+        *("logprobs", "prompt_logprobs"),
     }
     assert {
         name for name in SamplingParams.__slots__ if getattr(DEFAULTS, name) is None

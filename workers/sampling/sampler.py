@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
 from workers.device import Put
+from workers.sampling.shard import Group, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
@@ -35,24 +35,6 @@ from workers.sampling.state import (
     SamplingBatch,
     SamplingState,
 )
-
-
-class Group(Protocol):
-    """The part of the tensor-parallel group that the sampler uses. All tensors that it passes are
-    int64.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-
-# With more, the allocator takes fresh pages for every intermediate result, which is three times
-# slower at 64 rows of 151,936.
-_COLUMNS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +112,12 @@ class Sampler:
         self._group = group
         self._kernels = kernels
         self._vocab_size = vocab_size
-        self._vocab_start = vocab_start
-        self._num_columns = max(0, min(vocab_end, vocab_size) - vocab_start)
-        self._device = torch.device(device)
-        self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, self._device)
+        place = torch.device(device)
+        self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, place)
+        self._vocab_start, self._num_columns = vocab_start, self.shard.num_columns
+        self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, place)
         self._counts = _TokenCounts(
-            max_num_seqs, vocab_start, self._num_columns, self._device, self._state.upload
+            max_num_seqs, vocab_start, self._num_columns, place, self._state.upload
         )
 
     def admit(
@@ -194,7 +176,7 @@ class Sampler:
         left unchanged.
         """
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
-        raw_BV = self._real_columns(logits_BV)
+        raw_BV = self.shard.real_columns(logits_BV)
         adjusted_BV = self._adjust(raw_BV, batch, masks)
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
@@ -206,21 +188,26 @@ class Sampler:
         token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
-        logprobs = (
-            None if batch.logprobs is None else self._logprobs(raw_BV, token_ids_B, batch.logprobs)
-        )
+        logprobs = None
+        if batch.logprobs is not None:
+            logprobs = self._logprobs(raw_BV, token_ids_B, batch.logprobs)
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
-    def _real_columns(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
-        one column that nothing chooses.
-        """
-        if self._num_columns == 0:
-            return torch.full((len(logits_BV), 1), -torch.inf, device=logits_BV.device)
-        logits_BV = logits_BV[:, : self._num_columns]
-        return (
-            logits_BV if logits_BV.dtype is torch.bfloat16 else logits_BV.to(torch.float32)
-        ).contiguous()
+    def _logprobs(
+        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
+    ) -> SampledLogprobs:
+        columns = self.shard.logprobs(
+            logits_BV.index_select(0, rows.rows_L),
+            token_ids_B.index_select(0, rows.rows_L),
+            max(1, *rows.num_top),
+        )
+        return SampledLogprobs(
+            rows=rows.rows,
+            num_top=rows.num_top,
+            logprob_L=columns.logprob_L,
+            top_ids_LM=columns.top_ids_LM,
+            top_logprobs_LM=columns.top_logprobs_LM,
+        )
 
     def _adjust(
         self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None
@@ -234,7 +221,7 @@ class Sampler:
         only_masked = batch.penalties is None and batch.bias is None
         logits_BV = logits_BV.to(logits_BV.dtype if only_masked else torch.float32, copy=True)
         if (rows := batch.penalties) is not None:
-            for part in self._parts(len(rows.rows_R)):
+            for part in self.shard.parts(len(rows.rows_R)):
                 logits_BV.index_copy_(
                     0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part)
                 )
@@ -321,70 +308,6 @@ class Sampler:
             digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
             prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)
         return sampling.limit_of(prefix_R)
-
-    def _parts(self, num_rows: int) -> list[slice]:
-        """The rows in parts small enough for the processor's cache; on a GPU all at once."""
-        step = num_rows
-        if self._device.type == "cpu":
-            step = max(1, _COLUMNS_AT_ONCE // max(1, self._num_columns))
-        return [slice(start, start + step) for start in range(0, num_rows, step)]
-
-    def _logprobs(
-        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
-    ) -> SampledLogprobs:
-        """Natural-log probabilities under the raw logits. The sum of exponentials is the same
-        integer sum as in the draw.
-        """
-        logits_LV = logits_BV.index_select(0, rows.rows_L).to(torch.float32)
-        ids_L = token_ids_B.index_select(0, rows.rows_L)
-        top_LM, top_ids_LM = self._top(logits_LV, max(1, *rows.num_top))
-        max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
-        _, _, block_max_LX = self._kernels.row_best(logits_LV)
-        gaps = GapRows(
-            logits_BV=logits_LV,
-            block_max_BX=block_max_LX,
-            rows_R=torch.arange(len(ids_L), device=ids_L.device),
-            max_R=max_L,
-            temperature_R=one_L,
-        )
-        _, mass_L = self._kernels.block_weights(gaps, torch.full_like(max_L, torch.inf))
-        columns_L = ids_L - self._vocab_start
-        here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
-        chosen_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(
-            1
-        )
-        # Only one rank contributes, so the sum has its bits.
-        bits_L = torch.where(here_L, chosen_L.view(torch.int32), 0).to(torch.int64)
-        mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
-        log_total_L = max_L.to(torch.float64) + torch.log(
-            mass_L.to(torch.float64) / sampling.WEIGHT_ONE
-        )
-        return SampledLogprobs(
-            rows=rows.rows,
-            num_top=rows.num_top,
-            logprob_L=(bits_L.to(torch.int32).view(torch.float32) - log_total_L).to(torch.float32),
-            top_ids_LM=top_ids_LM,
-            top_logprobs_LM=(top_LM - log_total_L[:, None]).to(torch.float32),
-        )
-
-    def _top(self, logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first
-        of equals.
-        """
-        num_columns = logits_LV.shape[1]
-        ids_V = torch.arange(num_columns, device=logits_LV.device) + self._vocab_start
-        num_local = min(num_top, num_columns)
-        local_LM = torch.cat(
-            [
-                sampling.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
-                for part in self._parts(len(logits_LV))
-            ]
-        )
-        local_LM = torch.nn.functional.pad(
-            local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min
-        )
-        all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return sampling.unpack(all_LM.topk(num_top, dim=1).values)
 
 
 def _gap_rows(

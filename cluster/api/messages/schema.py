@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.api.fields import Asks
+from cluster.api.fields import WITHOUT_EFFECT, Asks
 from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort
 
 
@@ -198,22 +198,14 @@ def _anything(_: Any) -> bool:
 
 
 class CountTokensRequest(Model):
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = dict.fromkeys(
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT | dict.fromkeys(
         (
-            *("betas", "cache_control", "context_management", "diagnostics"),
-            *(
-                "inference_geo",
-                "mcp_servers",
-                "metadata",
-                "service_tier",
-                "speed",
-                "user_profile_id",
-            ),
+            *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
+            *("speed", "user_profile_id"),
             *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k"),
         ),
         (_anything, ""),
     )
-    REFUSED: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
     messages: Annotated[ListOf[Message], Field(min_length=1)]

@@ -120,8 +120,8 @@ def _with_grammar(tool: CustomTool, description: str | None) -> str:
 
 
 def _text_in(arguments: str) -> str:
-    """The text for a custom tool, as far as it goes in a call that was cut off; all of the arguments
-    if they are not what was asked for.
+    """The text for a custom tool, as far as it goes in a call that was cut off; all of the
+    arguments if they are not what was asked for.
     """
     try:
         value = from_json(arguments, allow_partial="trailing-strings")

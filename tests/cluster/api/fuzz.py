@@ -30,7 +30,7 @@ from tests.cluster.api.scripted import Server, echo_number, serve, wait_until
 
 TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 200_000
-LAST_EVENTS = {
+LAST_EVENTS: dict[str, bytes | tuple[bytes, ...]] = {
     "/v1/messages": b"event: message_stop\n",
     "/v1/responses": (b"event: response.completed\n", b"event: response.incomplete\n"),
 }

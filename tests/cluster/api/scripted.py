@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import EngineDeadError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import EngineStats, Request, TokenLogprobs
+from scheduler.messages import EngineStats, PromptLogprobs, Request, TokenLogprobs, ints
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
@@ -191,6 +192,9 @@ class ScriptedEngine:
         reason = "stop" if end == len(tokens) else None
         if reason is None and end == sampling.max_tokens:
             reason = "length"
+        if place == 0 and sampling.prompt_logprobs >= 0:
+            for part in prompt_logprobs_of(output.request):
+                generation.take(output, News(first_index=0, prompt_logprobs=part))
         new = tokens[place:end]
         top = sampling.logprobs
         logprobs = [logprobs_of(token, top) for token in new] if top >= 0 else None
@@ -215,6 +219,23 @@ def logprobs_of(token: int, top: int) -> TokenLogprobs | None:
     return TokenLogprobs(
         logprob=-0.25, top_token_ids=others, top_logprobs=tuple(-0.25 - i for i in range(top))
     )
+
+
+def prompt_logprobs_of(request: Request) -> Iterator[PromptLogprobs]:
+    """Those of a prompt in chunks of 50 tokens: of the token at place p it is -p / 8, and 2p other
+    tokens are more probable.
+    """
+    top = request.sampling.prompt_logprobs
+    for first in range(1, request.num_prompt_tokens, 50):
+        places = range(first, min(first + 50, request.num_prompt_tokens))
+        yield PromptLogprobs(
+            first=first,
+            num_top=top,
+            logprobs=array("f", (-place / 8 for place in places)),
+            ranks=ints(1 + 2 * place for place in places),
+            top_token_ids=ints((place + i) % 500 for place in places for i in range(top)),
+            top_logprobs=array("f", (-i / 4 for _ in places for i in range(top))),
+        )
 
 
 def make_api(

@@ -74,12 +74,12 @@ def test_a_chat_that_is_cut_off_in_a_call_has_the_call_so_far(
         "tools": [{"type": "function", "function": FUNCTION}],
         "max_tokens": limit,
     }
-    [whole] = client.chat.completions.create(**wanted).choices
+    whole: Any = client.chat.completions.create(**wanted).choices[0]
     assert whole.finish_reason == "length"
     assert whole.message.content == "Sure, why not."
     calls = [
         (call.function.name, call.function.arguments) for call in whole.message.tool_calls or []
-    ]  # type: ignore[union-attr]
+    ]
     arguments = TEXT[TEXT.index('{"a"') : TEXT.index("}\n</tool")]
     assert [name for name, _ in calls] == ["add"] * (limit >= limit_at('"add"'))
     assert all(arguments.startswith(part) for _, part in calls)
@@ -95,14 +95,15 @@ def test_a_chat_that_is_cut_off_in_a_call_has_the_call_so_far(
 
 
 def test_the_arguments_are_those_that_came(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    answer: Any = client.chat.completions.create(
         model="tiny",
         messages=[USER],
-        tools=[{"type": "function", "function": FUNCTION}],  # type: ignore[list-item]
+        tools=tools,
         max_tokens=limit_at('"one'),
     )
     [call] = answer.choices[0].message.tool_calls or []
-    assert call.function.arguments == '{"a": "one'  # type: ignore[union-attr]
+    assert call.function.arguments == '{"a": "one'
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -139,9 +140,9 @@ def test_a_message_that_is_cut_off_in_a_call_has_the_call_so_far(
         "tools": [{"name": "add", "input_schema": SCHEMA}],
         "max_tokens": limit,
     }
-    whole = claude.messages.create(**wanted)
+    whole: Any = claude.messages.create(**wanted)
     with claude.messages.stream(**wanted) as stream:
-        streamed = stream.get_final_message()
+        streamed: Any = stream.get_final_message()
     for message in (whole, streamed):
         assert message.stop_reason == "max_tokens"
         assert [block.text for block in message.content if block.type == "text"] == [
@@ -168,9 +169,9 @@ def test_a_completion_is_text_as_it_comes(client: openai.OpenAI) -> None:
 
 def test_a_stop_string_does_not_end_the_reasoning_of_a_chat(client: openai.OpenAI) -> None:
     wanted: Any = {"model": "tiny", "messages": [USER], "stop": ["."]}
-    [whole] = client.chat.completions.create(**wanted).choices
+    whole: Any = client.chat.completions.create(**wanted).choices[0]
     assert whole.finish_reason == "stop"
-    assert (whole.message.content, whole.message.reasoning) == (  # type: ignore[attr-defined]
+    assert (whole.message.content, whole.message.reasoning) == (
         "Sure, why not",
         "First. Then.",
     )
@@ -183,7 +184,7 @@ def test_a_stop_string_does_not_end_the_reasoning_of_a_chat(client: openai.OpenA
 def test_a_stop_sequence_does_not_end_the_thinking_of_a_message(
     claude: anthropic.Anthropic,
 ) -> None:
-    answer = claude.messages.create(
+    answer: Any = claude.messages.create(
         model="tiny",
         messages=[USER],
         max_tokens=500,
@@ -191,7 +192,7 @@ def test_a_stop_sequence_does_not_end_the_thinking_of_a_message(
         thinking={"type": "enabled", "budget_tokens": 1024},
     )
     assert [block.type for block in answer.content] == ["thinking", "text"]
-    assert answer.content[1].text == "Sure, "  # type: ignore[union-attr]
+    assert answer.content[1].text == "Sure, "
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "why")
 
 

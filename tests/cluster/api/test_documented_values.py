@@ -225,3 +225,29 @@ def test_a_schema_of_a_format_may_be_left_out() -> None:
     body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}
     structure = read(ChatRequest, json.dumps(body).encode()).structure()
     assert structure is not None and structure.json_object
+
+
+def tools_of(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools_of(*names)}}
+    return CHAT | {"tools": tools_of("add", "sub", "mul"), "tool_choice": choice}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_the_allowed_tools_are_offered(mode: str) -> None:
+    request = read(ChatRequest, json.dumps(allowed(mode, "mul", "add")).encode()).narrowed()
+    plain = CHAT | {"tools": tools_of("add", "mul"), "tool_choice": mode}
+    assert request == read(ChatRequest, json.dumps(plain).encode())
+
+
+def test_an_allowed_tool_that_is_no_tool_is_refused(server: Server) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    assert httpx.post(url, json=allowed("auto", "add") | {"max_tokens": 2}).status_code == 200
+    answer = httpx.post(url, json=allowed("auto", "add", "div"))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "tool_choice"
+    assert error["message"].startswith("tool_choice allows 'div', which is not among the tools add")

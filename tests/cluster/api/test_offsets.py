@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cluster.api.completion_replies import CompletionWriter
 from cluster.api.offsets import Offsets
-from cluster.api.replies import CompletionWriter
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.news import News

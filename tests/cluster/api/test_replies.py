@@ -12,11 +12,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api import replies
+from cluster.api.completion_replies import CompletionWriter
+from cluster.api.prompts_scored import LOWEST_LOGPROB
 from cluster.api.replies import (
     DONE,
-    LOWEST_LOGPROB,
     ChatWriter,
-    CompletionWriter,
     encode_json,
     json_pieces,
     usage_of,

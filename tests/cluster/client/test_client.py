@@ -129,19 +129,19 @@ def test_a_request_whose_client_leaves_before_its_turn_is_never_built(
     async def main() -> None:
         at_first = asyncio.all_tasks()
         client = Client(notes, notes, send if sends_on_the_loop else None)
-        running = [asyncio.create_task(client.submit_async([["runs"]])) for _ in range(NUM_SENDERS)]
+        running = [asyncio.create_task(client.submit_async("runs")) for _ in range(NUM_SENDERS)]
         while len(built) < NUM_SENDERS:
             await asyncio.sleep(0.01)
-        waiting = asyncio.create_task(client.submit_async([["waits"]]))
+        waiting = asyncio.create_task(client.submit_async("waits"))
         await asyncio.sleep(0.05)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         goes_on.set()
         await asyncio.gather(*running)
-        await client.submit_async([["comes later"]])
+        await client.submit_async("comes later")
         assert asyncio.all_tasks() == at_first, "nothing waits for it any more"
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    assert built == ["['runs']"] * NUM_SENDERS + ["['comes later']"]
+    assert built == ["runs"] * NUM_SENDERS + ["comes later"]
     assert len(notes.submitted) == NUM_SENDERS + 1

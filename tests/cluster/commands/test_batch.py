@@ -5,17 +5,19 @@ line.
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.client.outputs import CompletionOutput, RequestOutput
+from cluster.client.prompt_entries import PromptEntries
 from cluster.client.requests import RequestBuilder
 from cluster.commands.batch import BatchRequest, output_line, read_requests, run_batch
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import PromptLogprobs, TokenLogprobs, ints
 from scheduler.params import SamplingParams
 
 GOOD = '{"prompt": "Hi"}'
@@ -280,6 +282,26 @@ def test_logprobs_have_an_entry_a_token_with_alternatives_by_token_id() -> None:
     logprobs = [TokenLogprobs(logprob=-0.5, top_token_ids=(7, 9), top_logprobs=(-0.5, -1.5)), None]
     value = json.loads(line_of(completion(logprobs=logprobs)))
     assert value["logprobs"] == [{"logprob": -0.5, "top": {"7": -0.5, "9": -1.5}}, None]
+
+
+def test_prompt_logprobs_belong_to_the_line() -> None:
+    of_prompt = PromptLogprobs(
+        first=1,
+        num_top=1,
+        logprobs=array("f", [-0.5]),
+        ranks=ints([2]),
+        top_token_ids=ints([7]),
+        top_logprobs=array("f", [-0.25]),
+    )
+    output = RequestOutput(
+        prompt=None,
+        prompt_token_ids=[1, 2],
+        outputs=[completion(), completion(1)],
+        num_cached_tokens=0,
+        prompt_logprobs=PromptEntries(of_prompt),
+    )
+    value = json.loads(output_line(3, output))
+    assert value["prompt_logprobs"] == [None, {"logprob": -0.5, "top": {"7": -0.25}}]
 
 
 def test_logprobs_without_alternatives_are_those_of_the_tokens() -> None:

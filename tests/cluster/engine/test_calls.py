@@ -17,24 +17,13 @@ from ray.exceptions import ActorUnavailableError, ObjectStoreFullError
 from cluster.engine import calls, worker_group
 from cluster.engine.calls import StepCalls
 from cluster.engine.rank_actor import RankActor
-from cluster.engine.worker_group import RankMaker, WorkerGroup
 from configs.paths import CHECKOUT
-from scheduler.engine import Engine, MaskAnswer
+from scheduler.engine import MaskAnswer
 from scheduler.errors import WorkerError
-from scheduler.messages import Request, StepMask, StepPlan, ints, mask_bytes
-from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler
+from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
 from scheduler.sequence import Sequence
-from tests.cluster.conftest import SmallModel
-from tests.cluster.engine.test_worker_group import group_with, reserved
-from tests.workers.conftest import config_of
-from tests.workers.test_engine_exactness import (
-    NEAR_TIE,
-    NUM_OUTPUT,
-    first_difference,
-    limits_of,
-    prompts,
-)
+from tests.cluster.conftest import SHAPE, SmallModel
+from tests.cluster.engine.groups import check_every_token, group_with
 
 pytestmark = pytest.mark.engine
 
@@ -57,34 +46,7 @@ class AllowsAll:
 
 def run(small_model: SmallModel) -> None:
     """Run some prompts with masks on two ranks, and compare every token."""
-    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64)
-    placement = reserved(2, "cpu")
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    try:
-        limits = limits_of(config, group.start().num_blocks)
-        grammars = AllowsAll(config.model.vocab_size)
-        engine = Engine(Scheduler(limits), group, num_steps_ahead=1, grammars=grammars)
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
-        sequences = [
-            engine.add(
-                Request(
-                    request_id=str(i),
-                    token_ids=ints(prompt),
-                    num_prompt_tokens=len(prompt),
-                    sampling=sampling,
-                    grammar=b"all" if i % 2 else b"",
-                )
-            )
-            for i, prompt in enumerate(prompts())
-        ]
-        while engine.has_work:
-            engine.step()
-    finally:
-        group.close()
-        placement.remove()
-    for seq, prompt in zip(sequences, prompts(), strict=True):
-        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
-        assert gap is None or gap <= NEAR_TIE
+    check_every_token(small_model, AllowsAll(SHAPE.vocab))
 
 
 @ray.remote(num_cpus=0)

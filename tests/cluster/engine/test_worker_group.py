@@ -17,11 +17,10 @@ import torch
 from ray.exceptions import GetTimeoutError
 
 from cluster.engine import calls, worker_group
-from cluster.engine.calls import StepCalls
 from cluster.engine.rank_actor import SWITCH_INTERVAL_S, RankActor
 from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
-from cluster.resources.placement import Place, Placement, actor_environment
+from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
@@ -29,26 +28,18 @@ from scheduler.messages import Request, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
+from tests.cluster.engine.groups import check_every_token, group_with, reserved, two_ranks
 from tests.cluster.processes import wait_until
 from tests.cluster.recovery.forgetful import ForgetfulRank
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import (
-    NEAR_TIE,
     NUM_OUTPUT,
-    first_difference,
     limits_of,
-    prompts,
 )
 from workers import faults
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
-
-
-def reserved(size: int, device: str) -> Placement:
-    placement = Placement(size, device, "test")
-    placement.reserve()
-    return placement
 
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -61,44 +52,14 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     overtake a large one.
     """
     monkeypatch.setattr(calls, "INLINE_BYTES", 400)
-    config = config_of(
-        small_model.path, tensor_parallel_size=2, num_kv_blocks=64, max_num_batched_tokens=9
-    )
-    placement = reserved(2, "cpu")
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    try:
-        engine = Engine(
-            Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
-        )
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
-        sequences = [
-            engine.add(
-                Request(
-                    request_id=str(i),
-                    token_ids=ints(p),
-                    num_prompt_tokens=len(p),
-                    sampling=sampling,
-                )
-            )
-            for i, p in enumerate(prompts())
-        ]
-        while engine.has_work:
-            engine.step()
-    finally:
-        group.close()
-        placement.remove()
-    for seq, prompt in zip(sequences, prompts(), strict=True):
-        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
-        assert gap is None or gap <= NEAR_TIE
+    check_every_token(small_model, max_num_batched_tokens=9)
 
 
 def test_waiting_for_a_step_ends_with_the_step_or_the_limit(
     users_ray: None, small_model: SmallModel
 ) -> None:
     config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=64)
-    placement = reserved(2, "cpu")
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    try:
+    with two_ranks(config) as group:
         limits = limits_of(config, group.start().num_blocks)
         engine = Engine(Scheduler(limits), group, num_steps_ahead=0)
         sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
@@ -121,9 +82,6 @@ def test_waiting_for_a_step_ends_with_the_step_or_the_limit(
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         assert engine.step() is not None
-    finally:
-        group.close()
-        placement.remove()
 
 
 def test_a_rank_that_is_stuck_is_named_by_its_peer(
@@ -132,9 +90,7 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
     config = config_of(
         small_model.path, tensor_parallel_size=2, num_kv_blocks=64, step_timeout_s=0.5
     )
-    placement = reserved(2, "cpu")
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    try:
+    with two_ranks(config) as group:
         engine = Engine(
             Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
         )
@@ -156,9 +112,6 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
             for _ in range(3):
                 engine.step()
         assert time.monotonic() - began < 5
-    finally:
-        group.close()
-        placement.remove()
 
 
 def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
@@ -182,15 +135,6 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     finally:
         group.close()
         placement.remove()
-
-
-def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
-    placement: Any = None
-    config = config_of(small_model.path, tensor_parallel_size=2, **options)
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    group._pending[7] = StepCalls([None] * len(refs))
-    group._pending[7].steps = refs
-    return group
 
 
 def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(

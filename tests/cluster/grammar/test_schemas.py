@@ -179,6 +179,47 @@ def test_patterns_are_honored(pattern: str) -> None:
     assert check_walks(schema, honored(schema, "json"), 1, 40)
 
 
+def random_pattern(rng: random.Random, depth: int) -> str:
+    """Alternatives, groups and repetitions, whose beginnings are often the same."""
+    kind = rng.random()
+    if depth == 0 or kind < 0.25:
+        return rng.choice(["a", "b", "c", "[ab]", "[^a]", r"\d", ".", "x"])
+    if kind < 0.5:
+        return "".join(random_pattern(rng, depth - 1) for _ in range(rng.randint(1, 3)))
+    if kind < 0.7:
+        parts = [random_pattern(rng, depth - 1) for _ in range(rng.randint(2, 3))]
+        return f"({'|'.join(parts)})"
+    repeated = rng.choice(["[ab]", "c", f"({random_pattern(rng, depth - 1)})"])
+    return repeated + rng.choice(["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}", "{0,1}"])
+
+
+def test_random_patterns_are_honored() -> None:
+    rng, num_ended = random.Random(5), 0
+    for seed in range(150):
+        parts = [random_pattern(rng, 2), random_pattern(rng, 3)]
+        schema = {"type": "string", "pattern": f"^({'|'.join(parts)})$"}
+        num_ended += check_walks(schema, honored(schema, "json"), seed, 15)
+    assert num_ended > 1500
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lets_through", "keeps_out"),
+    [
+        ("^(F|c|c{1,2})$", ["F", "c", "cc"], ["Fc", "ccc"]),
+        ("^(F|c|c(c)?)$", ["F", "c", "cc"], ["Fc", "ccc"]),
+        (r"^(\d{0,1}|(\d{0,2}|[^a]{0,1}))$", ["", "1", "12", "}"], ["}0", "123"]),
+    ],
+)
+def test_an_alternative_ends_where_it_ends(
+    pattern: str, lets_through: list[str], keeps_out: list[str]
+) -> None:
+    grammar = compiled(honored({"type": "string", "pattern": pattern}, "json"))
+    for text in (*lets_through, *keeps_out):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        is_let_through = matcher.accept_string(f'"{text}"') and matcher.accept_token(END)
+        assert is_let_through == (text in lets_through), text
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [

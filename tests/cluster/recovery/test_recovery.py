@@ -185,7 +185,8 @@ def test_a_rank_in_an_endless_loop_is_replaced_and_the_stacks_of_all_ranks_are_w
     (folder / "step.1").write_text("loop 2")
     assert compare(CASES, Load(engine, CASES).wait(LIMIT_S), expected) == []
     assert engine.stats().num_recoveries > epoch
-    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    node: Any = ray._private.worker._global_node
+    logs = Path(node.get_logs_dir_path())
     [log] = logs.glob(f"worker-*-{driver}.err")
     reports = log.read_text().split("is lost: ")
     [report] = [each for each in reports if "has not moved for 2 s" in each]

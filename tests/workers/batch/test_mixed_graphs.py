@@ -4,6 +4,7 @@ and that tokens and cache are those of an eager step.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -236,3 +237,22 @@ def test_triton_finds_rows_between_padding(
         )
         planner.take(plan.step_id, ints(tokens))
     assert gpu.graphs[0].num_replays == len(steps)
+
+
+def test_a_step_with_prompts_to_be_scored_runs_without_a_graph(
+    make: MakeRunner,
+) -> None:
+    """A graph has no hidden states of the tokens within prompts."""
+    pair = Pair(make, 4)
+    sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, prompt_logprobs=3)
+    rows = [(prompt(pair, 0, 7, sampling), 7), (prompt(pair, 1, 5), 5)]
+    plan = dataclasses.replace(pair.planner.step(rows), scored=bytes([1, 0]))
+    replays = [graph.num_replays for graph in pair.gpu.graphs]
+    steps = [runner.run(plan) for runner in (pair.with_graphs, pair.eager)]
+    tokens, expected = (step.finish(1.0, "a step")[0] for step in steps)
+    assert [graph.num_replays for graph in pair.gpu.graphs] == replays
+    assert tokens == expected
+    [scores], [wanted] = (step.prompt_logprobs() for step in steps)
+    assert scores == wanted and (scores.first, scores.end, scores.num_top) == (1, 7, 3)
+    pair.planner.take(plan.step_id, ints(tokens))
+    assert pair.step([(row, 1) for row, _ in rows]) is not None, "the next one does"

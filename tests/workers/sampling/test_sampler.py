@@ -23,7 +23,8 @@ from scheduler.params import Sampling, SamplingParams
 from tests.kernels import sampling_reference as reference
 from workers.parallel.backend import open_rendezvous
 from workers.parallel.group import TensorParallelGroup
-from workers.sampling.sampler import Group, Sampler, _gap_rows, to_logprobs
+from workers.sampling.sampler import Sampler, _gap_rows, to_logprobs
+from workers.sampling.shard import Group
 
 BACKENDS = ("reference", "cpu")
 KERNELS = select_backend("cpu").sampling

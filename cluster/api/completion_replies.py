@@ -1,0 +1,183 @@
+"""Answers to completions, whole and as events of a stream, in OpenAI's legacy form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from cluster.api.offsets import Offsets
+from cluster.api.prompts_scored import (
+    Echo,
+    Entries,
+    at_least_lowest,
+    scores_of,
+    token_text,
+    top_by_text,
+)
+from cluster.api.replies import Envelope
+from cluster.client.outputs import Chunk, Generation
+from cluster.client.tokenizer import Tokenizer
+
+
+class CompletionWriter(Envelope):
+    """Answers a completion of one or many prompts."""
+
+    CHUNK = "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        generations: list[Generation],
+        tokenizer: Tokenizer | None,
+        *,
+        echo: bool,
+        token_ids: bool = False,
+        echo_top: int | None = None,
+        prompt_top: int | None = None,
+    ) -> None:
+        """`echo_top`, `prompt_top`: how many alternatives to report per token of a repeated prompt,
+        and in vLLM's list; None for no log probabilities.
+        """
+        super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
+        self._tokenizer, self._echo = tokenizer, echo
+        self._echo_top, self._prompt_top = echo_top, prompt_top
+        self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
+        self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
+        self._starts: dict[int, str] = {}  # of the answers to each prompt
+        self._unsent: dict[int, list[int]] = {}  # token ids of each choice
+        self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        index = self._index(place, chunk.index)
+        if chunk.prompt_logprobs is not None:
+            return self._echo_events(place, index, chunk.prompt_logprobs)
+        text = chunk.text
+        if index not in self._offsets:
+            start = self._start(place)
+            if index not in self._echoes:
+                text = start + text
+            self._offsets[index] = self._new_offsets(start)
+        self._unsent.setdefault(index, []).extend(chunk.token_ids)
+        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
+        choices = []
+        if text or logprobs:
+            if logprobs:
+                logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
+            choices.append(_choice(index, text, logprobs, None))
+        if chunk.finish_reason:
+            choices.append(_choice(index, "", None, chunk.finish_reason))
+        self._add_ids(place, index, choices)
+        return self._events(self.CHUNK, choices)
+
+    def _echo_events(self, place: int, index: int, entries: Entries) -> bytes:
+        """The events for a part of the prompt that is repeated with log probabilities."""
+        if self._echo_top is None:
+            return b""
+        if index not in self._echoes:
+            self._echoes[index] = self._new_echo(place, self._echo_top)
+        text, logprobs = self._echoes[index].take(entries)
+        logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
+        choices = [_choice(index, text, logprobs, None)]
+        self._add_ids(place, index, choices)
+        return self._events(self.CHUNK, choices)
+
+    def _add_ids(self, place: int, index: int, choices: list[dict[str, Any]]) -> None:
+        """Add the token ids that are due to the first of the choices of an event, if there is
+        any.
+        """
+        if not choices or not self._with_ids:
+            return
+        if index not in self._with_prompt:
+            self._with_prompt.add(index)
+            choices[0] |= self._prompt_ids(place)
+        choices[0]["token_ids"] = self._unsent.pop(index, [])
+
+    def body(self) -> dict[str, Any]:
+        choices = []
+        for place, generation in enumerate(self._generations):
+            start = self._start(place)
+            for done in generation.completions:
+                offsets = self._new_offsets(start)
+                logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
+                entries = generation.outputs[done.index].prompt_logprobs
+                if self._echo_top is not None and entries is not None:
+                    _, of_prompt = self._new_echo(place, self._echo_top).take(entries)
+                    logprobs = _joined(of_prompt, logprobs)
+                index = self._index(place, done.index)
+                choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
+                choices[-1] |= scores_of(self._tokenizer, generation, done.index, self._prompt_top)
+                if self._with_ids:
+                    choices[-1] |= self._prompt_ids(place) | {"token_ids": done.token_ids}
+        return self._body(choices)
+
+    def _prompt_ids(self, place: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._generations[place].prompt_token_ids}
+
+    def _index(self, place: int, output: int) -> int:
+        return place * len(self._generations[place].outputs) + output
+
+    def _start(self, place: int) -> str:
+        """The prompt, if the request asks to repeat it."""
+        generation = self._generations[place]
+        if not self._echo or self._tokenizer is None:
+            return ""
+        if generation.prompt is not None:
+            return generation.prompt
+        if place not in self._starts:
+            self._starts[place] = self._tokenizer.decode(generation.prompt_token_ids)
+        return self._starts[place]
+
+    def _new_echo(self, place: int, num_top: int) -> Echo:
+        generation = self._generations[place]
+        assert self._tokenizer is not None
+        return Echo(
+            self._tokenizer,
+            self._start(place),
+            generation.prompt_token_ids,
+            num_top,
+            is_text=generation.prompt is not None,
+        )
+
+    def _new_offsets(self, start: str) -> Offsets | None:
+        """Offsets of an output behind the text that is repeated."""
+        return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
+
+    def _logprobs(
+        self, token_ids: list[int], logprobs: Entries | None, offsets: Offsets | None
+    ) -> dict[str, Any] | None:
+        if logprobs is None or offsets is None:
+            return None
+        tokens, values, places = [], [], []
+        for token_id, entry in zip(token_ids, logprobs, strict=False):
+            tokens.append(self._text(token_id))
+            places.append(offsets.next(token_id))
+            values.append(at_least_lowest(entry.logprob) if entry else None)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": self._tops(logprobs[: len(tokens)]),
+            "text_offset": places,
+        }
+
+    def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:
+        assert self._tokenizer is not None
+        for entry in logprobs:
+            yield top_by_text(self._tokenizer, entry, len(entry.top_logprobs)) if entry else {}
+
+    def _text(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return token_text(self._tokenizer, token_id)
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
+    """The log probabilities of a prompt and of what follows it, as iterators."""
+    if second is None:
+        return first
+    return {name: chain(first[name], second[name]) for name in first}
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

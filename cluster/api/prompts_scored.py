@@ -1,0 +1,111 @@
+"""Log probabilities of prompts in answers: in vLLM's form, and in that of OpenAI's `echo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import islice
+from typing import Any
+
+from cluster.api.offsets import Offsets
+from cluster.client.outputs import Generation
+from cluster.client.tokenizer import Tokenizer
+from scheduler.messages import TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+Entries = Seq[TokenLogprobs | None]
+
+
+def at_least_lowest(logprob: float) -> float:
+    """A log probability that JSON has; the lowest one for NaN."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of one token; parts of characters are replaced."""
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, token_ids: list[int], entries: Entries, num_top: int
+) -> Iterator[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token the token itself, then the `num_top` best ones, by
+    id; null for the first. Without a tokenizer there are no texts.
+    """
+
+    def described(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = None if tokenizer is None else token_text(tokenizer, token_id)
+        return {"logprob": at_least_lowest(logprob), "rank": rank, "decoded_token": text}
+
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        if entry is None:
+            yield None
+            continue
+        by_id = {str(token_id): described(token_id, entry.logprob, entry.rank)}
+        best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        for place, (other, logprob) in enumerate(best):
+            by_id[str(other)] = described(other, logprob, place + 1)
+        yield by_id
+
+
+def scores_of(
+    tokenizer: Tokenizer | None, generation: Generation, output: int, num_top: int | None
+) -> dict[str, Any]:
+    """vLLM's field for the prompt of an output; empty if that is not wanted."""
+    entries = generation.outputs[output].prompt_logprobs
+    if num_top is None or entries is None:
+        return {}
+    token_ids = generation.prompt_token_ids
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top)}
+
+
+class Echo:
+    """A prompt that is repeated with its log probabilities, a part at a time. The parts depend on
+    their sizes alone, so that they add up to the same text and lists however they are divided.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, text: str, token_ids: list[int], num_top: int, *, is_text: bool
+    ) -> None:
+        """`text`: what is repeated. `is_text`: it was given as text, in which special tokens are
+        spelled out.
+        """
+        self._tokenizer, self._text, self._num_top = tokenizer, text, num_top
+        self._token_ids = iter(token_ids)
+        offsets = Offsets(tokenizer, shows_special=is_text)
+        self._offsets = (min(offsets.next(token), len(text)) for token in token_ids)
+        self._next_offset = next(self._offsets, len(text))
+        self._sent = 0  # characters
+
+    def take(self, entries: Entries) -> tuple[str, dict[str, Any]]:
+        """The text and the log probabilities of the next tokens, to which these entries belong."""
+        token_ids = list(islice(self._token_ids, len(entries)))
+        places = [self._next_offset, *islice(self._offsets, len(entries))]
+        is_last = len(places) == len(entries)
+        self._next_offset = len(self._text) if is_last else places.pop()
+        text = self._text[self._sent : self._next_offset]
+        self._sent = self._next_offset
+        return text, {
+            "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [
+                None if entry is None else at_least_lowest(entry.logprob) for entry in entries
+            ],
+            "top_logprobs": (self._top(entry) for entry in entries),
+            "text_offset": places,
+        }
+
+    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        return top_by_text(self._tokenizer, entry, self._num_top)
+
+
+def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+    """The best tokens by their text, best first. Of tokens with the same text (parts of characters)
+    the best one counts.
+    """
+    tops: dict[str, float] = {}
+    best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    for token_id, logprob in best:
+        tops.setdefault(token_text(tokenizer, token_id), at_least_lowest(logprob))
+    return tops

@@ -1,0 +1,46 @@
+"""Log probabilities of a whole prompt, as a caller reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from scheduler.messages import PromptLogprobs, TokenLogprobs
+
+
+class PromptEntries(Sequence[TokenLogprobs | None]):
+    """One entry per token of the prompt; the first is None, since nothing comes before it. Entries
+    are made when they are read: a long prompt has hundreds of thousands of numbers.
+    """
+
+    def __init__(self, logprobs: PromptLogprobs) -> None:
+        """`logprobs`: those of all tokens but the first."""
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return self._logprobs.end
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(place, slice):
+            return [self._entry(each) for each in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"the prompt has {len(self)} tokens, there is none at {place}")
+        return self._entry(place % len(self))
+
+    def _entry(self, place: int) -> TokenLogprobs | None:
+        of = self._logprobs
+        if place == 0:
+            return None
+        index = place - of.first
+        start = index * of.num_top
+        end = start + of.num_top
+        return TokenLogprobs(
+            logprob=of.logprobs[index],
+            top_token_ids=tuple(of.top_token_ids[start:end]),
+            top_logprobs=tuple(of.top_logprobs[start:end]),
+            rank=of.ranks[index],
+        )

@@ -1,0 +1,178 @@
+"""Log probabilities of prompt tokens: each given the tokens before it.
+
+The hidden state of a token gives the logits of the one after it, so a chunk gives the log
+probabilities of the prompt tokens that follow each of its own. The last of them is the first token
+of the next chunk, which the token table has had since the row was admitted. Logits of at most
+`POSITIONS_AT_ONCE` positions exist at a time. A step without such rows costs nothing.
+Legend: P positions to be scored, S those of one slice, V this rank's shard of the vocabulary, M
+alternatives, E hidden size, T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from scheduler.messages import PromptLogprobs, StepPlan
+from scheduler.params import Sampling
+from workers.batch.state import BatchState, StepRows
+from workers.device import Put
+from workers.sampling.shard import VocabularyShard
+
+# 39 MB of logits in float32 at 151,936 columns.
+POSITIONS_AT_ONCE = 64
+
+
+class Head(Protocol):
+    """The part of the model that is used."""
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """What one step is to score. On the host, per row: the place of its first scored token, how
+    many follow one another, how many alternatives each; on the device, int64: which of the T
+    tokens of the step come before the scored ones, and where those are in the token table.
+    """
+
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_top: tuple[int, ...]
+    indices_P: torch.Tensor
+    slots_P: torch.Tensor
+    places_P: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTokens:
+    """The scores of `rows`, one after another: logprob_P float32, rank_P and top_ids_PM int64,
+    top_logprobs_PM float32, best first.
+    """
+
+    rows: ScoredRows
+    logprob_P: torch.Tensor
+    rank_P: torch.Tensor
+    top_ids_PM: torch.Tensor
+    top_logprobs_PM: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.logprob_P, self.rank_P, self.top_ids_PM, self.top_logprobs_PM
+
+    def on_host(self, tensors: list[torch.Tensor]) -> ScoredTokens:
+        """The same with copies of `tensors`."""
+        logprob_P, rank_P, top_ids_PM, top_logprobs_PM = tensors
+        return replace(
+            self,
+            logprob_P=logprob_P,
+            rank_P=rank_P,
+            top_ids_PM=top_ids_PM,
+            top_logprobs_PM=top_logprobs_PM,
+        )
+
+    def messages(self) -> tuple[PromptLogprobs, ...]:
+        """One per row. The tensors are on the host."""
+        ends = np.cumsum(self.rows.counts)
+        numbers = zip(
+            self.rows.firsts, self.rows.counts, self.rows.num_top, ends.tolist(), strict=True
+        )
+        return tuple(
+            self._message(first, num_top, slice(end - count, end))
+            for first, count, num_top, end in numbers
+        )
+
+    def _message(self, first: int, num_top: int, part: slice) -> PromptLogprobs:
+        return PromptLogprobs(
+            first=first,
+            num_top=num_top,
+            logprobs=_floats(self.logprob_P[part]),
+            ranks=_ints(self.rank_P[part]),
+            top_token_ids=_ints(self.top_ids_PM[part, :num_top]),
+            top_logprobs=_floats(self.top_logprobs_PM[part, :num_top]),
+        )
+
+
+class PromptScorer:
+    """Scores the rows of steps over one batch."""
+
+    def __init__(self, head: Head, shard: VocabularyShard, state: BatchState) -> None:
+        self._head, self._shard, self._state = head, shard, state
+        self._num_top_S = np.zeros(len(state.used_S), np.int32)
+
+    def admit(self, slot: int, sampling: Sampling) -> None:
+        """A row enters `slot`."""
+        self._num_top_S[slot] = max(0, sampling.prompt_logprobs)
+
+    def stage(self, plan: StepPlan, rows: StepRows, put: Put) -> ScoredRows | None:
+        """What a step is to score; None without such rows."""
+        if not plan.scored:
+            return None
+        scored_R = np.frombuffer(plan.scored, np.uint8).nonzero()[0]
+        begin_R = rows.query_start_B1[scored_R].astype(np.int64)
+        end_R = rows.query_start_B1[scored_R + 1].astype(np.int64)
+        slots_R = rows.slots_B[scored_R].astype(np.int64)
+        first_R = rows.positions_T[begin_R].astype(np.int64) + 1
+        count_R = np.minimum(end_R - begin_R, self._state.num_prompt_S[slots_R] - first_R)
+        step_R = np.repeat(np.cumsum(count_R) - count_R, count_R)
+        within_P = np.arange(count_R.sum()) - step_R
+        wanted_R = np.minimum(self._num_top_S[slots_R], self._shard.vocab_size)
+        return ScoredRows(
+            firsts=tuple(first_R.tolist()),
+            counts=tuple(count_R.tolist()),
+            num_top=tuple(wanted_R.tolist()),
+            indices_P=put(np.repeat(begin_R, count_R) + within_P),
+            slots_P=put(np.repeat(slots_R, count_R)),
+            places_P=put(np.repeat(first_R, count_R) + within_P),
+        )
+
+    def score(self, hidden_TE: torch.Tensor, rows: ScoredRows) -> ScoredTokens:
+        """The scores of a step, from the hidden states of all its tokens."""
+        ids_P = self._state.tokens_SL[rows.slots_P, rows.places_P].to(torch.int64)
+        num_top = max(1, *rows.num_top)
+        slices = [
+            score_slice(
+                self._head, self._shard, hidden_TE.index_select(0, indices_S), ids_S, num_top
+            )
+            for indices_S, ids_S in zip(
+                rows.indices_P.split(POSITIONS_AT_ONCE),
+                ids_P.split(POSITIONS_AT_ONCE),
+                strict=True,
+            )
+        ]
+        columns = [torch.cat(column) for column in zip(*slices, strict=True)]
+        return ScoredTokens(
+            rows=rows,
+            logprob_P=columns[0],
+            rank_P=columns[1],
+            top_ids_PM=columns[2],
+            top_logprobs_PM=columns[3],
+        )
+
+
+def score_slice(
+    head: Head,
+    shard: VocabularyShard,
+    hidden_SE: torch.Tensor,
+    ids_S: torch.Tensor,
+    num_top: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log probabilities, ranks) of the tokens that follow S positions, and (ids, log
+    probabilities) of the best ones there.
+    """
+    logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
+    columns = shard.logprobs(logits_SV, ids_S, num_top)
+    ranks_S = shard.ranks(logits_SV, columns.logit_L)
+    return columns.logprob_L, ranks_S, columns.top_ids_LM, columns.top_logprobs_LM
+
+
+def _floats(tensor: torch.Tensor) -> array[float]:
+    return array("f", np.ascontiguousarray(tensor.numpy(), np.float32).tobytes())
+
+
+def _ints(tensor: torch.Tensor) -> array[int]:
+    return array("i", np.ascontiguousarray(tensor.numpy(), np.int32).tobytes())
