@@ -17,7 +17,7 @@ OPTIONS = (
 def turn(said: str, *options: str) -> str:
     """What one message prints."""
     asked = (f"[[say {said}]]", str(FILE))
-    return output_of("aider", *OPTIONS, *options, "--message", *asked)
+    return str(output_of("aider", *OPTIONS, *options, "--message", *asked))
 
 
 def stream() -> None:

@@ -66,8 +66,8 @@ def count_tokens() -> None:
 
 
 def structured_output() -> None:
-    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
-    schema["additionalProperties"] = False
+    schema: Any = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    schema |= {"required": ["sum"], "additionalProperties": False}
     asked: Any = {"format": {"type": "json_schema", "schema": schema}}
     answer = ask([{"role": "user", "content": '[[say {"sum": 85}]]'}], output_config=asked)
     equal(answer.content[-1].text, '{"sum": 85}')

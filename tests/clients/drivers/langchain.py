@@ -70,7 +70,7 @@ def responses() -> None:
 
 def objects() -> None:
     for method in ("json_schema", "function_calling", "json_mode"):
-        model = chats.with_structured_output(Sum, method=method)  # type: ignore[arg-type]
+        model = chats.with_structured_output(Sum, method=method)
         asked = '[[call Sum {"sum": 85}]] [[say {"sum": 85}]] as JSON'
         equal(model.invoke(asked), Sum(sum=85))
 
