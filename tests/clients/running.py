@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configs.paths import DEFAULT_MODEL_DIR
 from tests.clients.environments import Environment
 from tests.clients.server import API_KEY, MODEL_NAME
 
@@ -62,9 +63,9 @@ def run(environment: Environment, url: str) -> Outcome:
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ} | _QUIET
         variables["PATH"] = ":".join([*map(str, environment.commands), variables["PATH"]])
         variables |= {"HOME": str(home), "SERVER_URL": url, "SERVER_KEY": API_KEY}
-        variables["SERVER_MODEL"] = MODEL_NAME
+        variables |= {"SERVER_MODEL": MODEL_NAME, "SERVER_TOKENIZER": str(DEFAULT_MODEL_DIR)}
         command = [str(environment.interpreter), str(driver)]
-        return _outcome(*_run(command, work, variables, program.limit_s))
+        return outcome_of(*_run(command, work, variables, program.limit_s))
 
 
 def _run(
@@ -92,7 +93,8 @@ def _run(
     return log, fault
 
 
-def _outcome(log: str, fault: str | None) -> Outcome:
+def outcome_of(log: str, fault: str | None) -> Outcome:
+    """What a driver printed, and what was wrong with its end, as an outcome."""
     outcome = Outcome(log=log)
     for result, name, reason in _LINE.findall(log):
         if result == "left":
