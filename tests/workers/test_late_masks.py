@@ -12,6 +12,7 @@ from random import Random
 import pytest
 import xxhash
 
+from benchmarks.in_process import InProcessExecutor
 from scheduler.engine import LATE, Engine, MaskAnswer
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepPlan, ints, mask_bytes
@@ -19,7 +20,6 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.workers.conftest import config_of
-from workers.in_process import InProcessExecutor
 
 NUM_REQUESTS, NUM_TOKENS = 6, 20
 

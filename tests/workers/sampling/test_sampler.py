@@ -30,7 +30,7 @@ BACKENDS = ("reference", "cpu")
 KERNELS = select_backend("cpu").sampling
 select_backend("cpu").set_num_threads(1)
 
-ALONE = TensorParallelGroup.alone(torch.device("cpu"))
+ALONE = TensorParallelGroup(0, 1, torch.device("cpu"))
 CLEAR = 1e-5  # float32 rounding cannot change a decision whose margin is above this
 Floats = reference.Floats
 
@@ -546,7 +546,8 @@ def run_rank(rank: int, addresses: dict[int, tuple[str, int]], answers: Any) -> 
     """Every case with every backend in a group of each size this process has a rank in."""
     for size, address in addresses.items():
         if rank < size:
-            group = TensorParallelGroup.create(rank, size, address, torch.device("cpu"), 60.0)
+            group = TensorParallelGroup(rank, size, torch.device("cpu"))
+            group.join(address, 60.0)
             answers.put((rank, size, {name: run_cases(name, group) for name in BACKENDS}))
             group.close()
 
