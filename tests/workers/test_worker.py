@@ -22,7 +22,8 @@ import torch
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
-from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
+from scheduler.messages import StepMask, StepPlan, ints
+from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row

@@ -18,9 +18,10 @@ import torch
 
 from kernels.reference import sampling as kernels
 from kernels.select import select_backend
-from scheduler.messages import StepMask, TokenLogprobs, ints, mask_bytes
+from scheduler.messages import StepMask, TokenLogprobs, ints
 from scheduler.params import Sampling, SamplingParams
 from tests.kernels import sampling_reference as reference
+from tests.scheduler.fake_model import mask_bytes
 from workers.parallel.backend import open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler, _gap_rows, to_logprobs
