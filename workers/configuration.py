@@ -58,18 +58,18 @@ def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) ->
     With device "auto", a configuration that only one device can run is accepted. Raises
     `ConfigError` for one that neither can.
     """
-    refused: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
-        known = engine
+        foreseen = engine
         needs_package = engine.attention_backend in ("flash_attn", "hybrid")
         if device == "cuda" and needs_package and not has_cuda():
             # The ranks may have what is missing here.
-            known = dataclasses.replace(engine, attention_backend="auto")
+            foreseen = dataclasses.replace(engine, attention_backend="auto")
         try:
-            return resolve_config(known, model, model_dir, device)
+            return resolve_config(foreseen, model, model_dir, device)
         except ConfigError as error:
-            refused.append(error)
-    raise refused[0]
+            errors.append(error)
+    raise errors[0]
 
 
 def find_kernels(config: ResolvedConfig) -> Kernels:

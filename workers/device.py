@@ -261,8 +261,8 @@ def open_device(kind: str, index: int = 0) -> Device:
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a GPU"
             " here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
-    if kind == "cuda" and (lacks := missing()):
-        raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(lacks)}")
+    if kind == "cuda" and (problems := missing()):
+        raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(problems)}")
     if kind == "cuda":
         return CudaDevice(torch.device("cuda", index))
     return Device(torch.device("cpu"))

@@ -18,15 +18,15 @@ LIBCUDA = "libcuda.so.1"
 
 def missing() -> list[str]:
     """What is missing, and what to do about each; empty on a machine that has everything."""
-    return [each for each in (_compiler(), _headers(), _libcuda()) if each]
+    return [problem for problem in (_compiler(), _headers(), _libcuda()) if problem]
 
 
 def _compiler() -> str:
-    given = os.environ.get("CC")
-    if given is not None:
-        if shutil.which(given.split()[0] if given.split() else given):
+    command = os.environ.get("CC")
+    if command is not None:
+        if shutil.which(command.split()[0] if command.split() else command):
             return ""
-        return f"the C compiler that CC names, {given!r}, is not there: install it, or unset CC"
+        return f"the C compiler that CC names, {command!r}, is not there: install it, or unset CC"
     if any(map(shutil.which, COMPILERS)):
         return ""
     return "there is no C compiler: install gcc (Debian, Ubuntu: apt-get install gcc), or set CC"
@@ -45,11 +45,11 @@ def _headers() -> str:
 
 
 def _libcuda() -> str:
-    given = os.environ.get("TRITON_LIBCUDA_PATH")
-    if given is not None:
-        if (Path(given) / LIBCUDA).exists():
+    folder = os.environ.get("TRITON_LIBCUDA_PATH")
+    if folder is not None:
+        if (Path(folder) / LIBCUDA).exists():
             return ""
-        return f"TRITON_LIBCUDA_PATH is {given!r}, which has no {LIBCUDA}: correct it, or unset it"
+        return f"TRITON_LIBCUDA_PATH is {folder!r}, which has no {LIBCUDA}: correct it, or unset it"
     try:
         ctypes.CDLL(LIBCUDA)
     except OSError:

@@ -47,10 +47,10 @@ def gpu_budget(
     del runner
     memory = device.memory()
     share = int(memory.total * config.engine.gpu_memory_utilization)
-    own = memory.reserved + _CUDA_CONTEXT_BYTES
-    parts = [("share of the device", share), ("weights", own), ("largest step", peak)]
+    own_bytes = memory.reserved + _CUDA_CONTEXT_BYTES
+    parts = [("share of the device", share), ("weights", own_bytes), ("largest step", peak)]
     parts.append(("batch state and graphs", held_by_runner))
-    not_free = share - own - memory.free
+    not_free = share - own_bytes - memory.free
     if not_free > 0:
         parts.append(("used by others", not_free))
     return parts

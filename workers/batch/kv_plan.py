@@ -64,20 +64,20 @@ def plan_kv_cache(
     `ConfigError` with the numbers when not even one block fits.
     """
     engine, size = config.engine, block_bytes(config)
-    wanted = config.max_num_seqs * config.blocks_per_sequence
+    wanted_blocks = config.max_num_seqs * config.blocks_per_sequence
     if num_blocks_at_start is not None:
         parts = [("as at the start of the engine", num_blocks_at_start * size)]
-        wanted = num_blocks_at_start
+        wanted_blocks = num_blocks_at_start
     elif engine.num_kv_blocks is not None:
         parts = [("num_kv_blocks", engine.num_kv_blocks * size)]
-        wanted = engine.num_kv_blocks
+        wanted_blocks = engine.num_kv_blocks
     elif config.device == "cpu":
         ranks = engine.tensor_parallel_size
         budget = engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
         parts = [(f"kv_cache_bytes over {ranks} ranks", budget // ranks)]
         if engine.kv_cache_bytes is None:
-            usual = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
-            wanted = min(wanted, max(usual, config.blocks_per_sequence))
+            default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
+            wanted_blocks = min(wanted_blocks, max(default_blocks, config.blocks_per_sequence))
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
         parts = measure_budget()
@@ -86,10 +86,10 @@ def plan_kv_cache(
         raise ConfigError(_too_little(config, size, budget, parts))
     return KVCacheLedger(
         rank=rank,
-        num_blocks=min(budget // size, wanted),
+        num_blocks=min(budget // size, wanted_blocks),
         block_size=config.block_size,
         block_bytes=size,
-        wanted_blocks=wanted,
+        wanted_blocks=wanted_blocks,
         parts=tuple(parts),
     )
 
@@ -103,13 +103,17 @@ def _too_little(
     config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]
 ) -> str:
     tokens = max(0, budget) * config.block_size // size
-    spelled = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
-    fits = f"lower block_size to at most {tokens}, or" if tokens else "not one token fits;"
+    budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
+    block_remedy = f"lower block_size to at most {tokens}, or" if tokens else "not one token fits;"
     if config.device == "cpu":
-        remedy = f"raise kv_cache_bytes to at least {size * config.engine.tensor_parallel_size}"
+        budget_remedy = (
+            f"raise kv_cache_bytes to at least {size * config.engine.tensor_parallel_size}"
+        )
     else:
-        remedy = "raise gpu_memory_utilization or tensor_parallel_size, or use a smaller model"
+        budget_remedy = (
+            "raise gpu_memory_utilization or tensor_parallel_size, or use a smaller model"
+        )
     return (
         f"the KV cache of a rank needs at least one block of {config.block_size} tokens, {size}"
-        f" bytes, but gets {spelled}: {fits} {remedy}"
+        f" bytes, but gets {budget_text}: {block_remedy} {budget_remedy}"
     )

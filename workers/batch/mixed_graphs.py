@@ -47,8 +47,8 @@ def mixed_sizes(model: ModelConfig, num_ranks: int, max_num_batched_tokens: int)
     """
     launching_s = _LAUNCHING_S_PER_LAYER * model.num_hidden_layers
     s_per_token = 2 * layer_parameters(model) / num_ranks / _FLOPS_PER_S
-    most = min(max_num_batched_tokens, launching_s / s_per_token)
-    return tuple(size for size in _SIZES if size <= most)
+    max_tokens = min(max_num_batched_tokens, launching_s / s_per_token)
+    return tuple(size for size in _SIZES if size <= max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Computed from config.json; old versions of transformers stored them.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_MAX_LISTED = 4  # names of tensors in a message
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 
@@ -281,7 +282,8 @@ def _find_files(model_dir: Path) -> list[Path]:
     return paths
 
 
-def _listing(names: Iterable[str], most: int = 4) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:most])
-    return shown if len(ordered) <= most else f"{shown} and {len(ordered) - most} more"
+def _listing(names: Iterable[str]) -> str:
+    sorted_names = sorted(names)
+    first_names = ", ".join(sorted_names[:_MAX_LISTED])
+    num_others = len(sorted_names) - _MAX_LISTED
+    return first_names if num_others <= 0 else f"{first_names} and {num_others} more"

@@ -65,7 +65,9 @@ class GptqMatrix:
         rows, columns = window
         codes_XY = unpack(self._words[:, rows], self._bits, dim=0)[: len(self._group_X)][columns]
         group_X = self._group_X[columns]
-        zeros_XY, scale_XY = (each[:, rows][group_X] for each in (self._zeros_GY, self._scale_GY))
+        zeros_XY, scale_XY = (
+            table_GY[:, rows][group_X] for table_GY in (self._zeros_GY, self._scale_GY)
+        )
         return ((codes_XY - zeros_XY) * scale_XY).T
 
 

@@ -20,20 +20,20 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
     downloaded, in the same revision; the hub's library lets one process per machine do it. Raises
     `ConfigError` naming the machine that lacks a directory.
     """
-    known, model = Path(config.model_dir), config.engine.model
-    if known.is_dir():
-        return known
-    here = socket.gethostname()
+    model_dir, model = Path(config.model_dir), config.engine.model
+    if model_dir.is_dir():
+        return model_dir
+    host = socket.gethostname()
     if not _is_of_hub(config):
         raise ConfigError(
-            f"the machine {here} has no checkpoint at {known}, but a rank has to run there: copy it"
-            " to the same path, share the folder, or use a hub id"
+            f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there: copy"
+            " it to the same path, share the folder, or use a hub id"
         )
     try:
-        return download(model, known.name, MODEL_PATTERNS)
+        return download(model, model_dir.name, MODEL_PATTERNS)
     except Exception as error:
         raise ConfigError(
-            f"the machine {here} cannot download {model!r} in revision {known.name}: {error}"
+            f"the machine {host} cannot download {model!r} in revision {model_dir.name}: {error}"
         ) from error
 
 

@@ -228,8 +228,10 @@ class WeightFormat:
 
     def vocabulary_matrix(self, num_rows: int, size_in: int) -> Weight:
         """An embedding, or the head."""
-        held = self.quantization
-        return self._matrix(num_rows, size_in, held if held and held.vocabulary else None)
+        quantization = self.quantization
+        return self._matrix(
+            num_rows, size_in, quantization if quantization and quantization.vocabulary else None
+        )
 
     def vector(self, size: int) -> torch.Tensor:
         """The weight of a norm, or a bias."""

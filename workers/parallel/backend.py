@@ -93,8 +93,8 @@ class TorchTransport:
             options._timeout = timeout
             # Use the interface that reaches rank 0. The one that the host name resolves to may be
             # wrong or missing.
-            own = _own_address(address)
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own)]
+            own_address = _own_address(address)
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_address)]
             backend = distributed.ProcessGroupGloo(*place, options)
         return cls(backend, store, len(ranks), device, who)
 

@@ -140,8 +140,10 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return
-        refused = self._exchange("" if wanted else f"rank {self.rank} was told not to share memory")
-        reason = next(filter(None, refused), "")
+        refusals = self._exchange(
+            "" if wanted else f"rank {self.rank} was told not to share memory"
+        )
+        reason = next(filter(None, refusals), "")
         if not reason:
             on_gpus = self.transport == "nccl"
             reason = self._share_gpu_memory() if on_gpus else self._share_memory(timeout_s)
@@ -161,13 +163,13 @@ class TensorParallelGroup:
         hosts = list(by_host.values())
         if len(hosts) == self.size:
             return "every rank is on a host, or in a container, of its own"
-        here = next(ranks for ranks in hosts if self.rank in ranks)
+        ranks_here = next(ranks for ranks in hosts if self.rank in ranks)
 
         def exchange(text: str) -> list[str]:
-            said = self._exchange(text)
-            return [said[rank] for rank in here]
+            texts = self._exchange(text)
+            return [texts[rank] for rank in ranks_here]
 
-        joined = SharedMemoryReducer.join(self.rank, here, exchange, timeout_s, self._who)
+        joined = SharedMemoryReducer.join(self.rank, ranks_here, exchange, timeout_s, self._who)
         failures = self._exchange(joined if isinstance(joined, str) else "")
         if isinstance(joined, str) or any(failures):
             if not isinstance(joined, str):
@@ -176,8 +178,8 @@ class TensorParallelGroup:
         if len(hosts) == 1:
             self._chosen = joined
             return ""
-        first = [ranks[0] for ranks in hosts]
-        between = self._connect(first, timeout_s) if self.rank in first else None
+        first_ranks = [ranks[0] for ranks in hosts]
+        between = self._connect(first_ranks, timeout_s) if self.rank in first_ranks else None
         self._chosen = HierarchicalReducer(joined, between, hosts)
         self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
@@ -207,8 +209,8 @@ class TensorParallelGroup:
 
     def _transports(self) -> list[Transport]:
         """Every transport, once: the barrier's may also be the chosen one."""
-        found = [self._chosen, self._backend if self._backend is not self._chosen else None]
-        return [transport for transport in found if transport is not None]
+        transports = [self._chosen, self._backend if self._backend is not self._chosen else None]
+        return [transport for transport in transports if transport is not None]
 
     def _connect(self, ranks: Sequence[int], timeout_s: float) -> TorchTransport:
         assert self._address is not None
@@ -224,10 +226,10 @@ class TensorParallelGroup:
 
     def _exchange(self, text: str) -> list[str]:
         """The first 1000 bytes of each rank's text, in rank order."""
-        mine = torch.frombuffer(
+        own_bytes = torch.frombuffer(
             bytearray(text.encode()[:1000].ljust(1000, b"\0")), dtype=torch.uint8
         )
         return [
-            bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
-            for said in self._transport.all_gather(mine.to(self.device)).cpu()
+            bytes(bytes_of_rank.tolist()).rstrip(b"\0").decode(errors="replace")
+            for bytes_of_rank in self._transport.all_gather(own_bytes.to(self.device)).cpu()
         ]

@@ -35,12 +35,12 @@ class HierarchicalReducer:
         self._within, self._between = within, between
         self._largest = max(map(len, hosts))
         # Where each rank's part is when the padded parts of the hosts follow one another.
-        where = {
+        row_of_rank = {
             rank: host * self._largest + index
             for host, ranks in enumerate(hosts)
             for index, rank in enumerate(ranks)
         }
-        self._order_R = torch.tensor([where[rank] for rank in range(len(where))])
+        self._order_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`. Dtypes as `SharedMemoryReducer`."""
@@ -54,12 +54,12 @@ class HierarchicalReducer:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order. Any dtype, on the CPU."""
-        mine = tensor.contiguous().view(-1).view(torch.uint8)
-        found = self._within.all_gather(mine)
-        out_R = torch.empty((len(self._order_R), len(mine)), dtype=torch.uint8)
+        own_bytes = tensor.contiguous().view(-1).view(torch.uint8)
+        bytes_of_host = self._within.all_gather(own_bytes)
+        out_R = torch.empty((len(self._order_R), len(own_bytes)), dtype=torch.uint8)
         if self._between is not None:
-            padded = torch.zeros((self._largest, len(mine)), dtype=torch.uint8)
-            padded[: len(found)] = found
+            padded = torch.zeros((self._largest, len(own_bytes)), dtype=torch.uint8)
+            padded[: len(bytes_of_host)] = bytes_of_host
             out_R = self._cross(self._between.all_gather, padded).flatten(0, 1)[self._order_R]
         self._within.broadcast(out_R)
         return out_R.view(-1).view(tensor.dtype).view(len(out_R), *tensor.shape)

@@ -41,13 +41,13 @@ def remove(path: str) -> None:
         Path(path).unlink()
 
 
-def open_segment(theirs: list[Any], mine: list[Any]) -> int:
+def open_segment(card_of_rank_0: list[Any], own_card: list[Any]) -> int:
     """The file descriptor of rank 0's segment, found by its card and ours. Raises `OSError` if it
     is out of reach.
     """
-    if mine[0] != theirs[0]:
+    if own_card[0] != card_of_rank_0[0]:
         raise OSError("it runs on another host or in another container")
-    path, token = theirs[2:]
+    path, token = card_of_rank_0[2:]
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(descriptor, len(token), 0) != token.encode():
         os.close(descriptor)

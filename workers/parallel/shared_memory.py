@@ -214,8 +214,8 @@ class SharedMemoryReducer:
             if outcome == CLOSED:
                 self._fail(name, f"rank {self._ranks[peer]} has left the group")
             if outcome == DIFFERS:
-                other = f"rank {self._ranks[peer]} runs another operation"
-                self._fail(name, f"{other}, or one of another size")
+                difference = f"rank {self._ranks[peer]} runs another operation"
+                self._fail(name, f"{difference}, or one of another size")
             if waited_s > self.timeout_s:
                 part = self._state[PART]
                 self._fail(

@@ -63,18 +63,18 @@ class SymmetricMemoryReducer:
         rank: a reducer, or why there is none.
         """
         cards = exchange(f"{segment.host_id()} {nccl.device.index}")
-        if refused := _first(exchange(_obstacle(nccl.device, cards, size))):
-            return refused
-        made = None
+        if obstacle := _first(exchange(_obstacle(nccl.device, cards, size))):
+            return obstacle
+        reducer = None
         try:
             _library()._SymmetricMemory.set_group_info(group, rank, size, nccl.store)
-            made = cls(nccl, size, group, who)
-            said = ""
+            reducer = cls(nccl, size, group, who)
+            failure = ""
         except (RuntimeError, ImportError, AttributeError) as error:
-            said = str(error) or type(error).__name__
-        if (refused := _first(exchange(said))) or made is None:
-            return refused
-        return _first(exchange(made.trial(rank))) or made
+            failure = str(error) or type(error).__name__
+        if (obstacle := _first(exchange(failure))) or reducer is None:
+            return obstacle
+        return _first(exchange(reducer.trial(rank))) or reducer
 
     def trial(self, rank: int) -> str:
         """Sums tensors whose result is known. Returns what is wrong with it, or an empty string.
@@ -86,9 +86,9 @@ class SymmetricMemoryReducer:
                 for count in (8, 1000, LIMIT_BYTES // dtype.itemsize):
                     # Sums of at most 216, which bfloat16 holds exactly.
                     ramp = torch.arange(count, device=self._nccl.device) % 7
-                    mine = (ramp * (rank + 1)).to(dtype)
-                    want = (ramp * (self._size * (self._size + 1) // 2)).to(dtype)
-                    if not torch.equal(self._sum(mine), want):
+                    addend = (ramp * (rank + 1)).to(dtype)
+                    expected_sum = (ramp * (self._size * (self._size + 1) // 2)).to(dtype)
+                    if not torch.equal(self._sum(addend), expected_sum):
                         wrong.append(f"{count} numbers in {dtype}")
         except RuntimeError as error:
             return str(error)
@@ -154,8 +154,8 @@ def _obstacle(device: torch.device, cards: list[str], size: int) -> str:
     return ""
 
 
-def _first(said: list[str]) -> str:
-    return next(filter(None, said), "")
+def _first(reasons: list[str]) -> str:
+    return next(filter(None, reasons), "")
 
 
 def _library() -> Any:

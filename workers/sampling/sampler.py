@@ -216,7 +216,7 @@ class Sampler:
         are only masks, whose minus infinity any dtype has.
         """
         adjustments = (batch.penalties, batch.bias, batch.masked_N, masks)
-        if self._num_columns == 0 or all(each is None for each in adjustments):
+        if self._num_columns == 0 or all(adjustment is None for adjustment in adjustments):
             return logits_BV
         only_masked = batch.penalties is None and batch.bias is None
         logits_BV = logits_BV.to(logits_BV.dtype if only_masked else torch.float32, copy=True)

@@ -291,17 +291,17 @@ class SamplingState:
     def _logit_bias(self, slots_B: Ints, put: Put) -> LogitBias | None:
         if not self._bias:
             return None
-        found = [
+        bias_of_rows = [
             (row, *self._bias[slot])
             for row, slot in enumerate(slots_B.tolist())
             if slot in self._bias
         ]
-        places_N = self._places([(row, columns) for row, columns, _ in found], put)
+        places_N = self._places([(row, columns) for row, columns, _ in bias_of_rows], put)
         if places_N is None:
             return None
         return LogitBias(
             places_N=places_N,
-            values_N=put(np.concatenate([values for *_, values in found])),
+            values_N=put(np.concatenate([values for *_, values in bias_of_rows])),
         )
 
     def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> torch.Tensor | None:
@@ -319,10 +319,10 @@ class SamplingState:
             put,
         )
 
-    def _places(self, found: list[tuple[int, Ints]], put: Put) -> torch.Tensor | None:
+    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> torch.Tensor | None:
         """Places of columns in rows of the batch; None if there are no columns."""
         width = self._vocab_end - self._vocab_start
-        places = [row * width + columns for row, columns in found]
+        places = [row * width + columns for row, columns in columns_of_rows]
         return put(np.concatenate(places)) if sum(map(len, places)) else None
 
     def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
@@ -332,9 +332,9 @@ class SamplingState:
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
             return None
-        wanted = np.minimum(num_top[rows], self._vocab_size)
+        num_listed = np.minimum(num_top[rows], self._vocab_size)
         return LogprobRows(
-            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(wanted.tolist())
+            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_listed.tolist())
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
