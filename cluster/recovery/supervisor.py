@@ -1,7 +1,7 @@
 """Keeps an engine supplied with a group of ranks, beside the engine's thread: it watches the group,
 and when that is lost, it ends what is left of it and assembles the next one.
 
-One thread runs the state machine of `recovery.py`. It owns the groups, the watch and the spares;
+One thread runs the state machine of `states.py`. It owns the groups, the watch and the spares;
 the engine's thread runs steps on the group it was given and reports a step that failed.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cluster.engine.processes import ProcessId
-from cluster.engine.recovery import Recovery, State
-from cluster.engine.spares import Spares
-from cluster.engine.watch import Watch
-from cluster.engine.worker_group import GroupReport, RankHandle, RankMaker, WorkerGroup
 from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.ranks.group import GroupReport, RankHandle, RankMaker, WorkerGroup
+from cluster.ranks.processes import ProcessId
+from cluster.recovery.spares import Spares
+from cluster.recovery.states import Recovery, State
+from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 

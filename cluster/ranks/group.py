@@ -17,10 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from cluster.engine.calls import StepCalls
-from cluster.engine.processes import ProcessId, end_all
-from cluster.engine.rank_actor import RankActor
 from cluster.error_kinds import Kind, kind_of
+from cluster.ranks.actor import RankActor
+from cluster.ranks.calls import StepCalls
+from cluster.ranks.processes import ProcessId, end_all
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import Timeouts

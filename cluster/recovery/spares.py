@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.engine.worker_group import RankHandle, RankMaker, end_ranks
 from cluster.error_kinds import kind_of, reason_of
+from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 
 # Spares are made when the engine has served for a while, because a program that generates once and
 # ends needs none, and when it has no work, because starting processes takes time on the cores of

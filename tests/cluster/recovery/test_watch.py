@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from cluster.engine import watch as watch_module
-from cluster.engine.watch import ASK_IDLE_AFTER_S, Watch
+from cluster.recovery import watch as watch_module
+from cluster.recovery.watch import ASK_IDLE_AFTER_S, Watch
 from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from workers.progress import Progress
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.engine.cores import Claim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import Claim, CoreShare, bind, usable_cores
 from configs.paths import CHECKOUT
 from tests.cluster.processes import cores_of_computing_threads, wait_until
 
@@ -65,7 +65,7 @@ def test_more_ranks_than_cores_have_one_thread_each(announce: Announce) -> None:
 
 def test_a_rank_that_is_killed_leaves_its_cores(announce: Announce, tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from cluster.engine.cores import *;"
+        "import sys, time; from pathlib import Path; from cluster.ranks.cores import *;"
         f"share = CoreShare(Claim(group='b', local_rank=0, ranks_on_node=1, cores={CORES}),"
         " Path(sys.argv[1])); print('there', flush=True); time.sleep(60)"
     )

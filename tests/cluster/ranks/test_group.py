@@ -16,10 +16,11 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError
 
-from cluster.engine import calls, worker_group
-from cluster.engine.rank_actor import SWITCH_INTERVAL_S, RankActor
-from cluster.engine.worker_group import RankMaker, WorkerGroup
 from cluster.llm import LLM
+from cluster.ranks import calls
+from cluster.ranks import group as worker_group
+from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
+from cluster.ranks.group import RankMaker, WorkerGroup
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine
@@ -28,8 +29,8 @@ from scheduler.messages import Request, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
-from tests.cluster.engine.groups import check_every_token, group_with, reserved, two_ranks
 from tests.cluster.processes import wait_until
+from tests.cluster.ranks.groups import check_every_token, group_with, reserved, two_ranks
 from tests.cluster.recovery.forgetful import ForgetfulRank
 from tests.workers.conftest import config_of
 from tests.workers.test_engine_exactness import (

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.engine.processes import describe, is_stopped_here, on_this_node, watch_here
-from cluster.engine.worker_group import WorkerGroup
+from cluster.ranks.group import WorkerGroup
+from cluster.ranks.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.ray_errors import was_lost
 from cluster.timeouts import ANSWER_S, HEARTBEAT_S
 from scheduler.errors import EaglerayError

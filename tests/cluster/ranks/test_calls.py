@@ -14,16 +14,17 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectStoreFullError
 
-from cluster.engine import calls, worker_group
-from cluster.engine.calls import StepCalls
-from cluster.engine.rank_actor import RankActor
+from cluster.ranks import calls
+from cluster.ranks import group as worker_group
+from cluster.ranks.actor import RankActor
+from cluster.ranks.calls import StepCalls
 from configs.paths import CHECKOUT
 from scheduler.engine import MaskAnswer
 from scheduler.errors import WorkerError
 from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
 from scheduler.sequence import Sequence
 from tests.cluster.conftest import SHAPE, SmallModel
-from tests.cluster.engine.groups import check_every_token, group_with
+from tests.cluster.ranks.groups import check_every_token, group_with
 
 pytestmark = pytest.mark.engine
 
@@ -245,7 +246,7 @@ def test_a_mask_that_comes_again_is_not_kept() -> None:
 FULL_DISK = """
 import dataclasses
 import ray
-from cluster.engine import calls
+from cluster.ranks import calls
 from scheduler.messages import StepMask, ints
 
 ray.init(

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.engine import processes
-from cluster.engine.processes import (
+from cluster.ranks import processes
+from cluster.ranks.processes import (
     ProcessId,
     _started,
     describe_here,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.recovery import DELAYS_S, Recovery, State
+from cluster.recovery.states import DELAYS_S, Recovery, State
 from cluster.timeouts import GIVE_UP_AFTER_S
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfDiskError, RaySystemError
 
-from cluster.engine import spares as spares_module
-from cluster.engine import supervisor as supervisor_module
-from cluster.engine.recovery import State
-from cluster.engine.spares import Spares
-from cluster.engine.supervisor import Supervisor
-from cluster.engine.worker_group import GroupReport
+from cluster.ranks.group import GroupReport
 from cluster.ray_errors import NoAnswerError
+from cluster.recovery import spares as spares_module
+from cluster.recovery import supervisor as supervisor_module
+from cluster.recovery.spares import Spares
+from cluster.recovery.states import State
+from cluster.recovery.supervisor import Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
 from configs.engine import EngineConfig
 from scheduler.errors import ClientError, EaglerayError, WorkerError

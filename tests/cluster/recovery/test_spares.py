@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.engine import spares as spares_module
-from cluster.engine.spares import Spares
+from cluster.recovery import spares as spares_module
+from cluster.recovery.spares import Spares
 
 
 class World:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cluster.engine.calls import StepCalls
-from cluster.engine.worker_group import RankMaker, WorkerGroup
+from cluster.ranks.calls import StepCalls
+from cluster.ranks.group import RankMaker, WorkerGroup
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine, Grammars

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.engine.cores import Claim, CoreShare, bind, usable_cores
-from cluster.engine.processes import ProcessId, mark
+from cluster.ranks.cores import Claim, CoreShare, bind, usable_cores
+from cluster.ranks.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
 from workers.progress import Progress
