@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,11 +102,22 @@ def _run(
 
 
 def _end_what_is_left(home: Path) -> None:
-    """Kill the processes that a program has left behind: those with its home."""
+    """Kill the processes that a program has left behind, and those that they start meanwhile."""
+    while left := _processes_of(home):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def _processes_of(home: Path) -> list[int]:
+    """The processes with this home; one that has ended has none."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"HOME={home}".encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def outcome_of(log: str, fault: str | None) -> Outcome:
