@@ -13,6 +13,7 @@ from cluster.grammar.references import References
 
 MAX_MERGED = 5_000  # keywords, properties and required names that are merged in one schema
 MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
+MAX_COMPARED = 10_000  # pairs of schemas that are compared in one schema
 _MAX_REFERENCES = 16  # on the way to one schema
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties"}
 _OF_OBJECTS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
@@ -54,7 +55,7 @@ class Merger:
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._num_merged = 0
+        self._num_merged = self._num_compared = 0
 
     def merged(self, parts: Sequence[Any], relevant: Any) -> Any:
         """One schema for all parts, which may be booleans. `relevant` says which keywords of a
@@ -104,6 +105,9 @@ class Merger:
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
+        self._num_compared += 1
+        if self._num_compared > MAX_COMPARED:
+            return False
         try:
             first, second = self._resolved(first), self._resolved(second)
         except CannotMerge:
@@ -229,7 +233,8 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
                 raise CannotMerge(f"{name!r} is beside properties of another part")
         others = _properties(other).keys() | _required(other)
         more = one.get("additionalProperties", True)
-        if more not in (True, {}) and not others <= _properties(one).keys():
+        has_others = "patternProperties" in other or not others <= _properties(one).keys()
+        if more not in (True, {}) and has_others:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
 
 
@@ -255,8 +260,9 @@ def _are_numbers(*values: Any) -> bool:
 def _common_types(first: Any, second: Any) -> list[Any]:
     """The types that both allow; whole numbers are numbers."""
     firsts, seconds = ([each] if isinstance(each, str) else each for each in (first, second))
-    if not isinstance(firsts, list) or not isinstance(seconds, list):
-        raise CannotMerge("'type' is neither a name nor a list")
+    for kinds in (firsts, seconds):
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise CannotMerge("'type' is neither a name nor a list of names")
     common = [kind for kind in firsts if kind in seconds]
     for ones, others in ((firsts, seconds), (seconds, firsts)):
         if "integer" in ones and "number" in others and not {"integer", "number"} & {*common}:
