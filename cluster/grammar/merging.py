@@ -72,7 +72,7 @@ class Merger:
             return parts[0] if parts else True
         result: dict[str, Any] = {}
         for part in parts:
-            resolved = self._resolved(part)
+            resolved = self._resolved(part, relevant)
             if resolved is False:
                 return False
             self._count([resolved])
@@ -89,14 +89,15 @@ class Merger:
         if self._num_merged > MAX_MERGED:
             raise CannotMerge(f"more than {MAX_MERGED} keywords would have to be merged")
 
-    def _resolved(self, part: Mapping[str, Any]) -> Any:
-        """A part that is no reference alone."""
+    def _resolved(self, part: Mapping[str, Any], relevant: Any = None) -> Any:
+        """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
+        others of the `relevant` keywords beside them, which without it are not looked at.
+        """
         target: Any = part
         for _ in range(_MAX_REFERENCES):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
-            others = target.keys() - {"$ref"}
-            if others & (_OF_OBJECTS | _OF_ARRAYS | {"type", "allOf", "anyOf", "oneOf"}):
+            if relevant is not None and relevant(target).keys() != {"$ref"}:
                 raise CannotMerge("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
@@ -193,6 +194,7 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
     """Add what another part asks for; False if nothing can fit. Raises `CannotMerge`."""
     if result.keys() & _OF_OBJECTS and part.keys() & _OF_OBJECTS:
         _check_objects(result, part)
+    _check_arrays(result, part)
     for name, value in part.items():
         if name not in result or _are_the_same(result[name], value):
             result[name] = value
@@ -236,6 +238,16 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
         has_others = "patternProperties" in other or not others <= _properties(one).keys()
         if more not in (True, {}) and has_others:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
+
+
+def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raise `CannotMerge` where a keyword of one would come to mean other items."""
+    for one, other in ((first, second), (second, first)):
+        has_first = "prefixItems" in other and other["prefixItems"] is not one.get("prefixItems")
+        if has_first and one.get("items", True) not in (True, {}):
+            raise CannotMerge("'items' is beside 'prefixItems' of another part")
+        if "unevaluatedItems" in one and other.keys() & {"prefixItems", "items"}:
+            raise CannotMerge("'unevaluatedItems' is beside items of another part")
 
 
 def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

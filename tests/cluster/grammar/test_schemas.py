@@ -287,6 +287,21 @@ def test_an_alternative_ends_where_it_ends(
             "json.allOf cannot be honored here: 'additionalProperties' is beside properties",
         ),
         (
+            {"allOf": [{"items": STR}, {"prefixItems": [INT], "type": "array"}]},
+            "json.allOf cannot be honored here: 'items' is beside 'prefixItems'",
+        ),
+        (
+            {"allOf": [{"prefixItems": [INT]}, {"unevaluatedItems": False, "type": "array"}]},
+            "json.allOf cannot be honored here: 'unevaluatedItems' is beside items",
+        ),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/a", "minimum": 1}, {"maximum": 9}],
+                "$defs": {"a": INT},
+            },
+            "json.allOf cannot be honored here: one of its references has other keywords",
+        ),
+        (
             {"allOf": [{"type": [{}, "integer"]}, {"type": [{}, "number"]}]},
             "json.allOf cannot be honored here: 'type' is neither",
         ),
