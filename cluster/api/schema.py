@@ -378,10 +378,10 @@ class DetokenizeRequest(Model):
 
 
 def _object(arguments: str) -> Any:
-    """The arguments of a call as an object, for templates that do not take text. Their size has
-    been checked with that of the body.
+    """The arguments of a call as an object, for templates that do not take text; those of a call
+    that was cut off as far as they go. Their size has been checked with that of the body.
     """
-    try:
-        return from_json(arguments or "{}")  # OpenAI's models write nothing for no arguments
+    try:  # OpenAI's models write nothing for no arguments
+        return from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError as error:
         raise RequestError(f"tool_calls: arguments are not JSON: {error}", "messages") from None
