@@ -101,6 +101,17 @@ def test_fields_that_change_nothing_here_are_accepted(
     assert post(server, fields).status_code == 200
 
 
+def test_some_of_the_tools_may_be_allowed(server: Server) -> None:
+    tools = [FUNCTION, FUNCTION | {"name": "subtract"}]
+    choice = {"type": "allowed_tools", "mode": "auto"}
+    choice |= {"tools": [{"type": "function", "name": "subtract"}]}
+    answer = post(server, {"tools": tools, "tool_choice": choice})
+    assert answer.status_code == 200 and answer.json()["tool_choice"] == choice
+    assert '"name": "subtract"' in PROMPTS[-1] and '"name": "add"' not in PROMPTS[-1]
+    other = choice | {"tools": [{"type": "function", "name": "divide"}]}
+    assert "allows 'divide'" in post(server, {"tools": tools, "tool_choice": other}).text
+
+
 def test_nothing_is_stored_whatever_is_asked_and_the_answer_says_so(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="tiny", input="Go", store=True)
     assert answer.model_dump()["store"] is False
