@@ -130,7 +130,7 @@ JSON: Mapping[str, Bound] = {
     "unknown fields": _bound(
         256,
         "unknown fields",
-        "the body, and the objects in it that say how to answer",
+        "the names in the body, and in the objects in it that say how to answer",
         "each is compared with all known ones",
     ),
 }

@@ -106,7 +106,7 @@ class AnswerParser:
                 yield parts
 
     def finish(self, *, is_cut_off: bool = False) -> Parts:
-        """What is left at the end of the answer, which may be cut off because it is too long."""
+        """What is left at the end of the answer, which a limit or a stop string may cut off."""
         rest = self._take_held(len(self._text))
         if self._state is State.REASONING:
             return Parts(reasoning=rest)
