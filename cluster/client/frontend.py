@@ -166,10 +166,22 @@ class Frontend:
         """The driver's counters. Raises `OverloadedError` while the driver is replaced,
         `EngineDeadError`, `NoAnswerError`.
         """
+        counters: EngineStats = self._ask("stats", "read the counters")
+        return counters
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`. Raises as `stats`."""
+        records: list[StepRecord] = self._ask("records", "read the records", seconds)
+        return records
+
+    def _ask(self, method: str, what: str, *arguments: Any) -> Any:
+        """The answer of a method of the driver, for somebody who does not wait until a driver that
+        has died is replaced. Raises as `stats`.
+        """
         self._check_reachable()
         try:
-            counters: EngineStats = self._call(
-                self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
+            return self._call(
+                getattr(self._driver, method), what, *arguments, limit_s=CALL_TIMEOUT_S
             )
         except DriverDiedError:
             if self.death is not None or self._replace_driver is _cannot_replace:
@@ -178,15 +190,6 @@ class Frontend:
                 "the driver has died and is being replaced; requests are kept and will continue."
                 f" {self._waits_for()}".rstrip(". ")
             ) from None
-        return counters
-
-    def records(self, seconds: float) -> list[StepRecord]:
-        """The steps of the last `seconds`. Raises as `stats`."""
-        self._check_reachable()
-        records: list[StepRecord] = self._call(
-            self._driver.records, "read the records", seconds, limit_s=CALL_TIMEOUT_S
-        )
-        return records
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
@@ -305,6 +308,8 @@ class Frontend:
         error = ended.exception()
         cause = cause_of(error) if isinstance(error, Exception) else None
         with self._changed:
+            if driver is not self._driver:
+                return  # it has been replaced meanwhile
             if isinstance(cause, EngineDeadError) and not isinstance(cause, DriverDiedError):
                 self.death = cause  # its process answers every call with that
             else:

@@ -166,14 +166,36 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
     frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
     frontend.follow()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
-    with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
-        frontend.stats()  # nobody else has noticed yet
+    owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]
+    for ask in (frontend.stats, lambda: frontend.records(1.0)):
+        with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
+            ask()  # nobody else has noticed yet
     owner.may_replace = False
     owner.drivers[0].die()
     wait_until(lambda: frontend.death is not None)
     with pytest.raises(DriverDiedError):
         frontend.stats()
     frontend.close()
+
+
+def test_the_end_of_an_engine_whose_driver_was_replaced_meanwhile_is_not_that_of_the_next(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    first = owner.drivers[0]
+    first.poll_failure = first.refusal = NoAnswerError("no answer within 20 s")
+    ask(frontend, builder, [])
+    assert len(owner.drivers) == 2
+    first.end.set_exception(EngineDeadError("the engine has stopped"))
+    assert frontend.death is None
+
+
+def test_an_engine_that_stops_for_good_is_dead_although_its_driver_answers(
+    owner: Owner, frontend: Frontend
+) -> None:
+    owner.drivers[0].end.set_exception(EngineDeadError("the engine has stopped"))
+    with pytest.raises(EngineDeadError, match="the engine has stopped"):
+        frontend.check()
+    assert len(owner.drivers) == 1
 
 
 def test_a_driver_that_dies_while_idle_is_replaced_before_a_request_comes(
