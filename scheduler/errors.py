@@ -3,6 +3,7 @@
     EaglerayError
     ├── ClientError              the caller asked for something impossible
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
+    │   │   └── UnreadableError  a file of the checkpoint is there, but reading it failed
     │   └── RequestError         one request cannot be accepted; names the parameter
     ├── OverloadedError          no room now, try again later
     └── EngineError              a fault of the engine's
@@ -28,6 +29,12 @@ class ClientError(EaglerayError):
 
 class ConfigError(ClientError):
     """Engine options, checkpoint or cluster do not fit together."""
+
+
+class UnreadableError(ConfigError):
+    """The system could not read a file of the checkpoint. To an engine that read it before, that
+    may pass.
+    """
 
 
 class RequestError(ClientError):
