@@ -39,7 +39,8 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
 
 def check_again(config: ResolvedConfig) -> None:
     """Raise `ConfigError` if a checkpoint with which an engine began can be loaded no more, before
-    any process starts to load it; `UnreadableError` if that may pass. Of a hub id, what is missing may be downloaded again.
+    any process starts to load it; `UnreadableError` if that may pass. Of a hub id, what is missing
+    may be downloaded again.
     """
     if not _is_of_hub(config):
         check_checkpoint(local_checkpoint(config), config.model)

@@ -70,12 +70,14 @@ def test_caches_move_where_the_home_directory_cannot_be_written(
 def test_caches_move_where_the_home_directory_is_another_user_s(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container that sets another user id often leaves HOME=/root, which nobody else may enter."""
+    """A container with another user id often leaves HOME=/root, which nobody else may enter."""
+
+    look = Path.stat
 
     def may_not_look(path: Path, **options: bool) -> os.stat_result:
         if str(path).startswith("/root/"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return os.stat(path, **options)
+        return look(path, **options)
 
     monkeypatch.setenv("HOME", "/root")
     monkeypatch.setattr(Path, "stat", may_not_look)
