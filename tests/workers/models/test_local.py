@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from configs.engine import ResolvedConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import ConfigError, UnreadableError
 from tests.workers.conftest import config_of
+from workers.models import local
 from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME
 from workers.models.local import MODEL_PATTERNS, check_again, local_checkpoint
 
@@ -93,6 +96,18 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_lost(
     with pytest.raises(UnreadableError, match=os.strerror(number)) as raised:
         check_again(config_at(model, str(model)))
     assert kind_of(raised.value).may_pass
+
+
+def test_a_file_server_that_does_not_answer_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(local, "check_checkpoint", lambda *_: answered.wait())
+    began = time.monotonic()
+    with pytest.raises(UnreadableError, match=r"default_model cannot be read: no answer within"):
+        check_again(config_at(DEFAULT_MODEL_DIR, str(DEFAULT_MODEL_DIR)), limit_s=0.1)
+    assert time.monotonic() - began < 5
+    answered.set()
 
 
 def test_what_is_missing_of_a_hub_id_may_be_downloaded_again(tmp_path: Path) -> None:
