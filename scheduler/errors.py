@@ -11,6 +11,7 @@
         ├── StepTimeoutError     a step took longer than its limit
         ├── RequestFailedError   ranks died whenever this request ran
         └── EngineDeadError      the engine has stopped and will not come back
+            └── EngineLostError  because what it needs is lost; its requests may go on elsewhere
 
 A message says what was asked, what is possible and what to do. All of them pickle: the message is
 their only state, except `RequestError.parameter`.
@@ -70,3 +71,9 @@ class RequestFailedError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine has stopped; a new one must be started."""
+
+
+class EngineLostError(EngineDeadError):
+    """The engine has stopped because its ranks or its checkpoint are lost, not because of a fault
+    that its requests might cause in another engine too.
+    """
