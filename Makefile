@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 20000
 TP ?= 2
 
-.PHONY: run test test-programs test-nodes check simulate soak screenshots bench bench-throughput \
+.PHONY: run test test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
     gpu-check clean
 
 run: $(VENV)/.ready
@@ -25,6 +25,10 @@ test-programs: $(VENV)/.ready
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready
 	$(BIN)/python -m pytest -m nodes tests/cluster/nodes
+
+# Real client programs from PyPI and npm against the server; installs gigabytes below the user's cache.
+test-clients: $(VENV)/.ready
+	$(BIN)/python -m tests.clients
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

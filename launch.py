@@ -77,13 +77,13 @@ def _config_flags(config: type[Any], panel: str) -> dict[str, inspect.Parameter]
 
 
 def _sampling_flags() -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of `SamplingParams` that has a help text; the others are
-    set per request.
+    """One command-line parameter per field of `SamplingParams` that has a flag; the others are set
+    per request.
     """
     types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
     flags = {}
     for field in dataclasses.fields(SamplingParams):
-        if field.metadata["help"]:
+        if field.metadata["has_flag"]:
             flag = "--" + field.name.replace("_", "-")
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Sampling")
             flags[field.name] = _parameter(field.name, Annotated[types[field.name], option], None)

@@ -12,8 +12,8 @@ import zlib
 from typing import Any
 
 from cluster.engine.driver import Driver
-from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
+from cluster.ranks.actor import RankActor
 from cluster.resources.placement import Place
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepPlan, StepResult, ints

@@ -27,15 +27,14 @@ def _parameter(
     low: float | None = None,
     high: float | None = None,
     whole: bool = False,
-    help: str = "",
+    help: str,
+    has_flag: bool = True,
 ) -> Any:
     """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from
-    `low` to `high`.
-
-    One with `help` has a flag on the command line.
+    `low` to `high`. `has_flag`: on the command line.
     """
-    limits = {"default": default, "low": low, "high": high, "whole": whole, "help": help}
-    return dataclasses.field(default=None, metadata=limits)
+    limits = {"default": default, "low": low, "high": high, "whole": whole}
+    return dataclasses.field(default=None, metadata=limits | {"help": help, "has_flag": has_flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +160,34 @@ class SamplingParams:
     min_p: float | None = _parameter(
         0.0, low=0.0, high=1.0, help="Least share of the best token's probability."
     )
-    repetition_penalty: float | None = _parameter(1.0, low=0.0, high=100.0, help="1 means none.")
-    presence_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
-    frequency_penalty: float | None = _parameter(0.0, low=-2.0, high=2.0, help="0 means none.")
-    logit_bias: Mapping[int, float] | None = _parameter()
-    seed: int | None = _parameter(low=-SEED_LIMIT, high=SEED_LIMIT - 1, whole=True)
+    repetition_penalty: float | None = _parameter(
+        1.0, low=0.0, high=100.0, help="Over prompt and output; 1 means none."
+    )
+    presence_penalty: float | None = _parameter(
+        0.0, low=-2.0, high=2.0, help="Over the output; 0 means none."
+    )
+    frequency_penalty: float | None = _parameter(
+        0.0, low=-2.0, high=2.0, help="Over the output, per occurrence; 0 means none."
+    )
+    logit_bias: Mapping[int, float] | None = _parameter(
+        help="Token id to a number from -100 to 100.", has_flag=False
+    )
+    seed: int | None = _parameter(
+        low=-SEED_LIMIT,
+        high=SEED_LIMIT - 1,
+        whole=True,
+        help="Any 64-bit number; the same seed gives the same tokens. Drawn if unset; the flag"
+        " `--seed` is the engine's.",
+        has_flag=False,
+    )
     stop: str | tuple[str, ...] | list[str] | None = _parameter(
         help="End the output before this text; may be repeated."
     )
-    stop_token_ids: tuple[int, ...] | list[int] | None = _parameter()
+    stop_token_ids: tuple[int, ...] | list[int] | None = _parameter(
+        help="Ids that end the output besides the checkpoint's own: those of its config.json,"
+        " generation_config.json, tokenizer and chat template (the end of a turn) together.",
+        has_flag=False,
+    )
     min_tokens: int | None = _parameter(
         0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens."
     )
@@ -177,13 +195,41 @@ class SamplingParams:
         256, low=0, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
-    logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
-    prompt_logprobs: int | None = _parameter(low=0, high=MAX_LOGPROBS, whole=True)
-    n: int | None = _parameter(1, low=1, high=128, whole=True, help="Outputs per request.")
-    stream_interval: int | None = _parameter(
-        1, low=1, high=2**31 - 1, whole=True, help="Tokens per event of a stream."
+    logprobs: int | None = _parameter(
+        low=0,
+        high=MAX_LOGPROBS,
+        whole=True,
+        help=f"Alternatives to report per token, 0 to {MAX_LOGPROBS}, from the raw logits.",
+        has_flag=False,
     )
-    structured_outputs: StructuredOutputs | None = _parameter()
+    prompt_logprobs: int | None = _parameter(
+        low=0,
+        high=MAX_LOGPROBS,
+        whole=True,
+        help="The same for each token of the prompt, given those before it; max_tokens may then be"
+        " 0. Such a request computes its whole prompt: it reads no cached prefix.",
+        has_flag=False,
+    )
+    n: int | None = _parameter(
+        1,
+        low=1,
+        high=128,
+        whole=True,
+        help="Outputs per request; they share the prompt's blocks, and each has its own seed.",
+    )
+    stream_interval: int | None = _parameter(
+        1,
+        low=1,
+        high=2**31 - 1,
+        whole=True,
+        help="A stream brings the first token, then so many at a time, or what there is after 2 s;"
+        " a stop string is noticed with them.",
+    )
+    structured_outputs: StructuredOutputs | None = _parameter(
+        help="What the answer must match: one of json, json_object, regex, choice, structural_tag;"
+        " not with min_tokens or ignore_eos.",
+        has_flag=False,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

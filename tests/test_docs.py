@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.commands import options_page
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "benchmarks" / "results" / "README.md"]
@@ -77,6 +79,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             lost.append(link)
     assert lost == []
+
+
+def test_the_page_of_options_is_made_from_them() -> None:
+    """To write it: `python -m cluster.commands.options_page > docs/options.md`."""
+    assert (ROOT / "docs" / "options.md").read_text() == options_page.page()
 
 
 def test_every_test_that_a_page_names_exists() -> None:

@@ -24,8 +24,8 @@ from cluster.api.structure import structure_of
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Prompt
 from cluster.client.requests import RequestBuilder
-from cluster.client.thinking import THINKING_SWITCH, state_after
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.markers import THINKING_SWITCH, state_after
 from scheduler.bounds import check, most
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, SamplingParams

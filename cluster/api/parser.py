@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.client.thinking import CALL, END_CALL, END_THINK, LINE_ENDS, THINK, State
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, LINE_ENDS, THINK, State
 
 MAX_DEPTH = 100  # of objects and arrays in a call, with the call's own object
 

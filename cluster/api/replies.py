@@ -23,8 +23,8 @@ from cluster.api.prompts_scored import (
     scores_of,
 )
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
-from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.markers import State
 from scheduler.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"

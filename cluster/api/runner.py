@@ -49,7 +49,8 @@ WRITE_INLINE_TOKENS = 1024
 TOKENIZERS = 1  # threads of `/tokenize` and its like
 MAX_TOKENIZING = 16  # requests that may wait for them
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
-SESSION_HEADER = b"x-session-id"  # requests of one session go to the same engine
+# Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
+SESSION_HEADERS = (b"x-session-id", b"session-id", b"x-claude-code-session-id")
 MESSAGES_PATH = "/v1/messages"
 
 # By path: what makes a job, or an answer, of a request in the form that `document.py` names.
@@ -112,7 +113,9 @@ class Runner:
         """Run the job of the request in the body. While the server is full, no body is parsed: a
         refusal must take as little as possible from the requests that run.
         """
-        session = exchange.headers.get(SESSION_HEADER, b"")[:200].decode("latin-1")
+        headers = exchange.headers
+        names = (headers[name] for name in SESSION_HEADERS if name in headers)
+        session = next(names, b"")[:200].decode("latin-1")
 
         def job_of(request: Model) -> Job:
             return JOBS[exchange.path](request, self._served, self._limits.max_messages)

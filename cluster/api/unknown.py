@@ -104,7 +104,7 @@ class IgnoredFields:
                 self._logged.add(name)
                 is_last = len(self._logged) == MAX_LOGGED
                 rest = "; further names are not logged" if is_last else ""
-                logger.info("requests have the field %s, which is ignored%s", ascii(name), rest)
+                logger.warning("requests have the field %s, which is ignored%s", ascii(name), rest)
 
 
 def header_of(names: Iterable[str]) -> str:

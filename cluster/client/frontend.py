@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from cluster.client.news import unpack
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.error_kinds import kind_of, reason_of
-from cluster.news import unpack
 from cluster.ray_errors import (
     DriverDiedError,
     LostCallError,

@@ -15,11 +15,11 @@ from collections.abc import Collection
 from cluster.client.outputs import Generation, OutputFollower, Sink
 from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_each, parse_prompt
 from cluster.client.text_stream import TextStream
-from cluster.client.thinking import THINKING_SWITCH, State, state_after
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.calls import CallStructure, choices
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import after_thinking, format_of, source_of
+from cluster.grammar.markers import THINKING_SWITCH, State, state_after
 from configs.model import ModelConfig
 from scheduler.bounds import check
 from scheduler.errors import RequestError

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from cluster.client.thinking import END_THINK, LINE_ENDS, THINK, State
+from cluster.grammar.markers import END_THINK, LINE_ENDS, THINK, State
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # An unfinished character has at most three bytes, each of which may decode to one replacement

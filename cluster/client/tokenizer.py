@@ -13,7 +13,7 @@ from typing import Any
 from cluster.client import fast_tokenizer
 from cluster.client.model_files import TOKENIZER_FILES
 from cluster.client.prompts import Conversation, Message
-from cluster.client.thinking import State, state_after
+from cluster.grammar.markers import State, state_after
 from scheduler.errors import ConfigError, RequestError
 
 # Text that fits hardly ever has more characters per token.

@@ -22,7 +22,7 @@ from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk
 from cluster.client.prompts import Message, parse_prompt
 from cluster.client.setup import EngineSetup, prepare
-from cluster.client.thinking import state_after
+from cluster.grammar.markers import state_after
 from cluster.llm import LLM
 from cluster.resources.session import check_arguments
 from configs.engine import EngineConfig

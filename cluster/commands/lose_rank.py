@@ -15,8 +15,8 @@ import time
 
 import ray
 
-from cluster.engine.processes import ProcessId
 from cluster.llm import LLM
+from cluster.ranks.processes import ProcessId
 from scheduler.params import SamplingParams
 
 PROMPT = {"messages": [{"role": "user", "content": "Count on from 17."}]}

@@ -2,8 +2,8 @@
 
 An actor shell around three parts. The *event loop* serves the frontends: it checks requests, passes
 them on as commands, and answers polls (`frontends.py`). The *engine thread* runs the step loop
-(`loop.py`). The *supervisor* (`supervisor.py`) replaces ranks that fail, and the requests continue.
-A fault of the engine itself ends it: every request ends with an error that says why.
+(`loop.py`). The *supervisor* (`recovery/supervisor.py`) replaces ranks that fail, and the requests
+continue. A fault of the engine itself ends it: every request ends with an error that says why.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 from cluster.engine.frontends import Frontends
 from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
-from cluster.engine.processes import ProcessId, mark
-from cluster.engine.rank_actor import RankActor
 from cluster.engine.report import EngineReport
-from cluster.engine.supervisor import Supervisor
-from cluster.engine.worker_group import RankHandle, RankMaker
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
 from cluster.limits import limits_of
+from cluster.ranks.actor import RankActor
+from cluster.ranks.group import RankHandle, RankMaker
+from cluster.ranks.processes import ProcessId, mark
+from cluster.recovery.supervisor import Supervisor
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine

@@ -7,7 +7,7 @@ their index. One event loop thread.
 
 from __future__ import annotations
 
-from cluster.news import News, pack
+from cluster.client.news import News, pack
 from scheduler.messages import Deltas
 
 

@@ -19,12 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
-from cluster.engine.processes import end_marked
-from cluster.engine.recovery import Recovery, State
 from cluster.engine.report import EngineReport
-from cluster.engine.worker_group import RankMaker
 from cluster.error_kinds import kind_of, reason_of
+from cluster.ranks.group import RankMaker
+from cluster.ranks.processes import end_marked
 from cluster.ray_errors import call
+from cluster.recovery.states import Recovery, State
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION

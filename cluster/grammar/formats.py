@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
 from cluster.grammar import patterns
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
 from cluster.grammar.schemas import ANY_OBJECT, honored
 from scheduler.bounds import shown
 from scheduler.errors import RequestError

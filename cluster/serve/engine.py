@@ -19,8 +19,8 @@ from ray import serve
 from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.api.metrics import engine_families
 from cluster.client.setup import prepare
-from cluster.engine.processes import end_with_parent
 from cluster.engine.start import EngineProcesses
+from cluster.ranks.processes import end_with_parent
 from cluster.serve.health import EngineHealth
 from cluster.serve.ray_metrics import report_from_time_to_time
 from cluster.serve.router import Wanted

@@ -31,8 +31,8 @@ from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import prepare
-from cluster.engine.processes import end_with_parent
 from cluster.engine.start import EngineProcesses
+from cluster.ranks.processes import end_with_parent
 from cluster.serve.engine import EngineReport, describe
 from cluster.serve.health import EngineHealth
 from cluster.serve.pool import EnginePool

@@ -1,0 +1,1 @@
+"""Real client programs against the server; `python -m tests.clients`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.engine.cores import THREAD_NAME
+from cluster.ranks.cores import THREAD_NAME
 
 OURS = ("ray::RankActor", "ray::Driver")
 

@@ -20,7 +20,7 @@ import torch
 
 from cluster import LLM, Chunk, SamplingParams
 from cluster.commands.lose_rank import processes_of
-from cluster.engine.worker_group import RankHandle, RankMaker
+from cluster.ranks.group import RankHandle, RankMaker
 from cluster.resources.placement import Place
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
 from tests.cluster.conftest import OPTIONS, SmallModel

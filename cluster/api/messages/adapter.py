@@ -23,7 +23,7 @@ from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.schema import ChatRequest
 from cluster.client.outputs import Generation
-from cluster.client.thinking import THINKING_SWITCH, state_after
+from cluster.grammar.markers import THINKING_SWITCH, state_after
 from scheduler.errors import RequestError
 
 # The line with which Claude Code begins its system prompt. It differs between sessions, so that

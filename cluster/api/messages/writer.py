@@ -23,7 +23,7 @@ from cluster.api.errors import messages_body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.replies import named_event
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
-from cluster.client.thinking import State
+from cluster.grammar.markers import State
 
 _EMPTY = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},

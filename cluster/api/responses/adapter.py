@@ -16,7 +16,7 @@ from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.api.schema import ChatRequest
 from cluster.client.outputs import Generation
-from cluster.client.thinking import state_after
+from cluster.grammar.markers import state_after
 
 # Fields that mean the same in both APIs.
 _SAME = (

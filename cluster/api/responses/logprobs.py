@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.api.parser import AnswerParser, Parts
 from cluster.api.replies import described
-from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.markers import State
 from scheduler.messages import TokenLogprobs
 
 _HAS_MARKER_BEHIND = (State.REASONING, State.CALL)

@@ -20,8 +20,8 @@ from cluster.api.responses.items import encrypted
 from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.tools import ToolTable
 from cluster.client.outputs import Chunk, Generation
-from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.markers import State
 
 AT_A_TIME = 4096  # characters of reasoning that are encoded together, in a few milliseconds
 

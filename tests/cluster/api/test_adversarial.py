@@ -19,7 +19,7 @@ from cluster.api.replies import ChatWriter, encode_json, event, json_pieces
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, Generation
-from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
 from tests.cluster.api.scripted import TOKENIZER
 from tests.cluster.api.test_parser_work import generation_of
 

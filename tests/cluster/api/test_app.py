@@ -501,9 +501,12 @@ def test_the_api_loads_neither_ray_nor_torch() -> None:
 def test_the_session_of_a_request_reaches_the_engine(path: str, body: dict[str, Any]) -> None:
     with serve() as server:
         httpx.post(server.url + path, json=body).raise_for_status()
-        httpx.post(server.url + path, json=body, headers={"X-Session-Id": "s1"}).raise_for_status()
-        num_prompts = len(server.engine.sessions) // 2
-        assert server.engine.sessions == [None] * num_prompts + ["s1"] * num_prompts
+        names = ("X-Session-Id", "session-id", "X-Claude-Code-Session-Id")
+        for name in names:
+            httpx.post(server.url + path, json=body, headers={name: "s1"}).raise_for_status()
+        num_prompts = len(server.engine.sessions) // (1 + len(names))
+        with_session = ["s1"] * num_prompts * len(names)
+        assert server.engine.sessions == [None] * num_prompts + with_session
 
 
 def test_a_silent_stream_is_kept_alive_with_comments() -> None:

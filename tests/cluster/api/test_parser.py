@@ -12,7 +12,7 @@ import pytest
 
 from cluster.api import parser as parser_module
 from cluster.api.parser import AnswerParser, Parts, ToolCall
-from cluster.client.thinking import CALL, END_CALL, END_THINK, THINK, State, state_after
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State, state_after
 
 MARKERS = (THINK, END_THINK, CALL, END_CALL)
 

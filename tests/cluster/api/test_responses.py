@@ -17,7 +17,7 @@ from cluster.api.reading import read
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.responses.writer import ResponseWriter
-from cluster.client.thinking import State
+from cluster.grammar.markers import State
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import TOKENIZER, Server, serve

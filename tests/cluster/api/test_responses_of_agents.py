@@ -17,7 +17,7 @@ from cluster.api.reading import read
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.client.thinking import State
+from cluster.grammar.markers import State
 from scheduler.bounds import most
 from scheduler.errors import RequestError
 from scheduler.messages import Request, TokenLogprobs

@@ -158,6 +158,7 @@ def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None
         ("n", 1, 2),
         ("echo", False, True),
         ("logprobs", 0, 3),
+        ("prompt_logprobs", False, 0),
         ("return_token_ids", False, True),
         ("logit_bias", {}, {"5": 1}),
         ("min_tokens", 0, 1),
@@ -322,7 +323,7 @@ def test_only_known_names_are_labels() -> None:
 
 def test_a_name_is_logged_once_and_so_many_in_all(caplog: pytest.LogCaptureFixture) -> None:
     fields = IgnoredFields(counter_of(CollectorRegistry()))
-    with caplog.at_level(logging.INFO, "eagleray.api"):
+    with caplog.at_level(logging.WARNING, "eagleray.api"):
         for _ in range(2):
             fields.note(["a\nb"])
         assert caplog.messages == ["requests have the field 'a\\nb', which is ignored"]

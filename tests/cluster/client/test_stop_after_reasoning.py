@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.api.parser import AnswerParser
 from cluster.client.text_stream import TextStream
-from cluster.client.thinking import END_THINK, THINK, State
+from cluster.grammar.markers import END_THINK, THINK, State
 
 STATES = [State.UNDECIDED, State.REASONING, State.CONTENT]
 PIECES = ["a", "b", "ab", "\n", "\n\n", " ", "<", "<thi", "nk>", "</thi", THINK, END_THINK]

@@ -18,7 +18,7 @@ from typing import Any
 from cluster import LLM, SamplingParams, StructuredOutputs
 from cluster.api.parser import AnswerParser
 from cluster.client.outputs import RequestOutput
-from cluster.client.thinking import state_after
+from cluster.grammar.markers import state_after
 from configs.paths import DEFAULT_MODEL_DIR
 from tests.cluster.grammar.test_grammars import CHOICES, REGEXES, random_schema
 from tests.cluster.test_structured_outputs import validate

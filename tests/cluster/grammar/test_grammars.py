@@ -15,7 +15,6 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cluster.client.thinking import State
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.follower import MEMORY_BYTES
@@ -29,6 +28,7 @@ from cluster.grammar.formats import (
 )
 from cluster.grammar.helper import HelperLostError
 from cluster.grammar.kinds import FORMATS
+from cluster.grammar.markers import State
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.schemas import ANY_OBJECT
 from configs.model import ModelConfig

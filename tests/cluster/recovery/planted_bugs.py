@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.client.frontend import Frontend
+from cluster.client.news import News, pack
 from cluster.engine.frontends import Frontends, _Frontend
 from cluster.engine.loop import Command, EngineLoop, Lost, Resume
 from cluster.engine.mailbox import Mailbox
-from cluster.engine.recovery import Recovery, State
-from cluster.engine.supervisor import Supervisor
-from cluster.news import News, pack
+from cluster.recovery.states import Recovery, State
+from cluster.recovery.supervisor import Supervisor
 from scheduler.errors import EaglerayError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Deltas, Request

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from cluster.engine.driver import Driver
-from cluster.engine.rank_actor import RankActor
+from cluster.ranks.actor import RankActor
 from scheduler.messages import StepPlan
 
 POISON = {"kill": 401, "raise": 402, "loop": 403}  # token ids that no other prompt has

@@ -33,13 +33,13 @@ from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine import loop as loop_module
-from cluster.engine import supervisor as supervisor_module
 from cluster.engine.frontends import Frontends
 from cluster.engine.loop import EngineLoop, Finish, Lost, Resume, Submit
-from cluster.engine.recovery import Recovery
-from cluster.engine.supervisor import Supervisor
-from cluster.engine.worker_group import GroupReport
+from cluster.ranks.group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
+from cluster.recovery import supervisor as supervisor_module
+from cluster.recovery.states import Recovery
+from cluster.recovery.supervisor import Supervisor
 from configs.engine import EngineConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError

@@ -33,7 +33,7 @@ import ray
 from benchmarks.common import machine
 from cluster import LLM
 from cluster.engine import start
-from cluster.engine.processes import ProcessId, marked_here
+from cluster.ranks.processes import ProcessId, marked_here
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of

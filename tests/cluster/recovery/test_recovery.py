@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from cluster import LLM
-from cluster.engine.processes import ProcessId
+from cluster.ranks.processes import ProcessId
 from scheduler.errors import OverloadedError, RequestFailedError
 from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of, wait_until

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from cluster.engine.cores import usable_cores
+from cluster.ranks.cores import usable_cores
 from configs.paths import CHECKOUT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError

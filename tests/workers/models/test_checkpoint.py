@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def assert_loads_as_in_transformers(model_dir: Path) -> None:
     """Both load every tensor, with the same values."""
     from transformers import Qwen3ForCausalLM
 
-    theirs, report = Qwen3ForCausalLM.from_pretrained(model_dir, output_loading_info=True)
+    load: Any = Qwen3ForCausalLM.from_pretrained
+    theirs, report = load(model_dir, output_loading_info=True)
     assert not report["missing_keys"]
     config = ModelConfig.from_dir(model_dir)
     group = TensorParallelGroup(0, 1, torch.device("cpu"))

@@ -1,0 +1,176 @@
+"""Ending processes for certain: running ones, stopped ones, those that are gone, and those whose
+number belongs to another process by now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.ranks import processes
+from cluster.ranks.processes import (
+    ProcessId,
+    _started,
+    describe_here,
+    end_here,
+    end_marked_here,
+    is_stopped_here,
+    marked_here,
+    on_this_node,
+    watch_here,
+)
+from scheduler.errors import EngineError
+from tests.cluster.processes import command_of, wait_until
+
+SLEEP = "import time; time.sleep(60)"
+MARK = f"of-a-test-in-{os.getpid()}"  # another process may run the same tests
+MARKED = """
+import os, sys, faulthandler, signal, time
+descriptor = os.memfd_create("eagleray-" + sys.argv[1])
+faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
+print(descriptor, flush=True)
+def where_it_sleeps():
+    time.sleep(60)
+where_it_sleeps()
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", SLEEP])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def marked() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MARKED, MARK], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    descriptor = int(process.stdout.readline())
+    yield (
+        process,
+        ProcessId(
+            node_id="here",
+            pid=process.pid,
+            started=_started(process.pid),
+            marked_fd=descriptor,
+        ),
+    )
+    process.kill()
+    process.wait()
+
+
+def test_the_end_of_a_process_on_this_node_is_told_at_once(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    told: queue.Queue[tuple[int, float]] = queue.Queue()
+    living = ProcessId(node_id="here", pid=sleeper.pid, started=_started(sleeper.pid))
+    reused = dataclasses.replace(living, started=living.started - 1)
+    elsewhere = dataclasses.replace(reused, node_id="another")
+    found = on_this_node([None, elsewhere, living, reused])
+    assert list(found) == [2, 3]
+    watch_here(found, lambda index: told.put((index, time.monotonic())))
+    assert told.get_nowait()[0] == 3, "its number belongs to another"
+    time.sleep(0.1)
+    assert told.empty()
+    assert not is_stopped_here(living)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped_here(living), "it is seen stopped", 2)
+    killed_s = time.monotonic()
+    sleeper.kill()
+    index, ended_s = told.get(timeout=5)
+    assert index == 2 and ended_s - killed_s < 0.1
+    wait_until(
+        lambda: not any(each.name == "ends" for each in threading.enumerate()), "the thread ends"
+    )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_is_dead_when_the_call_returns(
+    sleeper: subprocess.Popen[bytes], stopped: bool
+) -> None:
+    if stopped:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    end_here([(sleeper.pid, _started(sleeper.pid))])
+    assert command_of(sleeper.pid) is None
+    assert time.monotonic() - began < 2.0
+
+
+def test_without_descriptors_of_processes_they_are_killed_all_the_same(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "has_descriptors", lambda: False)
+    threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
+    end_here([(sleeper.pid, _started(sleeper.pid)), (2**30, 0)])
+    assert sleeper.wait() == -signal.SIGKILL
+
+
+def test_a_process_that_goes_by_itself_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.terminate()
+    end_here([(sleeper.pid, _started(sleeper.pid))])
+    assert sleeper.wait() == -signal.SIGTERM
+
+
+def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    end_here([(sleeper.pid, _started(sleeper.pid) - 1), (2**22 - 1, 5)])
+    assert sleeper.poll() is None
+
+
+def test_a_process_that_does_not_die_is_named(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as in the state "D"
+    with pytest.raises(EngineError, match=rf"processes \[{sleeper.pid}\] did not end within 0.1 s"):
+        end_here([(sleeper.pid, _started(sleeper.pid))])
+
+
+def test_a_mark_finds_the_processes_of_one_engine(
+    marked: tuple[subprocess.Popen[str], ProcessId],
+) -> None:
+    process, _ = marked
+    assert marked_here(MARK) == [process.pid]
+    assert marked_here("of-another") == []
+    end_marked_here(MARK)
+    assert command_of(process.pid) is None
+
+
+def test_a_process_says_where_it_is(marked: tuple[subprocess.Popen[str], ProcessId]) -> None:
+    process, process_id = marked
+    wait_until(lambda: describe_here(process_id).startswith("state S"), "it to sleep")
+    said = describe_here(process_id)
+    assert said.startswith("state S (sleeping)") and "in where_it_sleeps" in said
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.05)
+    said = describe_here(process_id)
+    assert said.startswith("state T (stopped)") and "it wrote no stacks" in said
+    process.kill()
+    process.wait()
+    assert describe_here(process_id) == "it is gone"
+
+
+def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(processes, "marked_here", lambda engine_id: [gone.pid])
+    end_marked_here(MARK)

@@ -1,0 +1,68 @@
+"""When spares are made, under a clock that the test controls, without processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.recovery import spares as spares_module
+from cluster.recovery.spares import Spares
+
+
+class World:
+    """A maker that counts the spares of its two ranks."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.made_s: list[float] = []
+        self.placement = SimpleNamespace(places=lambda: [0, 1])
+
+    def create(self, place: int, spare_among: list[int]) -> Any:
+        assert place in spare_among
+        self.made_s.append(self.now_s - 100.0)
+        warm = SimpleNamespace(remote=object)
+        return SimpleNamespace(actor=SimpleNamespace(wait_until_warm=warm), process=None)
+
+    def run(self, spares: Spares, *, until_s: float, is_busy: bool) -> None:
+        while self.now_s < 100.0 + until_s:
+            spares.look(is_busy=is_busy)
+            self.now_s += 0.5
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(spares_module, "time", SimpleNamespace(monotonic=lambda: world.now_s))
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    return world
+
+
+def spares_in(world: World, kind: str = "warm") -> Spares:
+    maker: Any = world
+    return Spares(maker, kind)
+
+
+@pytest.mark.parametrize(("is_busy", "made_s"), [(False, 5.0), (True, 35.0)])
+def test_spares_are_made_after_5_s_without_work_and_after_35_s_beside_work(
+    world: World, is_busy: bool, made_s: float
+) -> None:
+    world.run(spares_in(world), until_s=60.0, is_busy=is_busy)
+    assert world.made_s == [made_s] * 2, "one per rank, once"
+
+
+def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None:
+    """One that comes before there were any takes none, and starts processes of its own."""
+    spares = spares_in(world)
+    assert spares.take() == []
+    spares.look(is_busy=True)
+    assert world.made_s == [0.0] * 2
+
+
+def test_an_engine_without_spares_makes_none(world: World) -> None:
+    spares = spares_in(world, "off")
+    spares.take()
+    world.run(spares, until_s=100.0, is_busy=False)
+    assert world.made_s == []

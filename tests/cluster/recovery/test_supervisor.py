@@ -1,0 +1,247 @@
+"""What the supervisor does when something that it needs fails by itself, without processes."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfDiskError, RaySystemError
+
+from cluster.ranks.group import GroupReport
+from cluster.ray_errors import NoAnswerError
+from cluster.recovery import spares as spares_module
+from cluster.recovery import supervisor as supervisor_module
+from cluster.recovery.spares import Spares
+from cluster.recovery.states import State
+from cluster.recovery.supervisor import Supervisor
+from cluster.timeouts import GIVE_UP_AFTER_S
+from configs.engine import EngineConfig
+from scheduler.errors import ClientError, EaglerayError, WorkerError
+
+
+class World:
+    """What the groups of one test have in common. failures: raised by the next ends of a group."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.config = SimpleNamespace(engine=EngineConfig(spares="off"))
+        self.size = 2
+        self.close_failures: deque[Exception] = deque()
+        self.start_failures: deque[Exception] = deque()
+        self.take_failures: deque[Exception] = deque()
+        self.starts_hang = False
+        self.alive: list[int] = []  # epochs
+        self.groups: list[Group] = []
+        self.lost: list[int] = []
+        self.dead: list[EaglerayError] = []
+        self.wrong: str | None = None  # with the present group
+
+
+class Group:
+    def __init__(self, maker: World, epoch: int = 0, spares: Any = (), ranks: Any = ()) -> None:
+        self.world, self.epoch = maker, epoch
+        self.ranks: list[Any] = []
+        maker.groups.append(self)
+
+    def start(self, first: GroupReport | None = None, **_: Any) -> GroupReport:
+        assert not self.world.alive, "the last epoch lives"
+        if self.world.start_failures:
+            raise self.world.start_failures.popleft()
+        self.world.alive.append(self.epoch)
+        return GroupReport(num_blocks=1, seconds={}, lines=())
+
+    def close(self) -> None:
+        if self.world.close_failures:
+            raise self.world.close_failures.popleft()
+        self.world.alive.clear()
+
+
+class Watch:
+    answers = True
+
+    def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
+        self.group = group
+
+    def look(self, busy_since_s: float | None) -> str | None:
+        world = self.group.world
+        why, world.wrong = world.wrong, None
+        return why
+
+
+class NoSpares:
+    def __init__(self, maker: World, kind: str) -> None:
+        self.world = maker
+
+    def look(self, *, is_busy: bool) -> None:
+        pass
+
+    def take(self) -> list[Any]:
+        if self.world.take_failures:
+            raise self.world.take_failures.popleft()
+        return []
+
+
+class AtOnce:
+    """Runs what it is given at once; the future may be late."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.late: list[Future[Any]] = []
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.world.starts_hang:
+            self.late.append(future)
+            return future
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(supervisor_module, "ASSEMBLY_END_S", 0.01)
+    return World()
+
+
+def serving(world: World) -> Supervisor:
+    """A supervisor whose first group serves."""
+    parts = {"make_group": Group, "make_watch": Watch, "make_spares": NoSpares}
+    maker: Any = world
+    supervisor: Supervisor = type("SupervisorOfFakes", (Supervisor,), parts)(
+        maker,
+        busy_since_s=lambda: None,
+        has_work=lambda: False,
+        on_group=lambda group: None,
+        on_lost=lambda epoch, why: world.lost.append(epoch),
+        on_dead=world.dead.append,
+        clock=lambda: world.now_s,
+    )
+    executor: Any = AtOnce(world)
+    supervisor._assembling = executor
+    group, _ = supervisor.start()
+    supervisor._group = group
+    supervisor._thread = SimpleNamespace(start=lambda: None, is_alive=lambda: False)  # type: ignore[assignment]
+    supervisor.watch()
+    return supervisor
+
+
+def turns(supervisor: Supervisor, world: World, seconds: float) -> None:
+    """Let it look every half second."""
+    until_s = world.now_s + seconds
+    while world.now_s < until_s and supervisor.recovery.state is not State.DEAD:
+        world.now_s += 0.5
+        supervisor.turn()
+
+
+def state_of(supervisor: Supervisor) -> str:
+    return supervisor.recovery.state.value
+
+
+PASSING = [
+    OSError(errno.EMFILE, "too many open files"),
+    NoAnswerError("could not run end_here on node 7: no answer within 150 s"),
+    RaySystemError("the connection to the head was lost"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_processes_that_cannot_be_ended_now_are_ended_later_and_the_engine_goes_on(
+    world: World, error: Exception
+) -> None:
+    supervisor = serving(world)
+    world.close_failures = deque([error] * 3)
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, 10.0)
+    assert not world.dead and not world.close_failures
+    assert supervisor.recovery.state is State.SERVING and supervisor.recovery.num_recoveries == 1
+    assert world.lost == [0] and world.alive == [1]
+    assert [group.epoch for group in world.groups] == [0, 1]
+
+
+def test_processes_that_cannot_be_ended_for_too_long_end_the_engine_with_the_reason(
+    world: World,
+) -> None:
+    supervisor = serving(world)
+    world.close_failures = deque(PASSING[:1] * 10_000)
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, GIVE_UP_AFTER_S + 10.0)
+    [error] = world.dead
+    assert "rank 1 died" in str(error) and "too many open files" in str(error)
+    assert len(world.groups) == 1 and world.now_s > GIVE_UP_AFTER_S
+
+
+def test_a_bug_while_processes_are_ended_ends_the_engine(world: World) -> None:
+    supervisor = serving(world)
+    world.close_failures = deque([KeyError("a")])
+    world.wrong = "rank 1 died"
+    with pytest.raises(KeyError):
+        supervisor.turn()
+
+
+def test_a_start_that_does_not_end_with_its_processes_is_waited_for(world: World) -> None:
+    supervisor = serving(world)
+    world.starts_hang = True
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, 1.0)
+    assert state_of(supervisor) == "assembling"
+    executor: Any = supervisor._assembling
+    supervisor._watch = Watch(world.groups[-1], None, 0.0)  # type: ignore[assignment]
+    world.wrong = "rank 0 died"
+    turns(supervisor, world, 3.0)
+    assert not world.dead and state_of(supervisor) == "fencing"
+    world.starts_hang = False
+    executor.late[0].set_exception(WorkerError("start failed"))
+    turns(supervisor, world, 20.0)
+    assert state_of(supervisor) == "serving" and world.alive == [1] and world.lost == [0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ActorDiedError(), OutOfDiskError("full"), WorkerError("a bundle without a node")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_attempt_that_cannot_begin_is_followed_by_another_with_the_same_epoch(
+    world: World, error: Exception
+) -> None:
+    supervisor = serving(world)
+    world.take_failures = deque([error] * 2)
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, 20.0)
+    assert not world.dead and supervisor.recovery.state is State.SERVING
+    assert world.lost == [0] and world.alive == [1]
+
+
+def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:
+    supervisor = serving(world)
+    world.start_failures = deque([ClientError("the checkpoint has changed")])
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, 20.0)
+    assert [str(error) for error in world.dead] == ["the checkpoint has changed"]
+
+
+def test_spares_that_cannot_be_made_now_are_made_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, num_tries = 0.0, 0
+    monkeypatch.setattr(spares_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def places() -> list[Any]:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries < 3:
+            raise WorkerError("the placement group has bundles without a node")
+        return []
+
+    maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
+    spares = Spares(maker, "warm")
+    for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
+        spares.look(is_busy=False)
+    assert 3 <= num_tries < 20
+    assert "spares are made later: the placement group has bundles without a node" in caplog.text
