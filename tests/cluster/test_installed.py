@@ -124,6 +124,14 @@ def test_the_file_for_ray_serve_names_a_module_of_the_package(
     assert done.stdout == "eagleray.cluster.serve.application\n"
 
 
+def test_programs_are_checked_against_our_types(python: Path, own_folder: Path) -> None:
+    """mypy and others look for this file."""
+    program = "import eagleray.configs.paths as p; print((p.CHECKOUT / 'py.typed').exists())"
+    command = [str(python), "-c", program]
+    done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_our_folders_hide_no_packages_from_the_programs_that_we_start(
     python: Path, own_folder: Path
 ) -> None:
