@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.gptq import Gptq, read_gptq
 from configs.quantization import Quantization, read_quantization
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 
 ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -169,14 +169,18 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object."""
+    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object,
+    `UnreadableError` when the system cannot read it.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: a model directory holds config.json and *.safetensors"
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object")
