@@ -20,6 +20,7 @@ from unittest import mock
 
 import ray
 
+from benchmarks.in_process import InProcessExecutor
 from benchmarks.rank_pool import WorkerPool
 from cluster import LLM, SamplingParams
 from cluster.client.model_files import find_model
@@ -32,7 +33,6 @@ from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
-from workers.in_process import InProcessExecutor
 
 PROMPT_LEN = 32
 NUM_SKIPPED = 10  # intervals left out at both ends, such as prefill and the first steps of a batch

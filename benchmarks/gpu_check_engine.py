@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, free_memory, rounded
+from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.engine import Engine
@@ -31,7 +32,6 @@ from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
-from workers.in_process import InProcessExecutor
 from workers.models.weights import WeightSlice
 from workers.roofline import floor_s, works_of
 

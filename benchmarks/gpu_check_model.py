@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check_common import Check, Row, free_memory, refusal, rounded
+from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
@@ -15,7 +16,6 @@ from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
-from workers.in_process import InProcessExecutor
 
 _ANSWERS = {"What is 47 + 38?": "85", "What is 82 - 35?": "47"}
 

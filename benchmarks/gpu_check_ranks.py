@@ -34,9 +34,9 @@ from benchmarks.gpu_check_engine import (
 )
 from benchmarks.gpu_check_steps import decode_step
 from benchmarks.gpu_check_tokens import add_ragged
+from benchmarks.in_process import InProcessExecutor
 from configs.engine import ResolvedConfig
 from workers.device import CudaDevice
-from workers.in_process import InProcessExecutor
 from workers.models.weights import WeightSlice
 from workers.parallel.backend import Address, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
@@ -116,7 +116,8 @@ def _other_rank(way: Way) -> Iterator[subprocess.Popen[str]]:
 
 def sums(check: Check, way: Way, rank: int, address: Address, outputs: list[Any]) -> None:
     """Adds one row per size: microseconds of a sum, on a GPU within a graph."""
-    group = TensorParallelGroup.create(rank, SIZE, address, check.device, _TIMEOUT_S)
+    group = TensorParallelGroup(rank, SIZE, check.device)
+    group.join(address, _TIMEOUT_S)
     try:
         group.share_memory(_TIMEOUT_S, way.shared_memory)
         for kib in (2, 32) if way.small else (2, 32, 512, 1024, 4096):

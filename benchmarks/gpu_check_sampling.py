@@ -43,7 +43,7 @@ def whole_sampler(check: Check) -> None:
 
 
 def _sampler_call(check: Check, num_rows: int, num_columns: int, sampling: Sampling) -> Call:
-    group = TensorParallelGroup.alone(check.device)
+    group = TensorParallelGroup(0, 1, check.device)
     sampler = Sampler(
         group,
         check.backends["triton"].sampling,

@@ -200,7 +200,7 @@ def count(
 
     with mock.patch.object(JITFunction, "run", noted), torch.inference_mode():
         kernels: Any = _Kernels(device)
-        group = TensorParallelGroup.alone(device.torch)
+        group = TensorParallelGroup(0, 1, device.torch)
         model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
         blocks_per_row = -(-(tokens + 1) // config.block_size)
         runner = ModelRunner(config, model, group, kernels, device, blocks_per_row)

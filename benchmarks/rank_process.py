@@ -49,7 +49,8 @@ class RankProcess:
         )
         runner, group = self.worker._runner, self.worker._group
         runner.state.apply(plan)
-        inputs = runner.state.upload(runner.state.take(plan))
+        rows = runner.state.take(plan)
+        inputs = runner.state.stage(rows, lambda array: runner.device.upload(array)[0])()
         hidden_TE = runner.model.forward(
             inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers
         )
@@ -70,8 +71,16 @@ class RankProcess:
         return {
             "added": anonymous_bytes() - before,
             "peak_added": peak.bytes - before,
-            "weights": self.worker.memory_report()["weights"],
+            "weights": self.memory_by_purpose()["weights"],
         }
+
+    def memory_by_purpose(self) -> dict[str, int]:
+        """Bytes of the weights and, once it is allocated, of the KV cache."""
+        assert self.worker is not None and self.worker._model is not None
+        memory = {"weights": self.worker._model.weight_bytes}
+        if self.worker._runner is not None:
+            memory["kv_cache"] = self.worker._runner.cache.tensor.nbytes
+        return memory
 
     def start_clocks(self) -> None:
         """From now on add up the seconds of kernels, collective operations and whole launches."""

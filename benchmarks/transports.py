@@ -42,7 +42,8 @@ def run_rank(rank: int, size: int, host: str, port: int, *, share: bool) -> None
         port = meeting.port
         print(port, flush=True)
     torch.set_num_threads(1)
-    group = TensorParallelGroup.create(rank, size, (host, port), torch.device("cpu"), TIMEOUT_S)
+    group = TensorParallelGroup(rank, size, torch.device("cpu"))
+    group.join((host, port), TIMEOUT_S)
     if share:
         group.share_memory(TIMEOUT_S)
         assert group.transport.startswith("shared memory")

@@ -125,10 +125,6 @@ class Engine:
         """Whether `step` has anything to submit or to read."""
         return self.scheduler.has_unfinished or bool(self.scheduler.submitted)
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._sequences)
-
     def start(self) -> None:
         """Submit a step if there is none, and its mask. Errors pass through as those of `step`."""
         self._resume_held()

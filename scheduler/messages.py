@@ -93,19 +93,14 @@ class StepMask:
     """Which tokens a step may sample, for `rows` among its sampling rows; all other rows may sample
     any token.
 
-    `masks` has one entry per row: bits by token id, from the lowest bit of the first byte on,
-    `mask_bytes(vocabulary)` bytes.
+    `masks` has one entry per row: bits by token id, from the lowest bit of the first byte on, in
+    whole 32-bit words.
     """
 
     step_id: int
     epoch: int
     rows: array[int]
     masks: tuple[bytes, ...]
-
-
-def mask_bytes(vocab_size: int) -> int:
-    """Bytes of a mask: whole 32-bit words."""
-    return 4 * -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,9 +60,6 @@ class StepUploads:
     def send(self) -> None:
         """Copy what was put since the last call."""
 
-    def discard(self) -> None:
-        """Forget what was put since then, by a step that has failed."""
-
 
 class BufferedUploads(StepUploads):
     """Uploads everything in one copy, which `copy(target, fill)` makes: `fill` writes the bytes to
@@ -97,9 +94,6 @@ class BufferedUploads(StepUploads):
     def send(self) -> None:
         if self._end:
             self._copy(self.room[: self._end], partial(_fill, self._arrays))
-        self.discard()
-
-    def discard(self) -> None:
         self._arrays, self._end = [], 0
 
 

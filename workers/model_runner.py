@@ -1,6 +1,6 @@
 """One step on one rank: batch state, model, sampler, in this order.
 
-Owns the KV cache, the batch state and the sampler, which outlive an epoch; the model is passed in.
+Owns the KV cache, the batch state and the sampler; the model is passed in.
 `run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
 are computed only for the last token of sampling rows, and for prompts whose log probabilities are
 wanted. Where the device has graphs, a decode step is
@@ -133,7 +133,6 @@ class ModelRunner:
         `wait_for_mask` raises.
         """
         started, began = time.perf_counter(), self.device.event()
-        self.uploads.discard()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -163,14 +162,6 @@ class ModelRunner:
         self.state.write_sampled(slots_R, positions_R, sampled.token_ids_B)
         seconds["sample"] = time.perf_counter() - forwarded
         return self._to_host(sampled, scored, began, seconds)
-
-    def clear(self) -> None:
-        """Empty the batch, for a new epoch. The cache keeps its content, but no step reads any of
-        it before writing it anew.
-        """
-        for slot in self.state.used_S.nonzero()[0].tolist():
-            self.sampler.release(slot)
-        self.state.clear()
 
     def check(self) -> None:
         """Raise unless the laws of batch state and sampler hold."""

@@ -4,8 +4,8 @@ Owns the rank's group, model, cache, and the outcomes of steps that have not bee
 imports Ray or transformers, never decides what runs: plans come from the driver. `launch` and
 `result` may be called from different threads (one each): `launch` starts steps in order, `result`
 waits for one. An error that a step raises is kept under the step's id and raised by `result`; later
-steps of the same epoch are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`,
-then steps, and `reset` for each new epoch.
+steps are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then the steps of
+one epoch; every later epoch has new workers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Worker:
         self._seconds: dict[str, float] = {}
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
-        self._failed: str | None = None  # why the rest of this epoch does not run
+        self._failed: str | None = None  # why no further step runs
         self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
         self._masks: dict[tuple[int, int], StepMask] = {}
         self._changed = threading.Condition()
@@ -203,24 +203,13 @@ class Worker:
         logprobs.
 
         Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
-        `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before, and
-        `WorkerError` when `reset` has ended its epoch.
+        and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before.
         """
         key, limit_s = (epoch, step_id), self.config.engine.step_timeout_s
         with self._changed:
-            while (
-                key not in self._outcomes
-                and epoch >= self.epoch
-                and self._changed.wait(limit_s + GRACE_S)
-            ):
+            while key not in self._outcomes and self._changed.wait(limit_s + GRACE_S):
                 pass  # a new step was launched: the time limit starts again
             outcome = self._outcomes.pop(key, None)
-            current = self.epoch
-        if outcome is None and epoch < current:
-            raise WorkerError(
-                f"rank {self.rank}: step {step_id} belongs to epoch {epoch}, the current epoch"
-                f" is {current}"
-            )
         if outcome is None:
             raise StepTimeoutError(
                 f"rank {self.rank}: step {step_id} of epoch {epoch} did not run in {limit_s} s"
@@ -250,34 +239,10 @@ class Worker:
             device_s=outcome.device_s(),
         )
 
-    def reset(self, epoch: int) -> None:
-        """Forget every row and every unread step. Steps of `epoch` follow, numbered from 0. Call it
-        on the thread that launches.
-        """
-        if epoch <= self.epoch:
-            raise WorkerError(f"rank {self.rank}: epoch {epoch} does not follow epoch {self.epoch}")
-        if self._runner is not None:
-            self._runner.clear()
-        self._next_step_id, self._failed = 0, None
-        with self._changed:
-            self.epoch = epoch
-            self._outcomes.clear()
-            self._masks.clear()
-            self._changed.notify_all()
-
     def check(self) -> None:
         """Raise unless the laws of this rank's batch state hold. Not while a step runs."""
         if self._runner is not None:
             self._runner.check()
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes by purpose."""
-        report = {"weights": self._model.weight_bytes if self._model is not None else 0}
-        if self._runner is not None:
-            report["kv_cache"] = self._runner.cache.tensor.nbytes
-        if self._device is not None and self.config.device == "cuda":
-            report["device_reserved"] = torch.cuda.memory_reserved(self._device.torch)
-        return report
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""

@@ -41,7 +41,7 @@ class Claim:
 
 
 class CoreShare:
-    """One rank's cores. The file goes when the process ends, or with `close`."""
+    """One rank's cores, until its process ends."""
 
     def __init__(self, claim: Claim, folder: Path | None = None) -> None:
         self._claim = claim
@@ -67,12 +67,6 @@ class CoreShare:
         self._file.flush()
         beginning = Path(name)
         self._path = beginning.rename(self._folder / beginning.name.removeprefix("."))
-
-    def close(self) -> None:
-        """Leave the cores to the others."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._file.close()
 
     def now(self) -> tuple[tuple[int, ...], int]:
         """The cores this rank may use at present, and the number of threads: one thread on any of

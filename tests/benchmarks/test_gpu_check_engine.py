@@ -177,7 +177,7 @@ def test_noise_moves_only_what_rounding_may_move(way: str, gap: float, sampled: 
     sampling = dataclasses.replace(KINDS[way], temperature=1e-7 if way == "temperature" else 0.0)
     num_rows = 200
     sampler = Sampler(
-        TensorParallelGroup.alone(DEVICE), REFERENCE.sampling, 4, 0, 4, num_rows, DEVICE
+        TensorParallelGroup(0, 1, DEVICE), REFERENCE.sampling, 4, 0, 4, num_rows, DEVICE
     )
     for slot in range(num_rows):
         sampler.admit(slot, sampling, [1], 1)

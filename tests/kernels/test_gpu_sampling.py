@@ -340,7 +340,7 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
     drawn = []
     for kernels in (gpu, reference):
         sampler = Sampler(
-            TensorParallelGroup.alone(torch.device("cpu")), kernels, 1003, 0, 1003, 8, "cpu"
+            TensorParallelGroup(0, 1, torch.device("cpu")), kernels, 1003, 0, 1003, 8, "cpu"
         )
         for slot, some in enumerate(options):
             sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)

@@ -30,7 +30,6 @@ from scheduler.messages import (
     StepPlan,
     StepResult,
     ints,
-    mask_bytes,
 )
 from scheduler.params import Sampling
 from scheduler.sequence import Sequence
@@ -69,6 +68,11 @@ def prompt_scores(prompt: list[int], seed: int) -> list[int]:
     return [
         score(context[: place * DIGEST_BYTES], prompt[place]) for place in range(1, len(prompt))
     ]
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of one row's mask."""
+    return 4 * -(-vocab_size // 32)
 
 
 def allowed(token_ids: list[int]) -> bytes | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.block_manager import BlockManager
+from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.params import Sampling
@@ -159,3 +160,7 @@ def block_ids_of(plan: StepPlan) -> list[list[int]]:
             tables.append(list(plan.admitted.block_ids[first : first + count]))
             first += count
     return tables
+
+
+def num_unfinished(engine: Engine) -> int:
+    return len(engine._sequences)

@@ -48,6 +48,7 @@ from tests.scheduler.fake_model import (
     generate,
     prompt_scores,
 )
+from tests.scheduler.helpers import num_unfinished
 from tests.scheduler.scenario import draw_scenario
 
 INDEX_CHECK_INTERVAL = 8
@@ -497,7 +498,7 @@ class Simulation:
         limits = self.scenario.limits
         assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
         assert not self.grammars.known, f"grammars were not forgotten: {self.grammars.known}"
-        assert self.engine.num_unfinished == 0 and not self.scheduler.submitted, (
+        assert num_unfinished(self.engine) == 0 and not self.scheduler.submitted, (
             "a result was not read"
         )
         report = self.report

@@ -14,7 +14,7 @@ from scheduler.messages import StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceStatus
 from tests.scheduler.fake_model import generate
-from tests.scheduler.helpers import BLOCK, FakeExecutor, make_limits, make_request
+from tests.scheduler.helpers import BLOCK, FakeExecutor, make_limits, make_request, num_unfinished
 
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -157,7 +157,7 @@ def test_engine_has_work_until_the_last_result_is_read() -> None:
     engine.add(make_request("a", PROMPT))
     engine.step()
     engine.finish("a", "abort")
-    assert engine.num_unfinished == 0 and engine.has_work
+    assert num_unfinished(engine) == 0 and engine.has_work
     output = engine.step()
     assert output is not None and output.token_ids == []
     assert not engine.has_work
@@ -200,7 +200,7 @@ def test_id_in_use_is_refused_by_name() -> None:
     engine.add(make_request("a", PROMPT))
     with pytest.raises(RequestError, match="'a' is in use") as caught:
         engine.add(make_request("a", PROMPT))
-    assert caught.value.parameter == "request_id" and engine.num_unfinished == 1
+    assert caught.value.parameter == "request_id" and num_unfinished(engine) == 1
 
 
 def test_id_is_free_again_after_the_end() -> None:
@@ -224,14 +224,14 @@ def test_refused_request_is_not_known() -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError):
         engine.add(make_request("a", []))
-    assert engine.num_unfinished == 0
+    assert num_unfinished(engine) == 0
     engine.check()
 
 
 def test_request_that_has_ended_already_is_not_known() -> None:
     engine, _ = make_engine()
     seq = engine.add(make_request("a", [1, 2, 3], num_prompt_tokens=2, max_tokens=1))
-    assert seq.status is SequenceStatus.FINISHED and engine.num_unfinished == 0
+    assert seq.status is SequenceStatus.FINISHED and num_unfinished(engine) == 0
     assert not engine.has_work
     engine.check()
 

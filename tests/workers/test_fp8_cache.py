@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.in_process import InProcessExecutor
 from benchmarks.rank_pool import WorkerPool, executor_of
 from cluster.client.tokenizer import Tokenizer
 from cluster.limits import limits_of
@@ -30,7 +31,6 @@ from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
 from workers.batch.kv_plan import block_bytes
 from workers.configuration import resolve_config
-from workers.in_process import InProcessExecutor
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 512, 40)]
 

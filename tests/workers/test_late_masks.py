@@ -12,14 +12,15 @@ from random import Random
 import pytest
 import xxhash
 
+from benchmarks.in_process import InProcessExecutor
 from scheduler.engine import LATE, Engine, MaskAnswer
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, ints, mask_bytes
+from scheduler.messages import Request, StepPlan, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
-from workers.in_process import InProcessExecutor
 
 NUM_REQUESTS, NUM_TOKENS = 6, 20
 

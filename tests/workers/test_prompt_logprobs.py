@@ -262,7 +262,7 @@ def test_logits_of_few_positions_exist_at_a_time(small_checkpoint: Path) -> None
     config = config_of(small_checkpoint, max_model_len=256, max_num_batched_tokens=256)
     kernels, device = select_backend("cpu", "reference"), Device(torch.device("cpu"))
     state = BatchState(config, 128, device, kernels, 2)
-    group = TensorParallelGroup.alone(device.torch)
+    group = TensorParallelGroup(0, 1, device.torch)
     shard = VocabularyShard(group, kernels.sampling, 50, 0, 50, device.torch)
     generator = torch.Generator().manual_seed(1)
     head = CountingHead(torch.randn(50, 8, generator=generator))

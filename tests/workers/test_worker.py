@@ -1,6 +1,4 @@
-"""`Worker` and `InProcessExecutor`: order and epochs of steps, errors kept until they are read,
-reports.
-"""
+"""`Worker`: order and epochs of steps, errors kept until they are read, reports."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ import torch
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.paths import CHECKOUT
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
-from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
+from scheduler.messages import StepMask, StepPlan, ints
+from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
 from workers import worker as worker_module
 from workers.device import Device, open_device
-from workers.in_process import InProcessExecutor
 from workers.model_runner import PendingStep
 from workers.worker import Worker
 
@@ -71,25 +69,23 @@ def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
     launcher.join()
 
 
-def test_a_masked_step_waits_for_its_mask(worker: Worker) -> None:
-    """The mask comes before the step is launched, or while it runs."""
-    for early in (True, False):
-        [plan] = plans(1, epoch=worker.epoch)
-        plan = dataclasses.replace(plan, masked=plan.samples)
-        bits = bytearray(mask_bytes(worker.config.model.vocab_size))
-        bits[77 // 8] |= 1 << 77 % 8
-        mask = StepMask(step_id=0, epoch=plan.epoch, rows=ints([0]), masks=(bytes(bits),))
-        if early:
+@pytest.mark.parametrize("when", ["before its launch", "while it runs"])
+def test_a_masked_step_takes_a_mask_that_comes(worker: Worker, when: str) -> None:
+    [plan] = plans(1)
+    plan = dataclasses.replace(plan, masked=plan.samples)
+    bits = bytearray(mask_bytes(worker.config.model.vocab_size))
+    bits[77 // 8] |= 1 << 77 % 8
+    mask = StepMask(step_id=0, epoch=0, rows=ints([0]), masks=(bytes(bits),))
+    if when == "before its launch":
+        worker.mask(mask)
+    with ThreadPoolExecutor() as threads:
+        launched = threads.submit(worker.launch, plan)
+        if when == "while it runs":
+            time.sleep(0.1)
+            assert not launched.done()
             worker.mask(mask)
-        with ThreadPoolExecutor() as threads:
-            launched = threads.submit(worker.launch, plan)
-            if not early:
-                time.sleep(0.1)
-                assert not launched.done()
-                worker.mask(mask)
-        result = worker.result(0, plan.epoch)
-        assert list(result.token_ids) == [77] and "mask" in result.seconds
-        worker.reset(worker.epoch + 1)
+    result = worker.result(0, 0)
+    assert list(result.token_ids) == [77] and "mask" in result.seconds
 
 
 def test_a_mask_that_never_comes_fails_the_step(small_checkpoint: Path) -> None:
@@ -190,47 +186,16 @@ def test_error_of_another_kind_becomes_a_worker_error_with_its_cause(
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_new_epoch_starts_empty_and_gives_the_same_tokens(worker: Worker) -> None:
-    for plan in plans(4):
-        worker.launch(plan)
-    # the last one is never read
-    first = [worker.result(step_id, 0).token_ids for step_id in range(3)]
-    worker.reset(1)
-    for plan in plans(3, epoch=1):
-        worker.launch(plan)
-    assert [worker.result(step_id, 1).token_ids for step_id in range(3)] == first
-
-
-def test_new_epoch_heals_a_failed_one(worker: Worker) -> None:
-    worker.launch(plans(2)[1])
-    worker.reset(1)
-    worker.launch(plans(1, epoch=1)[0])
-    assert len(worker.result(0, 1).token_ids) == 1
-
-
-def test_step_of_a_past_epoch_is_refused_and_harms_nothing(worker: Worker) -> None:
-    worker.reset(1)
+def test_step_of_a_past_epoch_is_refused_and_harms_nothing(small_checkpoint: Path) -> None:
+    worker = Worker(config_of(small_checkpoint), rank=0)
+    worker.start(None, epoch=1)
+    worker.allocate_cache(32)
     worker.launch(plans(1, epoch=0)[0])
     with pytest.raises(WorkerError, match="step 0 of epoch 0 came in epoch 1"):
         worker.result(0, 0)
     worker.launch(plans(1, epoch=1)[0])
     assert len(worker.result(0, 1).token_ids) == 1
-
-
-def test_reset_wakes_whoever_waits_for_the_past_epoch(worker: Worker) -> None:
-    resetter = threading.Timer(0.1, worker.reset, [3])
-    resetter.start()
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match="step 9 belongs to epoch 0, the current epoch is 3"):
-        worker.result(9, 0)
-    assert time.monotonic() - started < 0.9, "it did not wait for the time limit"
-    resetter.join()
-
-
-def test_epochs_only_go_forward(worker: Worker) -> None:
-    worker.reset(2)
-    with pytest.raises(WorkerError, match="epoch 2 does not follow epoch 2"):
-        worker.reset(2)
+    worker.close()
 
 
 def test_step_without_rows_only_changes_the_batch(worker: Worker) -> None:
@@ -304,7 +269,7 @@ def test_report_has_phases_blocks_and_ledger(pool: WorkerPool, small_checkpoint:
                 == report.ledger.num_blocks
                 == min(8 * 16, 2**19 // report.ledger.block_bytes)
             )
-        memory = executor.pool.call(0, "memory_report")
+        memory = executor.pool.call(0, "memory_by_purpose")
         assert memory["kv_cache"] == report.num_kv_blocks * report.ledger.block_bytes
         whole = (small_checkpoint / "model.safetensors").stat().st_size
         assert whole * 0.48 < memory["weights"] < whole * 0.6
@@ -385,23 +350,6 @@ def test_importing_kernels_leaves_the_threads_of_torch_alone() -> None:
     assert done.stdout == "1\n"
 
 
-def test_in_process_executor_runs_plans(small_checkpoint: Path) -> None:
-    executor = InProcessExecutor(config_of(small_checkpoint))
-    assert executor.num_kv_blocks == 128
-    for plan in plans(3):
-        executor.launch(plan)
-    tokens = [executor.result(step_id).token_ids.tolist() for step_id in range(3)]
-    executor.reset(1)
-    executor.launch(plans(1, epoch=1)[0])
-    assert executor.result(0).token_ids.tolist() == tokens[0]
-    executor.close()
-
-
-def test_in_process_executor_is_one_rank(small_checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="one process runs one rank"):
-        InProcessExecutor(config_of(small_checkpoint, tensor_parallel_size=2))
-
-
 def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) -> None:
     runner, held = weakref.ref(worker._runner), []
     worker._group = SimpleNamespace(close=lambda: held.append(runner()))  # type: ignore[assignment]
@@ -419,7 +367,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_config_error() -> None:
 
 def test_workers_import_neither_ray_nor_transformers() -> None:
     program = (
-        "import json, sys, workers.in_process\n"
+        "import json, sys, workers.worker\n"
         "print(json.dumps([m for m in ('ray', 'transformers', 'cluster') if m in sys.modules]))"
     )
     root = Path(__file__).parents[2]

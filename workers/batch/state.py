@@ -239,10 +239,6 @@ class BatchState:
 
         return inputs
 
-    def upload(self, rows: StepRows) -> StepInputs:
-        """The inputs of a step, uploaded on their own."""
-        return self.stage(rows, lambda array: self.device.upload(array)[0])()
-
     def decode_places(self, num_rows: int, max_seq_len: int) -> int:
         """See `Kernels.decode_places`."""
         if num_rows == 0:
@@ -285,18 +281,6 @@ class BatchState:
     ) -> None:
         """Write the tokens of a step where the next step reads them, without a trip to the host."""
         self._kernels.write_tokens(self.tokens_SL, slots_R, positions_R, token_ids_R)
-
-    def clear(self) -> None:
-        """Free every slot, for a new epoch."""
-        for counts in (
-            self.num_tokens_S,
-            self.num_prompt_S,
-            self.num_cached_S,
-            self.num_computed_S,
-            self.num_table_S,
-        ):
-            counts.fill(0)
-        self.used_S.fill(False)
 
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""

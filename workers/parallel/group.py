@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class TensorParallelGroup:
-    """`size` ranks, and sums, maxima and gathers between them. `join` before the first operation;
-    `create` does both; `alone` is a group of one.
+    """`size` ranks, and sums, maxima and gathers between them. `join` before the first
+    operation.
     """
 
     def __init__(
@@ -42,17 +42,15 @@ class TensorParallelGroup:
         size: int,
         device: torch.device,
         progress: Progress | None = None,
-        backend: TorchTransport | None = None,
     ) -> None:
-        """`backend`: the transport between all ranks, if they are connected already."""
         self.progress = progress or Progress()
         self.rank = rank
         self.size = size
         self.device = device
         self._who = f"rank {rank} of {size}"
         self._address: Address | None = None
-        self._backend = backend
-        self._chosen: Transport | None = backend
+        self._backend: TorchTransport | None = None
+        self._chosen: Transport | None = None
 
     @property
     def transport(self) -> str:
@@ -60,24 +58,6 @@ class TensorParallelGroup:
         memory within hosts, gloo between them", or "symmetric memory up to 1 MiB, nccl above".
         """
         return "none" if self.size == 1 else self._transport.name
-
-    @classmethod
-    def alone(cls, device: torch.device) -> TensorParallelGroup:
-        return cls(0, 1, device)
-
-    @classmethod
-    def create(
-        cls,
-        rank: int,
-        size: int,
-        address: Address | None,
-        device: torch.device,
-        timeout_s: float,
-    ) -> TensorParallelGroup:
-        """A group that has met; see `join`."""
-        group = cls(rank, size, device)
-        group.join(address, timeout_s)
-        return group
 
     def join(self, address: Address | None, timeout_s: float) -> None:
         """Meet the others at `address`; returns when every rank has joined.

@@ -28,7 +28,7 @@ from scheduler.messages import StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.scheduler.fake_model import FakeRank, Lane, generate
-from tests.scheduler.helpers import make_limits, make_request
+from tests.scheduler.helpers import make_limits, make_request, num_unfinished
 
 
 class OneIsBad:
@@ -85,7 +85,7 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     errors = {name: n.error for news in told for name, n in news["f"].items() if n.error}
     assert [*errors] == ["bad"] and "its grammar failed" in str(errors["bad"])
     assert bool(lost) == step_is_lost
-    assert engine.num_unfinished == 1, "the other request goes on"
+    assert num_unfinished(engine) == 1, "the other request goes on"
     assert engine.take_failed() == [] and not died
 
 
@@ -255,7 +255,7 @@ def errors_in(told: list[NewsByFrontend], request_id: str) -> list[EaglerayError
 def test_a_request_that_fails_may_be_ended_by_its_frontend_in_the_same_step() -> None:
     loop, told = loop_whose_grammar_fails(Finish(request_ids=["bad"], reason="abort"))
     loop.turn()
-    assert loop.engine.num_unfinished == 1, "the other request goes on"
+    assert num_unfinished(loop.engine) == 1, "the other request goes on"
     assert not errors_in(told, "good")
 
 
@@ -281,7 +281,7 @@ def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
     [error] = errors_in(told, "r0")
     assert isinstance(error, RequestError) and "'r0' is in use" in str(error)
     assert "g" not in (owner for name, owner in loop._owners.items() if name == "r0")
-    assert loop.engine.num_unfinished == 3, "the requests beside it run"
+    assert num_unfinished(loop.engine) == 3, "the requests beside it run"
 
 
 class NoFork(OneIsBad):
@@ -323,7 +323,7 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
     loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
     loop.turn()
     assert lost == [f"{type(error).__name__}: {error}"]
-    assert loop.engine.num_unfinished == 1 and loop.engine.scheduler.epoch == 1
+    assert num_unfinished(loop.engine) == 1 and loop.engine.scheduler.epoch == 1
 
 
 def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> None:
@@ -338,7 +338,7 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
     constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
     loop.post(Submit(frontend_id="f", requests=[constrained]))
     loop.turn()
-    assert "Resource temporarily unavailable" in lost[0] and engine.num_unfinished == 1
+    assert "Resource temporarily unavailable" in lost[0] and num_unfinished(engine) == 1
 
 
 def test_a_bug_in_a_step_ends_the_engine() -> None:

@@ -21,10 +21,11 @@ from cluster.ranks.calls import StepCalls
 from configs.paths import CHECKOUT
 from scheduler.engine import MaskAnswer
 from scheduler.errors import WorkerError
-from scheduler.messages import StepMask, StepPlan, ints, mask_bytes
+from scheduler.messages import StepMask, StepPlan, ints
 from scheduler.sequence import Sequence
 from tests.cluster.conftest import SHAPE, SmallModel
 from tests.cluster.ranks.groups import check_every_token, group_with
+from tests.scheduler.fake_model import mask_bytes
 
 pytestmark = pytest.mark.engine
 

@@ -43,7 +43,7 @@ class MakeRunner:
             "max_num_batched_tokens": max(64, max_num_seqs),
         } | options
         config = config_of(self._checkpoint, attention_backend="reference", **options)
-        group = TensorParallelGroup.alone(device.torch)
+        group = TensorParallelGroup(0, 1, device.torch)
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
         model = Qwen3(config.model, group, kernels, torch.float32, config.max_model_len)
         load_weights(model.slices(), Path(config.model_dir), config.model)

@@ -240,30 +240,6 @@ def test_more_than_there_is_room_for_is_sent_on_its_own(make: Any) -> None:
     assert len(pair.gpu.uploads) > before + 4
 
 
-def test_what_a_step_that_failed_has_put_is_not_sent_by_the_next(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = FakeGpu()
-    runner, planner = make(gpu, 8), Planner(BLOCK_SIZE)
-    rows = [Row([slot + 1], 1, FILTERS) for slot in range(5)]
-    for slot, row in enumerate(rows):
-        planner.admit(row, slot)
-    plan = planner.step([(row, 1) for row in rows])
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("a bug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.sampler, "batch", fail)
-        with pytest.raises(RuntimeError, match="a bug"):
-            runner.run(plan)
-    runner.clear()
-    runner.run(plan).finish(1.0, "a step")
-    undisturbed = FakeGpu()
-    make(undisturbed, 8).run(plan).finish(1.0, "a step")
-    assert gpu.uploads[-1] == undisturbed.uploads[-1]
-
-
 # The kernels of a GPU
 
 

@@ -167,7 +167,7 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
 def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
     make: Any, num_blocks: int, max_model_len: int, message: str
 ) -> None:
-    config, group = make(), TensorParallelGroup.alone(torch.device("cpu"))
+    config, group = make(), TensorParallelGroup(0, 1, torch.device("cpu"))
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     config = dataclasses.replace(config, max_model_len=max_model_len)
     with pytest.raises(ConfigError, match=message):
@@ -182,7 +182,7 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
     limits are.
     """
     config = make(**options)
-    group = TensorParallelGroup.alone(torch.device("cpu"))
+    group = TensorParallelGroup(0, 1, torch.device("cpu"))
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     load_weights(model.slices(), Path(config.model_dir), config.model)
     run_largest_step(config, model, group, KERNELS)
@@ -214,7 +214,7 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
         REFERENCE, paged_attention=attend, sampling=Replaced(REFERENCE.sampling, **noting), **tables
     )
     config = make(dtype="bfloat16", attention_backend="reference", max_num_batched_tokens=150)
-    group = TensorParallelGroup.alone(torch.device("cpu"))
+    group = TensorParallelGroup(0, 1, torch.device("cpu"))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=300))
     model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
     for piece in model.slices():

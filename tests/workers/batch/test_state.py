@@ -146,7 +146,7 @@ def test_preparation_equals_a_loop_over_tokens(
         state.apply(plan)
         naive.apply(plan)
         rows, expected = state.take(plan), naive.expected(plan)
-        inputs = state.upload(rows)
+        inputs = inputs_of(state, rows)
         assert_equal(rows, inputs, expected)
         for row, table in zip(plan.slots, inputs.attn.block_table_BW.tolist(), strict=True):
             blocks = naive.rows[row].blocks[: len(table)]
@@ -159,7 +159,11 @@ def test_preparation_equals_a_loop_over_tokens(
 
 
 def prepare(state: BatchState, plan: StepPlan) -> StepInputs:
-    return state.upload(state.take(plan))
+    return inputs_of(state, state.take(plan))
+
+
+def inputs_of(state: BatchState, rows: StepRows) -> StepInputs:
+    return state.stage(rows, lambda array: CPU.upload(array)[0])()
 
 
 def write_sampled(state: BatchState, inputs: StepInputs, token_ids: list[int]) -> None:
@@ -223,17 +227,6 @@ def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
     plan = planner.step([(row, 1)])
     state.apply(plan)
     assert prepare(state, plan).attn.slot_mapping_T.tolist() == [(2**31 - 2) * 4096]
-
-
-def test_clear_frees_every_slot(config: ResolvedConfig) -> None:
-    state, planner = make_state(config, NUM_BLOCKS), Planner(4)
-    planner.admit(Row([1, 2], 2), slot=0)
-    state.apply(planner.step([]))
-    state.clear()
-    state.check()
-    again = Planner(4)
-    again.admit(Row([3], 1), slot=0)
-    state.apply(again.step([]))
 
 
 def admitted(**changes: Any) -> AdmittedRows:

@@ -48,7 +48,8 @@ def on_ranks(
 
     def rank_main(rank: int) -> Any:
         HERE.host = HOSTS[rank] if transport == HIERARCHICAL else "a"
-        group = TensorParallelGroup.create(rank, size, rendezvous.address, CPU, timeout_s)
+        group = TensorParallelGroup(rank, size, CPU)
+        group.join(rendezvous.address, timeout_s)
         group.share_memory(timeout_s, transport != "gloo")
         assert group.transport == (transport if size > 1 else "none")
         try:
@@ -227,14 +228,14 @@ def test_a_group_that_never_completes_is_an_error_in_time() -> None:
         WorkerError,
         match=rf"rank 1 of 2 did not find all of its peers at 127.0.0.1:{rendezvous.port}",
     ):
-        TensorParallelGroup.create(1, 2, rendezvous.address, CPU, 1.0)
+        TensorParallelGroup(1, 2, CPU).join(rendezvous.address, 1.0)
     assert time.monotonic() - started < 4.0
 
 
 def test_nobody_at_the_rendezvous_is_an_error_in_time() -> None:
     closed = open_rendezvous("127.0.0.1", 5.0).address  # its store is gone too
     with pytest.raises(WorkerError, match="rank 1 of 2"):
-        TensorParallelGroup.create(1, 2, closed, CPU, 1.0)
+        TensorParallelGroup(1, 2, CPU).join(closed, 1.0)
 
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
@@ -273,9 +274,13 @@ class NcclStandIn:
         output[...] = tensor
 
 
-def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
+def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = TorchTransport(NcclStandIn(), None, 2, CPU, "rank 0 of 2")
-    group = TensorParallelGroup(0, 2, CPU, backend=backend)
+    monkeypatch.setattr(TorchTransport, "connect", lambda *_: backend)
+    group = TensorParallelGroup(0, 2, CPU)
+    group.join(("127.0.0.1", 1), 10.0)
     assert group.all_reduce(torch.tensor([3.0])).item() == 6
     assert group.all_reduce_max(torch.tensor([3.0])).item() == 3
     assert group.all_gather(torch.tensor([3.0, 4.0])).tolist() == [[3, 4], [3, 4]]
@@ -283,7 +288,8 @@ def test_what_runs_in_the_stream_of_the_step_has_nothing_to_wait_for() -> None:
 
 
 def test_group_of_one_needs_no_rendezvous() -> None:
-    group = TensorParallelGroup.create(0, 1, None, CPU, 1.0)
+    group = TensorParallelGroup(0, 1, CPU)
+    group.join(None, 1.0)
     tensor = torch.tensor([3.0])
     assert group.all_reduce(tensor) is tensor
     group.barrier()

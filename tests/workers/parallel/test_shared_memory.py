@@ -102,7 +102,8 @@ def _rank_main(
     torch.set_num_threads(1)
     if before is not None:
         before(rank)
-    group = TensorParallelGroup.create(rank, size, address, CPU, timeout_s)
+    group = TensorParallelGroup(rank, size, CPU)
+    group.join(address, timeout_s)
     group.share_memory(timeout_s)
     pipe.send(group.transport)
     while True:
@@ -615,7 +616,8 @@ def test_rank_0_logs_what_it_came_to(caplog: pytest.LogCaptureFixture) -> None:
         rendezvous = open_rendezvous("127.0.0.1", 10.0)
 
         def rank_main(rank: int) -> str:
-            group = TensorParallelGroup.create(rank, 2, rendezvous.address, CPU, 10.0)
+            group = TensorParallelGroup(rank, 2, CPU)
+            group.join(rendezvous.address, 10.0)
             group.share_memory(10.0, wanted[rank])
             group.close()
             return group.transport

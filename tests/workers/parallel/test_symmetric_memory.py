@@ -144,7 +144,8 @@ def on_ranks(
     def rank_main(rank: int) -> Any:
         HERE.rank, HERE.host, HERE.groups, HERE.num_nccl_sums = rank, hosts[rank], {}, 0
         device = torch.device("cpu", (gpus or range(size))[rank])
-        group = TensorParallelGroup.create(rank, size, rendezvous.address, device, TIMEOUT_S)
+        group = TensorParallelGroup(rank, size, device)
+        group.join(rendezvous.address, TIMEOUT_S)
         group.share_memory(TIMEOUT_S, wanted or rank != 1)
         HERE.num_nccl_sums = 0
         try:

@@ -18,9 +18,10 @@ import torch
 
 from kernels.reference import sampling as kernels
 from kernels.select import select_backend
-from scheduler.messages import StepMask, TokenLogprobs, ints, mask_bytes
+from scheduler.messages import StepMask, TokenLogprobs, ints
 from scheduler.params import Sampling, SamplingParams
 from tests.kernels import sampling_reference as reference
+from tests.scheduler.fake_model import mask_bytes
 from workers.parallel.backend import open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler, _gap_rows, to_logprobs
@@ -30,7 +31,7 @@ BACKENDS = ("reference", "cpu")
 KERNELS = select_backend("cpu").sampling
 select_backend("cpu").set_num_threads(1)
 
-ALONE = TensorParallelGroup.alone(torch.device("cpu"))
+ALONE = TensorParallelGroup(0, 1, torch.device("cpu"))
 CLEAR = 1e-5  # float32 rounding cannot change a decision whose margin is above this
 Floats = reference.Floats
 
@@ -546,7 +547,8 @@ def run_rank(rank: int, addresses: dict[int, tuple[str, int]], answers: Any) -> 
     """Every case with every backend in a group of each size this process has a rank in."""
     for size, address in addresses.items():
         if rank < size:
-            group = TensorParallelGroup.create(rank, size, address, torch.device("cpu"), 60.0)
+            group = TensorParallelGroup(rank, size, torch.device("cpu"))
+            group.join(address, 60.0)
             answers.put((rank, size, {name: run_cases(name, group) for name in BACKENDS}))
             group.close()
 

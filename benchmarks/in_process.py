@@ -1,4 +1,4 @@
-"""An executor that runs one rank in this process, without Ray, for tests, tools and a single GPU.
+"""An executor that runs one rank in this process, without Ray.
 
 Owns its `Worker`. On a CPU `launch` runs the whole step; on a GPU it returns once the step is
 launched.
@@ -44,10 +44,6 @@ class InProcessExecutor:
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step of the current epoch. Raises the error of the step."""
         return self.worker.result(step_id, self.worker.epoch)
-
-    def reset(self, epoch: int) -> None:
-        """Start an epoch: every row is gone, steps count from 0 again."""
-        self.worker.reset(epoch)
 
     def close(self) -> None:
         self.worker.close()
