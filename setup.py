@@ -21,6 +21,8 @@ LAUNCH = "launch"
 _NAMES = "|".join((*FOLDERS, LAUNCH))
 _IMPORT = re.compile(rf"^([ \t]*from )(?=(?:{_NAMES})\b)", re.MULTILINE)
 _PLAIN_IMPORT = re.compile(rf"^[ \t]*import (?:{_NAMES})\b.*", re.MULTILINE)
+# How `configs/serve.yaml` names the application.
+_APPLICATION = re.compile(r"^( *import_path: )(?=cluster\.)", re.MULTILINE)
 
 
 def inside_package(source: str, path: Path) -> str:
@@ -47,6 +49,10 @@ class BuildOnePackage(build_py):
             (built / name).rename(built / PACKAGE / name)
         for path in sorted((built / PACKAGE).rglob("*.py")):
             path.write_text(inside_package(path.read_text(encoding="utf-8"), path), "utf-8")
+        serve = built / PACKAGE / "configs" / "serve.yaml"
+        text, num_changed = _APPLICATION.subn(rf"\g<1>{PACKAGE}.", serve.read_text("utf-8"))
+        assert num_changed == 1, f"{serve} names no application"
+        serve.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from scheduler.errors import (
     EngineDeadError,
     OverloadedError,
     StepTimeoutError,
+    UnreadableError,
     WorkerError,
 )
 
@@ -82,6 +83,7 @@ KINDS: dict[str, Kind] = {
         f"{each.__module__}.{each.__name__}".removeprefix(PREFIX): kind
         for each, kind in (
             (ClientError, Kind.CALLER),
+            (UnreadableError, Kind.LOST_PEER),  # such as a file server that does not answer
             (OverloadedError, Kind.NO_ROOM),
             (WorkerError, Kind.LOST_PEER),
             (StepTimeoutError, Kind.LOST_PEER),

@@ -234,10 +234,12 @@ class EngineConfig:
         """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` naming
         the known keys.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}")
+        known_names = [field.name for field in dataclasses.fields(cls)]
+        unknown_names = [key for key in values if key not in known_names]
+        if unknown_names:
+            raise ConfigError(
+                f"unknown engine option {unknown_names[0]!r}; known are {', '.join(known_names)}"
+            )
         return cls(**values)
 
 
@@ -298,16 +300,16 @@ def resolve(
     `weight_dtypes`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
-    longest = rope_max_length(model)
-    max_model_len = engine.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
-    if max_model_len > longest:
-        scaling = model.rope.rope_type
+    rope_max_len = rope_max_length(model)
+    max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > rope_max_len:
+        rope_type = model.rope.rope_type
         raise ConfigError(
-            f"max_model_len {max_model_len} is beyond the {longest} positions this checkpoint"
-            " serves" + ("" if scaling == "default" else f" (rope scaling {scaling!r})")
+            f"max_model_len {max_model_len} is beyond the {rope_max_len} positions this checkpoint"
+            " serves" + ("" if rope_type == "default" else f" (rope scaling {rope_type!r})")
         )
-    own_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
-    dtype = own_dtype if engine.dtype == "auto" else engine.dtype
+    auto_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
+    dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
     if dtype not in dtypes:
         raise ConfigError(
             f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
@@ -323,14 +325,16 @@ def resolve(
             " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
         )
     if engine.kv_cache_dtype not in ("auto", *kv_cache_dtypes):
-        possible = " and ".join(("auto", *kv_cache_dtypes))
+        possible_dtypes = " and ".join(("auto", *kv_cache_dtypes))
         raise ConfigError(
             f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
-            f" {attention_backend!r}; possible are {possible}. Choose one of them, or another"
-            " attention_backend"
+            f" {attention_backend!r}; possible are {possible_dtypes}. Choose one of them, or"
+            " another attention_backend"
         )
-    seqs, ahead = num_seqs(engine, device), engine.num_steps_ahead
-    tokens = engine.max_num_batched_tokens or max(DEFAULT_NUM_BATCHED_TOKENS[device], seqs)
+    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
+    max_num_batched_tokens = engine.max_num_batched_tokens or max(
+        DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs
+    )
     return ResolvedConfig(
         engine=engine,
         model=model,
@@ -342,8 +346,8 @@ def resolve(
         kv_cache_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         attention_backend=attention_backend,
         block_size=engine.block_size or block_size,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if ahead is None else ahead,
+        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
     )

@@ -34,42 +34,45 @@ class Gptq:
         """Groups of a matrix with that many inputs."""
         return 1 if self.group_size == -1 else -(-size_in // self.group_size)
 
-    def num_words(self, count: int) -> int:
-        """32-bit words that hold `count` codes."""
-        return -(-count // (32 // self.bits))
+    def num_words(self, num_codes: int) -> int:
+        """32-bit words that hold `num_codes` codes."""
+        return -(-num_codes // (32 // self.bits))
 
 
 def read_gptq(raw: Mapping[str, Any], where: str) -> Gptq | None:
     """The format in a decoded `config.json`, None if it is another one or none. Raises
     `ConfigError`.
     """
-    found = raw.get("quantization_config")
-    if not isinstance(found, Mapping) or found.get("quant_method") != "gptq":
+    quantization_config = raw.get("quantization_config")
+    if (
+        not isinstance(quantization_config, Mapping)
+        or quantization_config.get("quant_method") != "gptq"
+    ):
         return None
 
-    def check(name: str, value: object, *possible: object) -> None:
-        if value not in possible:
+    def check(name: str, value: object, *supported: object) -> None:
+        if value not in supported:
             raise ConfigError(
                 f"{where}: quantization_config has {name} {value!r}; of GPTQ checkpoints, those"
-                f" with {' or '.join(map(repr, possible))} there are supported. Use such a"
+                f" with {' or '.join(map(repr, supported))} there are supported. Use such a"
                 " checkpoint, or one that is not quantized"
             )
 
-    bits, size = found.get("bits", 0), found.get("group_size", -1)
+    bits, group_size = quantization_config.get("bits", 0), quantization_config.get("group_size", -1)
     check("bits", bits, *BITS)
-    if type(size) is not int or (size < 1 and size != -1):
+    if type(group_size) is not int or (group_size < 1 and group_size != -1):
         raise ConfigError(
-            f"{where}: quantization_config has group_size {size!r}; it must be at least 1, or -1"
-            " for one group per row"
+            f"{where}: quantization_config has group_size {group_size!r}; it must be at least 1, or"
+            " -1 for one group per row"
         )
-    kind = found.get("checkpoint_format", "gptq")
-    check("checkpoint_format", kind, *_ZERO_OFFSETS)
-    check("pack_dtype", found.get("pack_dtype", "int32"), "int32")
-    check("lm_head", found.get("lm_head") or False, False)
-    check("dynamic", found.get("dynamic") or None, None)
+    checkpoint_format = quantization_config.get("checkpoint_format", "gptq")
+    check("checkpoint_format", checkpoint_format, *_ZERO_OFFSETS)
+    check("pack_dtype", quantization_config.get("pack_dtype", "int32"), "int32")
+    check("lm_head", quantization_config.get("lm_head") or False, False)
+    check("dynamic", quantization_config.get("dynamic") or None, None)
     return Gptq(
         bits=int(bits),
-        group_size=size,
-        has_index=bool(found.get("desc_act")),
-        zero_offset=_ZERO_OFFSETS[kind],
+        group_size=group_size,
+        has_index=bool(quantization_config.get("desc_act")),
+        zero_offset=_ZERO_OFFSETS[checkpoint_format],
     )

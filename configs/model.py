@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.gptq import Gptq, read_gptq
 from configs.quantization import Quantization, read_quantization
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 
 ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,17 +71,17 @@ class ModelConfig:
         """
         _check_supported(raw, where)
         try:
-            heads = int(raw["num_attention_heads"])
-            hidden = int(raw["hidden_size"])
+            num_heads = int(raw["num_attention_heads"])
+            hidden_size = int(raw["hidden_size"])
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
-                hidden_size=hidden,
+                hidden_size=hidden_size,
                 intermediate_size=int(raw["intermediate_size"]),
                 num_hidden_layers=int(raw["num_hidden_layers"]),
-                num_attention_heads=heads,
-                num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+                num_attention_heads=num_heads,
+                num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
                 # Where the key is absent, transformers takes 128.
-                head_dim=int(raw.get("head_dim", 128) or hidden // heads),
+                head_dim=int(raw.get("head_dim", 128) or hidden_size // num_heads),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -105,20 +105,20 @@ class ModelConfig:
     def from_dir(cls, model_dir: Path) -> ModelConfig:
         """Read `config.json`; the end-of-sequence ids are those of `generation_config.json` too."""
         path = model_dir / "config.json"
-        raw, generation = read_json(path), read_generation_config(model_dir)
+        raw, generation_config = read_json(path), read_generation_config(model_dir)
         config = cls.from_dict(raw, str(path))
         try:
-            ends = _as_ids(generation.get("eos_token_id"))
+            eos_token_ids = _as_ids(generation_config.get("eos_token_id"))
         except (TypeError, ValueError) as error:
             where = model_dir / "generation_config.json"
             raise ConfigError(f"{where}: eos_token_id cannot be read: {error}") from None
-        return config.ending_at(ends)
+        return config.ending_at(eos_token_ids)
 
     def ending_at(self, token_ids: Iterable[int]) -> ModelConfig:
         """The same model, whose outputs end at these tokens too, as far as it has them."""
-        possible = {token_id for token_id in token_ids if 0 <= token_id < self.vocab_size}
-        further = tuple(sorted(possible.difference(self.eos_token_ids)))
-        return dataclasses.replace(self, eos_token_ids=self.eos_token_ids + further)
+        ids_in_vocabulary = {token_id for token_id in token_ids if 0 <= token_id < self.vocab_size}
+        added_ids = tuple(sorted(ids_in_vocabulary.difference(self.eos_token_ids)))
+        return dataclasses.replace(self, eos_token_ids=self.eos_token_ids + added_ids)
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
         """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
@@ -137,11 +137,11 @@ class ModelConfig:
             )
 
     def _splits_into(self, size: int) -> bool:
-        kv = self.num_key_value_heads
+        num_kv_heads = self.num_key_value_heads
         return (
             self.num_attention_heads % size == 0
             and self.intermediate_size % size == 0
-            and (kv % size == 0 or size % kv == 0)
+            and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
         )
 
     def _check(self, where: str) -> None:
@@ -169,14 +169,18 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object."""
+    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object,
+    `UnreadableError` when the system cannot read it.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: a model directory holds config.json and *.safetensors"
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object")
@@ -190,10 +194,10 @@ def read_generation_config(model_dir: Path) -> dict[str, Any]:
 
 
 def _check_supported(raw: Mapping[str, Any], where: str) -> None:
-    kind = raw.get("model_type")
-    if kind != "qwen3":
+    model_type = raw.get("model_type")
+    if model_type != "qwen3":
         raise ConfigError(
-            f"{where} is of model_type {kind!r}; this engine runs 'qwen3' (dense Qwen3)"
+            f"{where} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3)"
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(
@@ -206,44 +210,44 @@ def _check_supported(raw: Mapping[str, Any], where: str) -> None:
 def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     parameters = dict(raw.get("rope_parameters") or {})
     # Where a file has both, the old key was added to it, and transformers goes by that too.
-    values = dict(raw.get("rope_scaling") or parameters)
-    rope_type = values.get("rope_type") or values.get("type") or "default"
+    scaling = dict(raw.get("rope_scaling") or parameters)
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"{where}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
-    if values.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
-    thetas = (values.get("rope_theta"), parameters.get("rope_theta"), raw.get("rope_theta"))
-    theta = float(next((value for value in thetas if value), 10000.0))
+    thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw.get("rope_theta"))
+    theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)
-    if "factor" not in values:
+    if "factor" not in scaling:
         raise ConfigError(f"{where}: rope scaling {rope_type!r} has no factor")
-    if not float(values["factor"]) > 0:
+    if not float(scaling["factor"]) > 0:
         raise ConfigError(
-            f"{where}: the factor of rope scaling must be above 0, got {values['factor']!r}"
+            f"{where}: the factor of rope scaling must be above 0, got {scaling['factor']!r}"
         )
-    original = values.get("original_max_position_embeddings") or raw.get(
+    original_length = scaling.get("original_max_position_embeddings") or raw.get(
         "max_position_embeddings", 32768
     )
-    optional = {
-        k: float(values[k])
-        for k in ("attention_factor", "mscale", "mscale_all_dim")
-        if values.get(k)
+    optional_floats = {
+        key: float(scaling[key])
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+        if scaling.get(key)
     }
     return RopeConfig(
         rope_type=rope_type,
         theta=theta,
-        factor=float(values["factor"]),
-        original_max_position_embeddings=int(original),
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
-        truncate=bool(values.get("truncate", True)),
-        attention_factor=optional.get("attention_factor"),
-        mscale=optional.get("mscale"),
-        mscale_all_dim=optional.get("mscale_all_dim"),
+        factor=float(scaling["factor"]),
+        original_max_position_embeddings=int(original_length),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=optional_floats.get("attention_factor"),
+        mscale=optional_floats.get("mscale"),
+        mscale_all_dim=optional_floats.get("mscale_all_dim"),
     )
 
 
@@ -259,7 +263,11 @@ def _read_dtype(raw: Mapping[str, Any], where: str) -> str:
 def _as_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(str(value)),)
+    return (
+        tuple(int(token_id) for token_id in value)
+        if isinstance(value, list)
+        else (int(str(value)),)
+    )
 
 
 def rope_max_length(model: ModelConfig) -> int:
@@ -269,5 +277,5 @@ def rope_max_length(model: ModelConfig) -> int:
     """
     if model.rope.rope_type == "dynamic":
         return model.rope.original_max_position_embeddings
-    scaled = math.floor(model.rope.factor * model.rope.original_max_position_embeddings)
-    return max(model.max_position_embeddings, scaled)
+    scaled_length = math.floor(model.rope.factor * model.rope.original_max_position_embeddings)
+    return max(model.max_position_embeddings, scaled_length)

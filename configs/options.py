@@ -41,38 +41,43 @@ def option(
 
 def check_option(field: dataclasses.Field[Any], value: object) -> None:
     """Raise `ConfigError` naming the option, what is possible and what was given."""
-    name, limits = field.name, field.metadata
+    name, metadata = field.name, field.metadata
     if value is None and field.default is None:
         return
     if isinstance(field.default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
-    elif limits["choices"]:
-        if value not in limits["choices"]:
+    elif metadata["choices"]:
+        if value not in metadata["choices"]:
             raise ConfigError(
-                f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}"
+                f"{name} must be one of {', '.join(metadata['choices'])}, got {value!r}"
             )
-    elif limits["at_least"] is not None:
-        _check_whole(name, value, limits["at_least"], limits["at_most"])
-    elif limits["above"] is not None:
-        if not (limits["or_zero"] and value == 0 and not isinstance(value, bool)):
-            zero = "0, or " if limits["or_zero"] else ""
-            _check_fraction(name, value, limits["above"], limits["at_most"], zero)
+    elif metadata["at_least"] is not None:
+        _check_whole(name, value, metadata["at_least"], metadata["at_most"])
+    elif metadata["above"] is not None:
+        if not (metadata["or_zero"] and value == 0 and not isinstance(value, bool)):
+            zero_wording = "0, or " if metadata["or_zero"] else ""
+            _check_fraction(name, value, metadata["above"], metadata["at_most"], zero_wording)
     elif not isinstance(value, str):
         raise ConfigError(f"{name} must be text, got {value!r}")
 
 
-def _check_whole(name: str, value: object, least: int, most: int | None) -> None:
+def _check_whole(name: str, value: object, at_least: int, at_most: int | None) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
-        limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
-        raise ConfigError(f"{name} must be a whole number of {limits}, got {value!r}")
+    if not is_whole or value < at_least or (at_most is not None and value > at_most):  # type: ignore[operator]
+        range_wording = f"at least {at_least}" + (
+            f" and at most {at_most}" if at_most is not None else ""
+        )
+        raise ConfigError(f"{name} must be a whole number of {range_wording}, got {value!r}")
 
 
-def _check_fraction(name: str, value: object, above: float, most: float, zero: str) -> None:
+def _check_fraction(
+    name: str, value: object, above: float, at_most: float, zero_wording: str
+) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type,operator]
+    if not is_number or not math.isfinite(value) or not above < value <= at_most:  # type: ignore[arg-type,operator]
         unit = " seconds" if name.endswith("_s") else ""
         raise ConfigError(
-            f"{name} must be {zero}above {above:g} and at most {most:g}{unit}, got {value!r}"
+            f"{name} must be {zero_wording}above {above:g} and at most {at_most:g}{unit},"
+            f" got {value!r}"
         )

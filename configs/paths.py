@@ -1,5 +1,6 @@
 """Where things are, in a checkout or where `pip install .` has put them."""
 
+import sys
 from pathlib import Path
 
 # Before the names of our modules: "eagleray." where they were installed as one package.
@@ -8,3 +9,12 @@ IS_INSTALLED = PREFIX != ""
 # The folder that holds `cluster`, `configs` and the others.
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL_DIR = CHECKOUT / "configs" / "default_model"
+
+
+def program_of(module: str) -> list[str]:
+    """The command that runs a module of ours as a program, in the working directory `CHECKOUT`.
+
+    In a checkout that is where the module is found. Where we are installed, nothing may be looked
+    up there: our folder `kernels` would hide the package of that name, which transformers imports.
+    """
+    return [sys.executable, *(["-P"] if IS_INSTALLED else []), "-m", module]

@@ -40,35 +40,35 @@ def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization | None
     """The quantization in a decoded `config.json`, None if there is none or it is GPTQ. Raises
     `ConfigError`.
     """
-    found = raw.get("quantization_config")
-    if not found:
+    quantization_config = raw.get("quantization_config")
+    if not quantization_config:
         return None
-    if not isinstance(found, Mapping):
+    if not isinstance(quantization_config, Mapping):
         raise ConfigError(f"{where}: quantization_config must be an object")
-    if found.get("quant_method") == "gptq":
+    if quantization_config.get("quant_method") == "gptq":
         return None
 
-    def check(name: str, value: object, wanted: object) -> None:
-        if value != wanted:
+    def check(name: str, value: object, expected: object) -> None:
+        if value != expected:
             raise ConfigError(
                 f"{where}: quantization_config has {name} {value!r}; of quantized checkpoints only"
-                f" 8-bit integers of compressed-tensors, with {wanted!r} there, and GPTQ are"
+                f" 8-bit integers of compressed-tensors, with {expected!r} there, and GPTQ are"
                 " supported. Use such a checkpoint, or a plain one with quantization 'int8'"
             )
 
-    check("quant_method", found.get("quant_method"), "compressed-tensors")
-    check("format", found.get("format"), "int-quantized")
-    groups = found.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, Mapping) else []
-    check("number of config_groups", len(groups), 1)
-    group = groups[0] if isinstance(groups[0], Mapping) else {}
-    check("targets", group.get("targets"), ["Linear"])
-    for part, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
-        values = group.get(part)
-        values = values if isinstance(values, Mapping) else {}
-        for name, value in wanted.items():
-            check(f"{part}.{name}", values.get(name), value)
-    check("output_activations", group.get("output_activations"), None)
-    check("kv_cache_scheme", found.get("kv_cache_scheme"), None)
-    check("ignore", found.get("ignore"), ["lm_head"])
+    check("quant_method", quantization_config.get("quant_method"), "compressed-tensors")
+    check("format", quantization_config.get("format"), "int-quantized")
+    config_groups = quantization_config.get("config_groups")
+    config_groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
+    check("number of config_groups", len(config_groups), 1)
+    config_group = config_groups[0] if isinstance(config_groups[0], Mapping) else {}
+    check("targets", config_group.get("targets"), ["Linear"])
+    for operand, expected_format in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
+        operand_format = config_group.get(operand)
+        operand_format = operand_format if isinstance(operand_format, Mapping) else {}
+        for name, value in expected_format.items():
+            check(f"{operand}.{name}", operand_format.get(name), value)
+    check("output_activations", config_group.get("output_activations"), None)
+    check("kv_cache_scheme", quantization_config.get("kv_cache_scheme"), None)
+    check("ignore", quantization_config.get("ignore"), ["lm_head"])
     return Quantization(stored=True, vocabulary=False)

@@ -120,9 +120,9 @@ class ServeConfig:
     bound_host: str | None = None
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            if "flag" in each.metadata:
-                check_option(each, getattr(self, each.name))
+        for option_field in dataclasses.fields(self):
+            if "flag" in option_field.metadata:
+                check_option(option_field, getattr(self, option_field.name))
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(
                 f"max_replicas {self.max_replicas} is below replicas {self.replicas}, with which"
@@ -169,11 +169,15 @@ class ServeConfig:
         """Build from decoded YAML or JSON: `engine` is a mapping of engine options. An unknown key
         raises `ConfigError` naming the known keys.
         """
-        known = [each.name for each in dataclasses.fields(cls) if each.name not in _SET_BY_LAUNCH]
-        unknown = [key for key in values if key not in known]
-        if unknown:
+        known_names = [
+            option_field.name
+            for option_field in dataclasses.fields(cls)
+            if option_field.name not in _SET_BY_LAUNCH
+        ]
+        unknown_names = [key for key in values if key not in known_names]
+        if unknown_names:
             raise ConfigError(
-                f"unknown serving option {unknown[0]!r}; known are {', '.join(known)}."
+                f"unknown serving option {unknown_names[0]!r}; known are {', '.join(known_names)}."
                 " Options of the engine belong under engine:"
             )
         for name in ("engine", "sampling"):

@@ -88,12 +88,12 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.num_free_blocks = 0
         self.num_evictions = 0
-        self._caching = enable_prefix_caching
-        self._hash = hash_function
+        self._caches_prefixes = enable_prefix_caching
+        self._hash_function = hash_function
         self._index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
-        self._head = self._tail = Block(-1)  # sentinel of the circular free list
-        self._head.previous = self._head.next = self._head
+        self._sentinel = Block(-1)  # of the circular free list
+        self._sentinel.previous = self._sentinel.next = self._sentinel
         for block in self.blocks:
             self._push_free(block)
 
@@ -103,10 +103,10 @@ class BlockManager:
         """Whether there are blocks for all tokens of a sequence; cached blocks that are free count
         as taken.
         """
-        cached = self._find_cached(seq)
-        num_revived = sum(block.ref_count == 0 for block in cached)
-        num_new = self.num_blocks_for(len(seq.token_ids)) - len(cached)
-        return num_new + num_revived <= self.num_free_blocks
+        cached_blocks = self._find_cached(seq)
+        num_revived = sum(block.ref_count == 0 for block in cached_blocks)
+        num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
+        return num_new_blocks + num_revived <= self.num_free_blocks
 
     def allocate(self, seq: BlockUser) -> int:
         """Give a sequence blocks for all its tokens, shared blocks first; returns the number of
@@ -115,17 +115,17 @@ class BlockManager:
         Call only if `can_allocate` is true.
         """
         assert not seq.block_table, "a sequence is allocated once"
-        cached = self._find_cached(seq)
-        for block in cached:
+        cached_blocks = self._find_cached(seq)
+        for block in cached_blocks:
             if block.ref_count == 0:
                 self._remove_free(block)
             block.ref_count += 1
-        table = seq.block_table
-        table.extend(block.block_id for block in cached)
-        for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached)):
-            table.append(self._take_free())
-        seq.num_published_blocks = len(cached)
-        return len(cached) * self.block_size
+        block_table = seq.block_table
+        block_table.extend(block.block_id for block in cached_blocks)
+        for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)):
+            block_table.append(self._take_free())
+        seq.num_published_blocks = len(cached_blocks)
+        return len(cached_blocks) * self.block_size
 
     def can_append(self, seq: BlockUser, num_tokens: int) -> bool:
         """Whether the table of a sequence can grow to hold `num_tokens`."""
@@ -135,10 +135,10 @@ class BlockManager:
         """Grow a table to hold `num_tokens` and return the new block ids. Call only if `can_append`
         is true.
         """
-        num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
-        new = [self._take_free() for _ in range(num_new)]
-        seq.block_table.extend(new)
-        return new
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        new_block_ids = [self._take_free() for _ in range(num_new_blocks)]
+        seq.block_table.extend(new_block_ids)
+        return new_block_ids
 
     def deallocate(self, seq: BlockUser) -> None:
         """Release the blocks of a sequence, tail first, so that heads of prefixes outlive tails."""
@@ -159,7 +159,7 @@ class BlockManager:
 
         Call when their tokens are known and every step that fills them has been submitted.
         """
-        if not self._caching:
+        if not self._caches_prefixes:
             return
         for index in range(seq.num_published_blocks, num_tokens // self.block_size):
             self._publish_block(seq, index)
@@ -179,9 +179,9 @@ class BlockManager:
 
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         """The published blocks that hold the beginning of a sequence, up to the first miss."""
-        found: list[Block] = []
-        if not self._caching or not seq.reads_prefixes:
-            return found
+        cached_blocks: list[Block] = []
+        if not self._caches_prefixes or not seq.reads_prefixes:
+            return cached_blocks
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):
             block = self._index.get(self._block_hash(seq, index))
@@ -189,9 +189,9 @@ class BlockManager:
                 block, self._block_tokens(seq, index), parent_serial, seq.cache_salt
             ):
                 break
-            found.append(block)
+            cached_blocks.append(block)
             parent_serial = block.serial
-        return found
+        return cached_blocks
 
     def _publish_block(self, seq: BlockUser, index: int) -> None:
         block = self.blocks[seq.block_table[index]]
@@ -204,34 +204,34 @@ class BlockManager:
         block.parent_serial = (
             self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
         )
-        first = self._index.get(block.hash)
-        if first is not None and _has_content(
-            first, block.token_ids, block.parent_serial, block.cache_salt
+        indexed_block = self._index.get(block.hash)
+        if indexed_block is not None and _has_content(
+            indexed_block, block.token_ids, block.parent_serial, block.cache_salt
         ):
-            block.serial = first.serial
+            block.serial = indexed_block.serial
         else:
             self._last_serial += 1
             block.serial = self._last_serial
-        if first is None or first.ref_count == 0:
-            if first is not None:
-                _forget(first)
+        if indexed_block is None or indexed_block.ref_count == 0:
+            if indexed_block is not None:
+                _forget(indexed_block)
             self._index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
         """Chained hash of block `index`: it covers the tokens and the parent's hash (for the first
         block, the salt).
         """
-        hashes = seq.block_hashes
-        while len(hashes) <= index:
-            start = len(hashes) * self.block_size
-            parent = (
-                hashes[-1].to_bytes(16, "little")
-                if hashes
+        block_hashes = seq.block_hashes
+        while len(block_hashes) <= index:
+            start = len(block_hashes) * self.block_size
+            parent_bytes = (
+                block_hashes[-1].to_bytes(16, "little")
+                if block_hashes
                 else seq.cache_salt.encode("utf-8", "surrogatepass")
             )
-            tokens = array("i", seq.token_ids[start : start + self.block_size])
-            hashes.append(self._hash(parent + tokens.tobytes()))
-        return hashes[index]
+            block_tokens = array("i", seq.token_ids[start : start + self.block_size])
+            block_hashes.append(self._hash_function(parent_bytes + block_tokens.tobytes()))
+        return block_hashes[index]
 
     def _block_tokens(self, seq: BlockUser, index: int) -> tuple[int, ...]:
         start = index * self.block_size
@@ -241,8 +241,8 @@ class BlockManager:
 
     def _take_free(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
-        block = self._head.next
-        assert block is not None and block is not self._head, (
+        block = self._sentinel.next
+        assert block is not None and block is not self._sentinel, (
             "no free block; ask can_allocate or can_append first"
         )
         self._remove_free(block)
@@ -255,17 +255,19 @@ class BlockManager:
         return block.block_id
 
     def _push_free(self, block: Block) -> None:
-        head = self._head
-        last = head.previous
-        assert last is not None
-        block.previous, block.next = last, head
-        last.next = head.previous = block
+        sentinel = self._sentinel
+        last_block = sentinel.previous
+        assert last_block is not None
+        block.previous, block.next = last_block, sentinel
+        last_block.next = sentinel.previous = block
         self.num_free_blocks += 1
 
     def _remove_free(self, block: Block) -> None:
-        previous, following = block.previous, block.next
-        assert previous is not None and following is not None, f"block {block.block_id} is not free"
-        previous.next, following.previous = following, previous
+        previous_block, next_block = block.previous, block.next
+        assert previous_block is not None and next_block is not None, (
+            f"block {block.block_id} is not free"
+        )
+        previous_block.next, next_block.previous = next_block, previous_block
         block.previous = block.next = None
         self.num_free_blocks -= 1
 
@@ -275,23 +277,23 @@ class BlockManager:
         """Raise AssertionError, naming the law and the values, unless every invariant holds over
         all `users`.
         """
-        counted = [0] * len(self.blocks)
+        num_users = [0] * len(self.blocks)
         for user in users:
-            for position, block_id in enumerate(user.block_table):
-                counted[block_id] += 1
-                published = position < user.num_published_blocks
+            for index, block_id in enumerate(user.block_table):
+                num_users[block_id] += 1
+                is_published = index < user.num_published_blocks
                 has_hash = self.blocks[block_id].hash != NO_HASH
-                assert has_hash == published, (
-                    f"block {block_id}: hash set {has_hash}, published {published}"
+                assert has_hash == is_published, (
+                    f"block {block_id}: hash set {has_hash}, published {is_published}"
                 )
         for block in self.blocks:
-            assert block.ref_count == counted[block.block_id], (
+            assert block.ref_count == num_users[block.block_id], (
                 f"block {block.block_id}: ref_count {block.ref_count}, but"
-                f" {counted[block.block_id]} tables name it"
+                f" {num_users[block.block_id]} tables name it"
             )
         self._check_free_list()
-        for key, block in self._index.items():
-            assert key == block.hash != NO_HASH, (
+        for indexed_hash, block in self._index.items():
+            assert indexed_hash == block.hash != NO_HASH, (
                 f"index entry of block {block.block_id} has another block's hash"
             )
             assert len(block.token_ids) == self.block_size, (
@@ -300,8 +302,8 @@ class BlockManager:
 
     def _check_free_list(self) -> None:
         num_free = 0
-        block = self._head.next
-        while block is not None and block is not self._head:
+        block = self._sentinel.next
+        while block is not None and block is not self._sentinel:
             assert block.ref_count == 0, (
                 f"block {block.block_id} is free and used {block.ref_count} times"
             )

@@ -130,7 +130,7 @@ JSON: Mapping[str, Bound] = {
     "unknown fields": _bound(
         256,
         "unknown fields",
-        "the body, and the objects in it that say how to answer",
+        "the names in the body, and in the objects in it that say how to answer",
         "each is compared with all known ones",
     ),
 }
@@ -256,45 +256,50 @@ def check_schema(value: object, place: str, parameter: str) -> None:
     hardly more of it than they allow.
     """
     num_values, num_characters, depth = 0, 0, 0
-    level: list[object] = [value]
-    while level:
+    values_at_depth: list[object] = [value]
+    while values_at_depth:
         depth += 1
         check("depth", depth, place, parameter)
-        deeper: list[object] = []
-        for item in level:
+        values_below: list[object] = []
+        for nested in values_at_depth:
             num_values += 1
-            if isinstance(item, str):
-                num_characters += len(item)
-            elif isinstance(item, Mapping):
-                num_characters += sum(len(key) for key in item if isinstance(key, str))
-                deeper.extend(item.values())
-            elif isinstance(item, list | tuple):
-                deeper.extend(item)
-            check("schema values", num_values + len(deeper), place, parameter)
+            if isinstance(nested, str):
+                num_characters += len(nested)
+            elif isinstance(nested, Mapping):
+                num_characters += sum(len(key) for key in nested if isinstance(key, str))
+                values_below.extend(nested.values())
+            elif isinstance(nested, list | tuple):
+                values_below.extend(nested)
+            check("schema values", num_values + len(values_below), place, parameter)
             check("schema", num_characters, place, parameter)
-        level = deeper
+        values_at_depth = values_below
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Shows the first items of what is long. Other than its base, it does not sort keys."""
 
-    def repr_dict(self, x: Mapping[object, object], level: int) -> str:
-        if x and level <= 0:
+    def repr_dict(self, mapping: Mapping[object, object], level: int) -> str:
+        if mapping and level <= 0:
             return "{...}"
-        first = itertools.islice(x.items(), self.maxdict)
-        items = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in first]
-        return "{" + ", ".join(items + ["..."] * (len(x) > self.maxdict)) + "}"
+        first_items = itertools.islice(mapping.items(), self.maxdict)
+        shown_items = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+            for key, value in first_items
+        ]
+        return "{" + ", ".join(shown_items + ["..."] * (len(mapping) > self.maxdict)) + "}"
 
 
-_SHORT = _Short()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 5
-_SHORT.maxlevel = 3
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
+_SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = _SHORT_REPR.maxset = (
+    _SHORT_REPR.maxfrozenset
+) = 5
+_SHORT_REPR.maxlevel = 3
 
 
 def shown(value: object) -> str:
     """A value in an error message: at most 100 characters, made without reading all of it."""
-    text = _SHORT.repr(value)
+    text = _SHORT_REPR.repr(value)
     return text if len(text) <= 100 else text[:100] + "..."
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal, Protocol
 
 from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.scheduler import Scheduler, StepOutput, Submitted
+from scheduler.scheduler import Scheduler, StepOutput, SubmittedStep
 from scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -98,7 +98,7 @@ class Engine:
         self.grammars = grammars or NoGrammars()
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
-        self._held: dict[str, Sequence] = {}  # until their masks are there
+        self._held_sequences: dict[str, Sequence] = {}  # until their masks are there
         self._failed: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:
@@ -163,8 +163,8 @@ class Engine:
                 break
             self.executor.launch(plan)
         if not submitted:
-            if self._held:
-                self.grammars.masks(list(self._held.values()), MASK_WAIT_S)
+            if self._held_sequences:
+                self.grammars.masks(list(self._held_sequences.values()), MASK_WAIT_S)
             return None
         output = self.scheduler.apply(self.executor.result(submitted[0].step_id))
         for seq in output.finished:
@@ -186,27 +186,29 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None or not plan.masked:
             return plan
-        constrained = [s for s in self.scheduler.submitted[-1].sampling_sequences if s.grammar]
-        if known := [seq for seq in constrained if seq.num_pending == 1]:
-            self.grammars.masks(known, 0.0)
+        constrained = [
+            seq for seq in self.scheduler.submitted[-1].sampling_sequences if seq.grammar
+        ]
+        if with_known_tokens := [seq for seq in constrained if seq.num_pending == 1]:
+            self.grammars.masks(with_known_tokens, 0.0)
         for seq in constrained:
             if not self.grammars.is_quick(seq):
                 self.scheduler.hold(seq)
-                self._held[seq.request_id] = seq
+                self._held_sequences[seq.request_id] = seq
         return plan
 
     def _resume_held(self) -> None:
         """Resume the held sequences whose next mask is there; end those that cannot have one."""
-        known = [seq for seq in self._held.values() if not seq.num_pending]
-        answers = self.grammars.masks(known, 0.0) if known else []
-        for seq, answer in zip(known, answers, strict=True):
+        with_known_tokens = [seq for seq in self._held_sequences.values() if not seq.num_pending]
+        answers = self.grammars.masks(with_known_tokens, 0.0) if with_known_tokens else []
+        for seq, answer in zip(with_known_tokens, answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
             elif answer is not LATE:
-                del self._held[seq.request_id]
+                del self._held_sequences[seq.request_id]
                 self.scheduler.resume(seq)
 
-    def _mask(self, step: Submitted) -> None:
+    def _mask(self, step: SubmittedStep) -> None:
         """Send the mask of the oldest unread step, if it needs one and does not have it: every
         token before it is known now. Ends the sequences for which there can be no mask, and
         retracts those whose mask is late.
@@ -214,24 +216,24 @@ class Engine:
         if step.has_mask:
             return
         step.has_mask = True
-        of_row = {
+        sequence_by_row = {
             row: seq
             for row, seq in enumerate(step.sampling_sequences)
             if seq.grammar
             and seq.status is not SequenceStatus.FINISHED
             and step.step_id >= seq.valid_from_step
         }
-        sequences = list(of_row.values())
-        if quick := [seq for seq in sequences if self.grammars.is_quick(seq)]:
-            self.grammars.masks(quick, MASK_WAIT_S)
+        sequences = list(sequence_by_row.values())
+        if quick_sequences := [seq for seq in sequences if self.grammars.is_quick(seq)]:
+            self.grammars.masks(quick_sequences, MASK_WAIT_S)
         answers = self.grammars.masks(sequences, 0.0) if sequences else []
         rows, masks = ints(), list[bytes]()
-        for (row, seq), answer in zip(of_row.items(), answers, strict=True):
+        for (row, seq), answer in zip(sequence_by_row.items(), answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
             elif answer is LATE:
                 self.scheduler.retract(seq)
-                self._held[seq.request_id] = seq
+                self._held_sequences[seq.request_id] = seq
             elif answer is not None:
                 rows.append(row)
                 masks.append(answer)
@@ -246,7 +248,7 @@ class Engine:
     def _forget(self, ended: list[Sequence]) -> None:
         for seq in ended:
             if seq.grammar:
-                self._held.pop(seq.request_id, None)
+                self._held_sequences.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
 
     def start_epoch(self) -> list[Sequence]:
@@ -254,7 +256,7 @@ class Engine:
         is an executor for it. Returns the sequences that end here (see `Scheduler.start_epoch`).
         """
         convicted = self.scheduler.start_epoch()
-        self._held.clear()
+        self._held_sequences.clear()
         for seq in convicted:
             self._sequences.pop(seq.request_id, None)
         self._forget(convicted)
@@ -263,10 +265,12 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless the laws of the scheduler hold and no sequence is lost."""
         self.scheduler.check()
-        known = {id(seq) for seq in self._sequences.values()}
-        queued = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
-        assert known == queued, f"{len(known)} sequences known, {len(queued)} queued"
-        held = {seq.request_id for seq in self._sequences.values() if seq.is_held}
-        assert held <= self._held.keys() <= self._sequences.keys(), (
-            f"held are {held}, to be resumed {self._held.keys()}"
+        known_sequences = {id(seq) for seq in self._sequences.values()}
+        queued_sequences = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert known_sequences == queued_sequences, (
+            f"{len(known_sequences)} sequences known, {len(queued_sequences)} queued"
+        )
+        held_request_ids = {seq.request_id for seq in self._sequences.values() if seq.is_held}
+        assert held_request_ids <= self._held_sequences.keys() <= self._sequences.keys(), (
+            f"held are {held_request_ids}, to be resumed {self._held_sequences.keys()}"
         )

@@ -3,6 +3,7 @@
     EaglerayError
     ├── ClientError              the caller asked for something impossible
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
+    │   │   └── UnreadableError  a file of the checkpoint is there, but reading it failed
     │   └── RequestError         one request cannot be accepted; names the parameter
     ├── OverloadedError          no room now, try again later
     └── EngineError              a fault of the engine's
@@ -10,6 +11,7 @@
         ├── StepTimeoutError     a step took longer than its limit
         ├── RequestFailedError   ranks died whenever this request ran
         └── EngineDeadError      the engine has stopped and will not come back
+            └── EngineLostError  because what it needs is lost; its requests may go on elsewhere
 
 A message says what was asked, what is possible and what to do. All of them pickle: the message is
 their only state, except `RequestError.parameter`.
@@ -28,6 +30,12 @@ class ClientError(EaglerayError):
 
 class ConfigError(ClientError):
     """Engine options, checkpoint or cluster do not fit together."""
+
+
+class UnreadableError(ConfigError):
+    """The system could not read a file of the checkpoint. To an engine that read it before, that
+    may pass.
+    """
 
 
 class RequestError(ClientError):
@@ -63,3 +71,9 @@ class RequestFailedError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine has stopped; a new one must be started."""
+
+
+class EngineLostError(EngineDeadError):
+    """The engine has stopped because its ranks or its checkpoint are lost, not because of a fault
+    that its requests might cause in another engine too.
+    """

@@ -30,35 +30,35 @@ class SchedulerLimits:
 
 def check_request(request: Request, limits: SchedulerLimits) -> None:
     """Raise `RequestError` unless the prompt fits and leaves room for at least one new token."""
-    tokens, most = request.token_ids, limits.max_total_tokens
-    if not 1 <= request.num_prompt_tokens <= len(tokens):
-        given = (
-            f"{request.num_prompt_tokens} of {len(tokens)} tokens are the prompt"
-            if tokens
+    token_ids, max_total_tokens = request.token_ids, limits.max_total_tokens
+    if not 1 <= request.num_prompt_tokens <= len(token_ids):
+        mismatch = (
+            f"{request.num_prompt_tokens} of {len(token_ids)} tokens are the prompt"
+            if token_ids
             else "it is empty"
         )
-        raise RequestError(f"the prompt needs at least one token; {given}", "prompt")
-    if request.num_prompt_tokens >= most:
-        by_model = most == limits.max_model_len
-        bound = (
+        raise RequestError(f"the prompt needs at least one token; {mismatch}", "prompt")
+    if request.num_prompt_tokens >= max_total_tokens:
+        model_is_shorter = max_total_tokens == limits.max_model_len
+        bound_name = (
             "max_model_len"
-            if by_model
+            if model_is_shorter
             else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
         )
-        remedy = "max_model_len" if by_model else "num_kv_blocks or the memory of the cache"
+        remedy = "max_model_len" if model_is_shorter else "num_kv_blocks or the memory of the cache"
         raise RequestError(
-            f"the prompt has {request.num_prompt_tokens} tokens; at most {most - 1} are possible,"
-            f" one less than {bound} allows for prompt and output. Shorten the prompt or raise"
-            f" {remedy}",
+            f"the prompt has {request.num_prompt_tokens} tokens; at most {max_total_tokens - 1} are"
+            f" possible, one less than {bound_name} allows for prompt and output. Shorten the prompt"
+            f" or raise {remedy}",
             "prompt",
         )
-    check_vocabulary(tokens, limits.vocab_size)
+    check_vocabulary(token_ids, limits.vocab_size)
 
 
 def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
     """Raise `RequestError` for a prompt token that is not in the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        unknown_id = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(
-            f"token id {wrong} is outside the vocabulary of {vocab_size} ids", "prompt"
+            f"token id {unknown_id} is outside the vocabulary of {vocab_size} ids", "prompt"
         )

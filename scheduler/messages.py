@@ -152,16 +152,16 @@ class PromptLogprobs:
 
     def since(self, place: int) -> PromptLogprobs:
         """Without the tokens before `place`."""
-        skipped = min(max(0, place - self.first), len(self.logprobs))
-        if skipped == 0:
+        num_skipped = min(max(0, place - self.first), len(self.logprobs))
+        if num_skipped == 0:
             return self
         return PromptLogprobs(
-            first=self.first + skipped,
+            first=self.first + num_skipped,
             num_top=self.num_top,
-            logprobs=self.logprobs[skipped:],
-            ranks=self.ranks[skipped:],
-            top_token_ids=self.top_token_ids[skipped * self.num_top :],
-            top_logprobs=self.top_logprobs[skipped * self.num_top :],
+            logprobs=self.logprobs[num_skipped:],
+            ranks=self.ranks[num_skipped:],
+            top_token_ids=self.top_token_ids[num_skipped * self.num_top :],
+            top_logprobs=self.top_logprobs[num_skipped * self.num_top :],
         )
 
     def followed_by(self, later: PromptLogprobs) -> PromptLogprobs:
@@ -173,14 +173,14 @@ class PromptLogprobs:
                 f"log probabilities of the prompt tokens {self.end} to {later.first - 1} are"
                 " missing"
             )
-        new = later.since(self.end)
+        unseen = later.since(self.end)
         return PromptLogprobs(
             first=self.first,
             num_top=self.num_top,
-            logprobs=self.logprobs + new.logprobs,
-            ranks=self.ranks + new.ranks,
-            top_token_ids=self.top_token_ids + new.top_token_ids,
-            top_logprobs=self.top_logprobs + new.top_logprobs,
+            logprobs=self.logprobs + unseen.logprobs,
+            ranks=self.ranks + unseen.ranks,
+            top_token_ids=self.top_token_ids + unseen.top_token_ids,
+            top_logprobs=self.top_logprobs + unseen.top_logprobs,
         )
 
 

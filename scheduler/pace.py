@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-FEWEST_TOKENS = 32  # per step, so that prompts make progress whatever they cost
-_REMEMBERED = 9
-_NEAR = 1.5  # numbers of rows whose ratio is at most this are near each other
+MIN_PROMPT_TOKENS = 32  # per step, so that prompts make progress whatever they cost
+_NUM_REMEMBERED_STEPS = 9
+_NEAR_RATIO = 1.5  # numbers of rows whose ratio is at most this are near each other
 
 
 class Pace:
@@ -30,12 +30,12 @@ class Pace:
     is no limit.
     """
 
-    def __init__(self, max_decode_slowdown: float, most_tokens: int) -> None:
+    def __init__(self, max_decode_slowdown: float, max_prompt_tokens: int) -> None:
         self.max_decode_slowdown = max_decode_slowdown
-        self.most_tokens = most_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._decode_s: dict[int, deque[float]] = {}  # by number of rows
-        self._token_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._bases: dict[int, float] = {}
+        self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
+        self._base_s_by_rows: dict[int, float] = {}
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step that has taken `seconds`."""
@@ -43,52 +43,64 @@ class Pace:
             return
         if not num_prompt_tokens:
             self._remember_base(num_decoding, seconds)
-        elif num_prompt_tokens <= FEWEST_TOKENS and self._token_s and self._is_new(num_decoding):
-            without = seconds - num_prompt_tokens * median(self._token_s)
-            self._remember_base(num_decoding, max(seconds / 2, without))
+        elif (
+            num_prompt_tokens <= MIN_PROMPT_TOKENS
+            and self._prompt_token_s
+            and self._is_new(num_decoding)
+        ):
+            decode_s = seconds - num_prompt_tokens * median(self._prompt_token_s)
+            self._remember_base(num_decoding, max(seconds / 2, decode_s))
         else:
-            own = seconds - (self.base_s(num_decoding) or 0.0)
-            self._token_s.append(max(0.0, own) / num_prompt_tokens)
+            prompts_s = seconds - (self.base_s(num_decoding) or 0.0)
+            self._prompt_token_s.append(max(0.0, prompts_s) / num_prompt_tokens)
 
     def _remember_base(self, num_decoding: int, seconds: float) -> None:
-        remembered = self._decode_s.setdefault(num_decoding, deque(maxlen=_REMEMBERED))
-        remembered.append(seconds)
-        self._bases[num_decoding] = median(remembered)
+        last_decode_s = self._decode_s.setdefault(num_decoding, deque(maxlen=_NUM_REMEMBERED_STEPS))
+        last_decode_s.append(seconds)
+        self._base_s_by_rows[num_decoding] = median(last_decode_s)
 
     def _is_new(self, num_decoding: int) -> bool:
         """Whether rows decode, and no number of them near this one has run without prompts."""
         return num_decoding > 0 and not any(
-            num_decoding <= _NEAR * rows and rows <= _NEAR * num_decoding for rows in self._bases
+            num_decoding <= _NEAR_RATIO * num_rows and num_rows <= _NEAR_RATIO * num_decoding
+            for num_rows in self._base_s_by_rows
         )
 
     def base_s(self, num_decoding: int) -> float | None:
         """Seconds that a step takes with this many decoding rows and no prompts, from the nearest
         number that has run. None if none has, or no row decodes.
         """
-        if not num_decoding or not self._bases:
+        if not num_decoding or not self._base_s_by_rows:
             return None
-        if num_decoding in self._bases:
-            return self._bases[num_decoding]
-        return self._bases[min(self._bases, key=lambda rows: abs(rows - num_decoding))]
+        if num_decoding in self._base_s_by_rows:
+            return self._base_s_by_rows[num_decoding]
+        return self._base_s_by_rows[
+            min(self._base_s_by_rows, key=lambda num_rows: abs(num_rows - num_decoding))
+        ]
 
     def budget(self, num_decoding: int) -> int:
         """The most prompt tokens that a step may hold beside this many decoding rows."""
-        if not self.max_decode_slowdown or not num_decoding or not self._token_s:
-            return self.most_tokens
-        base = self.base_s(num_decoding)
-        if base is None or self._is_new(num_decoding):
-            return min(self.most_tokens, FEWEST_TOKENS)
-        allowed_s, token_s = (self.max_decode_slowdown - 1) * base, median(self._token_s)
-        if self.most_tokens * token_s <= allowed_s:
-            return self.most_tokens
-        return min(self.most_tokens, max(FEWEST_TOKENS, int(allowed_s / token_s)))
+        if not self.max_decode_slowdown or not num_decoding or not self._prompt_token_s:
+            return self.max_prompt_tokens
+        base_s = self.base_s(num_decoding)
+        if base_s is None or self._is_new(num_decoding):
+            return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
+        allowed_prompt_s, token_s = (
+            (self.max_decode_slowdown - 1) * base_s,
+            median(self._prompt_token_s),
+        )
+        if self.max_prompt_tokens * token_s <= allowed_prompt_s:
+            return self.max_prompt_tokens
+        return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
 
     def shortest_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last
         ones. 0 if too little has run to tell.
         """
-        fewer = [rows for rows in self._decode_s if rows <= num_decoding]
-        if (num_decoding and not fewer) or (num_prompt_tokens and not self._token_s):
+        observed_row_counts = [num_rows for num_rows in self._decode_s if num_rows <= num_decoding]
+        if (num_decoding and not observed_row_counts) or (
+            num_prompt_tokens and not self._prompt_token_s
+        ):
             return 0.0
-        base = min(self._decode_s[max(fewer)]) if num_decoding else 0.0
-        return base + num_prompt_tokens * min(self._token_s, default=0.0)
+        base_s = min(self._decode_s[max(observed_row_counts)]) if num_decoding else 0.0
+        return base_s + num_prompt_tokens * min(self._prompt_token_s, default=0.0)

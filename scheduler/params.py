@@ -79,10 +79,14 @@ class StructuredOutputs:
     structural_tag: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in dataclasses.fields(self) if self._is_given(field.name)]
-        if len(given) != 1:
+        given_names = [
+            field.name for field in dataclasses.fields(self) if self._is_given(field.name)
+        ]
+        if len(given_names) != 1:
             names = ", ".join(field.name for field in dataclasses.fields(self))
-            raise _no_structure(f"needs exactly one of {names}; has {', '.join(given) or 'none'}")
+            raise _no_structure(
+                f"needs exactly one of {names}; has {', '.join(given_names) or 'none'}"
+            )
         if not isinstance(self.json, Mapping | bool | str | None):
             raise _no_structure(f"json must be a JSON schema, got {shown(self.json)}")
         if not isinstance(self.json_object, bool):
@@ -119,11 +123,11 @@ class StructuredOutputs:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:
         """Build from decoded JSON; null means not given. Raises `RequestError`."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
+        known_keys = [field.name for field in dataclasses.fields(cls)]
+        unknown_keys = [key for key in values if key not in known_keys]
+        if unknown_keys:
             raise _no_structure(
-                f"has the unknown key {shown(unknown[0])}; known are {', '.join(known)}"
+                f"has the unknown key {shown(unknown_keys[0])}; known are {', '.join(known_keys)}"
             )
         return cls(**{key: value for key, value in values.items() if value is not None})
 
@@ -233,10 +237,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, limits = getattr(self, field.name), field.metadata
-            if value is not None and limits["low"] is not None:
+            value, metadata = getattr(self, field.name), field.metadata
+            if value is not None and metadata["low"] is not None:
                 _check_number(
-                    field.name, value, limits["low"], limits["high"], whole=limits["whole"]
+                    field.name, value, metadata["low"], metadata["high"], whole=metadata["whole"]
                 )
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
@@ -258,29 +262,31 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from decoded JSON. An unknown key raises `RequestError` naming the known keys."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known_names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
-            if key not in known:
+            if key not in known_names:
                 raise RequestError(
-                    f"unknown sampling parameter {shown(key)}; known are {', '.join(known)}",
+                    f"unknown sampling parameter {shown(key)}; known are {', '.join(known_names)}",
                     str(key)[:100],
                 )
         values = dict(values)
         if isinstance(values.get("logit_bias"), dict):
             check("logit_bias", len(values["logit_bias"]), "logit_bias")
-            values["logit_bias"] = {_token_id_key(k): v for k, v in values["logit_bias"].items()}
+            values["logit_bias"] = {
+                _token_id_key(token_id): bias for token_id, bias in values["logit_bias"].items()
+            }
         if isinstance(values.get("structured_outputs"), dict):
             values["structured_outputs"] = StructuredOutputs.from_dict(values["structured_outputs"])
         return cls(**values)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with unset ones taken from `defaults`."""
-        unset = {
-            f.name: getattr(defaults, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) is None
+        taken_from_defaults = {
+            field.name: getattr(defaults, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is None
         }
-        return dataclasses.replace(self, **unset)
+        return dataclasses.replace(self, **taken_from_defaults)
 
     def _check_structured_outputs(self) -> None:
         if self.structured_outputs is None:
@@ -306,34 +312,40 @@ class SamplingParams:
 
         Unset fields get the value in `DEFAULTS`.
         """
-        full = self.over(DEFAULTS)
-        stop_token_ids = frozenset(full.stop_token_ids or ())
-        if not full.ignore_eos:
+        complete = self.over(DEFAULTS)
+        stop_token_ids = frozenset(complete.stop_token_ids or ())
+        if not complete.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        values = {field.name: getattr(full, field.name) for field in dataclasses.fields(Sampling)}
+        values = {
+            field.name: getattr(complete, field.name) for field in dataclasses.fields(Sampling)
+        }
         return Sampling(
             **values
             | {
                 "seed": derive_seed(seed, index),
-                "top_k": max(0, full.top_k or 0),
-                "logit_bias": tuple(sorted((full.logit_bias or {}).items())),
+                "top_k": max(0, complete.top_k or 0),
+                "logit_bias": tuple(sorted((complete.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
                 # What is generated for a `max_tokens` of 0 is dropped where the output is made.
-                "max_tokens": max(1, full.max_tokens or 0),
-                "logprobs": -1 if full.logprobs is None else full.logprobs,
-                "prompt_logprobs": -1 if full.prompt_logprobs is None else full.prompt_logprobs,
+                "max_tokens": max(1, complete.max_tokens or 0),
+                "logprobs": -1 if complete.logprobs is None else complete.logprobs,
+                "prompt_logprobs": -1
+                if complete.prompt_logprobs is None
+                else complete.prompt_logprobs,
             }
         )
 
     def resolve_all(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> list[Sampling]:
         """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
-        first = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
-        seeds = (derive_seed(seed, index) for index in range(self.n or 1))
-        return [dataclasses.replace(first, seed=own) for own in seeds]
+        first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
+        output_seeds = (derive_seed(seed, index) for index in range(self.n or 1))
+        return [
+            dataclasses.replace(first_sampling, seed=output_seed) for output_seed in output_seeds
+        ]
 
 
-def _no_structure(why: str) -> RequestError:
-    return RequestError(f"structured_outputs {why}", "structured_outputs")
+def _no_structure(problem: str) -> RequestError:
+    return RequestError(f"structured_outputs {problem}", "structured_outputs")
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -347,54 +359,59 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, whole: bool) -> None:
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    kind = "a whole number" if whole else "a number"
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise RequestError(f"{name} must be {kind}, got {shown(value)}", name)
+    accepted_types: tuple[type, ...] = (int,) if whole else (int, float)
+    expected = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, accepted_types):
+        raise RequestError(f"{name} must be {expected}, got {shown(value)}", name)
     assert isinstance(value, int | float)
     if not low <= value <= high:  # NaN is in no range
         raise RequestError(
-            f"{name} must be {kind} between {low} and {high}, got {shown(value)}", name
+            f"{name} must be {expected} between {low} and {high}, got {shown(value)}", name
         )
 
 
 def _check_stop(stop: object) -> None:
-    strings = [stop] if isinstance(stop, str) else stop
-    if strings is None:
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    if stop_strings is None:
         return
-    if isinstance(strings, list | tuple):
-        check("stop", len(strings), "stop")
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
+    if isinstance(stop_strings, list | tuple):
+        check("stop", len(stop_strings), "stop")
+    if not isinstance(stop_strings, list | tuple) or not all(
+        isinstance(text, str) and text for text in stop_strings
+    ):
         raise RequestError(
             f"stop must be a non-empty string or a list of them, got {shown(stop)}", "stop"
         )
-    for text in strings:
+    for text in stop_strings:
         check("stop text", len(text), f"the stop text {shown(text)}", "stop")
 
 
-def _check_stop_token_ids(ids: object) -> None:
-    if ids is None:
+def _check_stop_token_ids(stop_token_ids: object) -> None:
+    if stop_token_ids is None:
         return
-    if isinstance(ids, list | tuple):
-        check("stop_token_ids", len(ids), "stop_token_ids")
-    if not isinstance(ids, list | tuple) or not all(is_token_id(i) for i in ids):
+    if isinstance(stop_token_ids, list | tuple):
+        check("stop_token_ids", len(stop_token_ids), "stop_token_ids")
+    if not isinstance(stop_token_ids, list | tuple) or not all(
+        is_token_id(token_id) for token_id in stop_token_ids
+    ):
         raise RequestError(
-            f"stop_token_ids must be a list of token ids, got {shown(ids)}", "stop_token_ids"
+            f"stop_token_ids must be a list of token ids, got {shown(stop_token_ids)}",
+            "stop_token_ids",
         )
 
 
-def _check_logit_bias(bias: object) -> None:
-    if bias is None:
+def _check_logit_bias(logit_bias: object) -> None:
+    if logit_bias is None:
         return
-    if not isinstance(bias, Mapping):
+    if not isinstance(logit_bias, Mapping):
         raise RequestError(
-            f"logit_bias must map token ids to numbers, got {shown(bias)}", "logit_bias"
+            f"logit_bias must map token ids to numbers, got {shown(logit_bias)}", "logit_bias"
         )
-    check("logit_bias", len(bias), "logit_bias")
-    for token_id, value in bias.items():
+    check("logit_bias", len(logit_bias), "logit_bias")
+    for token_id, bias in logit_bias.items():
         if not is_token_id(token_id):
             raise RequestError(f"logit_bias has {shown(token_id)} as a token id", "logit_bias")
-        _check_number("logit_bias", value, -100.0, 100.0, whole=False)
+        _check_number("logit_bias", bias, -100.0, 100.0, whole=False)
 
 
 def is_token_id(value: object) -> bool:

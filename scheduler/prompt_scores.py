@@ -22,30 +22,30 @@ def has_scores(seq: Sequence) -> bool:
     return seq.lacks_scores and seq.num_computed + 1 < seq.num_prompt_tokens
 
 
-def scored_rows(scored: dict[int, Sequence], num_rows: int) -> bytes:
-    """See `StepPlan.scored`; `scored` holds the sequences by row."""
-    return bytes(row in scored for row in range(num_rows)) if scored else b""
+def scored_rows(scored_by_row: dict[int, Sequence], num_rows: int) -> bytes:
+    """See `StepPlan.scored`; `scored_by_row` holds the sequences by row."""
+    return bytes(row in scored_by_row for row in range(num_rows)) if scored_by_row else b""
 
 
 def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:
     """What a result tells of the prompts of its scored rows that was not known. Raises
     `EngineError` if it does not fit them.
     """
-    parts = result.prompt_logprobs
-    if len(parts) != len(sequences):
+    row_logprobs = result.prompt_logprobs
+    if len(row_logprobs) != len(sequences):
         raise EngineError(
-            f"step {result.step_id} has prompt logprobs of {len(parts)} rows, expected"
+            f"step {result.step_id} has prompt logprobs of {len(row_logprobs)} rows, expected"
             f" {len(sequences)}"
         )
-    new: Scores = []
-    for seq, part in zip(sequences, parts, strict=True):
-        if seq.status is SequenceStatus.FINISHED or part.end <= seq.next_scored:
+    new_scores: Scores = []
+    for seq, logprobs in zip(sequences, row_logprobs, strict=True):
+        if seq.status is SequenceStatus.FINISHED or logprobs.end <= seq.next_scored:
             continue
-        if part.first > seq.next_scored:
+        if logprobs.first > seq.next_scored:
             raise EngineError(
-                f"step {result.step_id} has prompt logprobs from token {part.first} on, but those"
-                f" from {seq.next_scored} on are missing: {seq}"
+                f"step {result.step_id} has prompt logprobs from token {logprobs.first} on, but"
+                f" those from {seq.next_scored} on are missing: {seq}"
             )
-        new.append((seq, part.since(seq.next_scored)))
-        seq.next_scored = part.end
-    return new
+        new_scores.append((seq, logprobs.since(seq.next_scored)))
+        seq.next_scored = logprobs.end
+    return new_scores

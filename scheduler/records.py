@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 MAX_RECORDS = 4096
 
 # Why the first sequence in line was not admitted.
-NO_SLOT, NO_BLOCKS, NO_TOKENS = "max_num_seqs", "kv blocks", "max_num_batched_tokens"
-PACE = "max_decode_slowdown"
-IN_FLIGHT, SUSPECT = "its last token is in flight", "a suspect runs alone"
+WAITS_FOR_SLOT, WAITS_FOR_BLOCKS, WAITS_FOR_TOKEN_BUDGET = (
+    "max_num_seqs",
+    "kv blocks",
+    "max_num_batched_tokens",
+)
+WAITS_FOR_PACE = "max_decode_slowdown"
+WAITS_FOR_LAST_TOKEN, WAITS_FOR_SUSPECT = "its last token is in flight", "a suspect runs alone"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,9 +22,9 @@ class StepRecord:
     """One step. Times are seconds of the scheduler's clock; `done_s` is 0 until the result is read
     and stays 0 for a step that was lost.
 
-    num_rows, num_tokens: what the step runs. num_decoding: rows that run one token. waits_for: why
-    the first sequence in line was not admitted, "" if none was left. num_preempted: in this step;
-    num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
+    num_rows, num_tokens: what the step runs. num_decoding: rows that run one token. head_waits_for:
+    why the first sequence in line was not admitted, "" if none was left. num_preempted: in this
+    step; num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
     `StepResult.seconds`.
     """
 
@@ -37,7 +41,7 @@ class StepRecord:
     num_free_blocks: int
     num_preempted: int
     num_evicted: int
-    waits_for: str
+    head_waits_for: str
     seconds: dict[str, float] = field(default_factory=dict)
 
 

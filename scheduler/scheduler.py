@@ -95,23 +95,23 @@ class _Step:
     num_new_tokens: list[int] = field(default_factory=list)
     samples: bytearray = field(default_factory=bytearray)
     sampling_sequences: list[Sequence] = field(default_factory=list)
-    scored: dict[int, Sequence] = field(default_factory=dict)  # by row
+    scored_by_row: dict[int, Sequence] = field(default_factory=dict)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
     # Each with its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
-    waits_for: str = ""  # why the first sequence in line was not admitted
+    head_waits_for: str = ""  # why the first sequence in line was not admitted
 
     def score(self, seq: Sequence) -> None:
         """Before a row is added: have its prompt tokens scored, if that is wanted."""
         if has_scores(seq):
-            self.scored[len(self.slots)] = seq
+            self.scored_by_row[len(self.slots)] = seq
 
 
 @dataclass(slots=True)
-class Submitted:
+class SubmittedStep:
     """A step whose result is unread. `has_mask`: its `StepMask` was sent, or none is needed."""
 
     step_id: int
@@ -119,7 +119,7 @@ class Submitted:
     sampling_sequences: list[Sequence]
     record: StepRecord
     has_mask: bool
-    scored: list[Sequence] = field(default_factory=list)  # in the order of their rows
+    scored_sequences: list[Sequence] = field(default_factory=list)  # in the order of their rows
 
 
 class Scheduler:
@@ -144,7 +144,7 @@ class Scheduler:
         self._clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
-        self.submitted: deque[Submitted] = deque()  # steps whose result is unread
+        self.submitted: deque[SubmittedStep] = deque()  # steps whose result is unread
         self.suspects: list[Sequence] = []  # in order of arrival; the first one runs alone
         self.stats = SchedulerStats()
         self.records = StepRecords()
@@ -228,9 +228,9 @@ class Scheduler:
         else:
             self._schedule_running(step)
             if self.suspects:
-                step.waits_for = records.SUSPECT
+                step.head_waits_for = records.WAITS_FOR_SUSPECT
             elif step.num_preempted:
-                step.waits_for = records.NO_BLOCKS
+                step.head_waits_for = records.WAITS_FOR_BLOCKS
             else:
                 self._schedule_waiting(step)
         if not step.slots:
@@ -239,13 +239,13 @@ class Scheduler:
         record = self._record(plan, step)
         self.records.add(record)
         self.submitted.append(
-            Submitted(
+            SubmittedStep(
                 plan.step_id,
                 plan.epoch,
                 step.sampling_sequences,
                 record,
                 not plan.masked,
-                list(step.scored.values()),
+                list(step.scored_by_row.values()),
             )
         )
         self.stats.num_steps += 1
@@ -255,31 +255,33 @@ class Scheduler:
         """Take the result of the oldest unread step. Raises `EngineError` for the result of any
         other step.
         """
-        submitted = self.submitted[0] if self.submitted else None
-        if submitted is None or (result.step_id, result.epoch) != (
-            submitted.step_id,
-            submitted.epoch,
+        oldest_step = self.submitted[0] if self.submitted else None
+        if oldest_step is None or (result.step_id, result.epoch) != (
+            oldest_step.step_id,
+            oldest_step.epoch,
         ):
             expected = (
-                f"step {submitted.step_id} of epoch {submitted.epoch}" if submitted else "no step"
+                f"step {oldest_step.step_id} of epoch {oldest_step.epoch}"
+                if oldest_step
+                else "no step"
             )
             raise EngineError(
                 f"got the result of step {result.step_id} of epoch {result.epoch}, expected"
                 f" {expected}"
             )
-        sequences, tokens = submitted.sampling_sequences, result.token_ids
-        if len(sequences) != len(tokens):
+        sequences, token_ids = oldest_step.sampling_sequences, result.token_ids
+        if len(sequences) != len(token_ids):
             raise EngineError(
-                f"step {result.step_id} sampled {len(tokens)} tokens for {len(sequences)} rows"
+                f"step {result.step_id} sampled {len(token_ids)} tokens for {len(sequences)} rows"
             )
-        if result.logprobs is not None and len(result.logprobs) != len(tokens):
+        if result.logprobs is not None and len(result.logprobs) != len(token_ids):
             raise EngineError(
-                f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(tokens)}"
+                f"step {result.step_id} has {len(result.logprobs)} logprobs for {len(token_ids)}"
                 " tokens"
             )
-        scores = take_scores(submitted.scored, result)
+        scores = take_scores(oldest_step.scored_sequences, result)
         self.submitted.popleft()
-        record = submitted.record
+        record = oldest_step.record
         record.done_s, record.seconds = self._clock(), result.seconds
         self.pace.observe(
             record.num_decoding,
@@ -287,15 +289,15 @@ class Scheduler:
             result.step_s,
         )
         for part, seconds in result.seconds.items():
-            of_parts = self.stats.step_seconds
-            of_parts[part] = of_parts.get(part, 0.0) + seconds
-        so_far = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
-        self.stats.rank_seconds = tuple(map(add, so_far, result.rank_seconds))
+            step_seconds = self.stats.step_seconds
+            step_seconds[part] = step_seconds.get(part, 0.0) + seconds
+        rank_seconds_before = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
+        self.stats.rank_seconds = tuple(map(add, rank_seconds_before, result.rank_seconds))
         output = StepOutput([], [], prompt_logprobs=scores)
-        self._take_tokens(submitted.step_id, sequences, tokens, output)
+        self._take_tokens(oldest_step.step_id, sequences, token_ids, output)
         if result.logprobs is not None:
-            by_sequence = dict(zip(sequences, result.logprobs, strict=True))
-            output.logprobs = [by_sequence[seq] for seq in output.sequences]
+            logprobs_by_sequence = dict(zip(sequences, result.logprobs, strict=True))
+            output.logprobs = [logprobs_by_sequence[seq] for seq in output.sequences]
         if output.finished:
             self.running = [seq for seq in self.running if seq.status is RUNNING]
         if self.suspects:
@@ -304,11 +306,11 @@ class Scheduler:
 
     def shortest_s(self) -> float:
         """Seconds that the submitted steps take at the least; 0 if that is not known."""
-        each = [
+        step_times_s = [
             self.pace.shortest_s(record.num_decoding, record.num_tokens - record.num_decoding)
             for record in (step.record for step in self.submitted)
         ]
-        return sum(each) if all(each) else 0.0
+        return sum(step_times_s) if all(step_times_s) else 0.0
 
     def start_epoch(self) -> list[Sequence]:
         """All submitted steps are lost and the workers' caches are empty: every sequence starts
@@ -361,18 +363,18 @@ class Scheduler:
         """The sequences that may run in a step whose result is unread."""
         if not self.submitted:
             return []
-        oldest = self.submitted[0].step_id
+        oldest_step_id = self.submitted[0].step_id
         return [
-            *(seq for seq in self.running if not _is_idle(seq, oldest)),
-            *(seq for seq in self.waiting if seq.last_step_id >= oldest),
+            *(seq for seq in self.running if not _is_idle(seq, oldest_step_id)),
+            *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
 
     def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
         """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
         for seq in blamed:
-            has_moved = len(seq.token_ids) > seq.tokens_at_strike
+            has_new_token = len(seq.token_ids) > seq.tokens_at_strike
             seq.strikes = 1 if _is_cleared(seq) else seq.strikes + 1
-            seq.strikes_without_token = 1 if has_moved else seq.strikes_without_token + 1
+            seq.strikes_without_token = 1 if has_new_token else seq.strikes_without_token + 1
             seq.tokens_at_strike = len(seq.token_ids)
         return [
             seq
@@ -406,8 +408,12 @@ class Scheduler:
         """Plan every running sequence that has tokens to compute. Hot: runs once per sequence
         and step.
         """
-        manager, running, block_size = self.block_manager, self.running, self.limits.block_size
-        slots, num_new_tokens, samples, sampling = (
+        block_manager, running, block_size = (
+            self.block_manager,
+            self.running,
+            self.limits.block_size,
+        )
+        slots, num_new_tokens, samples, sampling_sequences = (
             step.slots,
             step.num_new_tokens,
             step.samples,
@@ -416,36 +422,38 @@ class Scheduler:
         budget, index = step.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
-            total = seq.num_total
-            if total >= seq.max_total or seq.is_held:  # the token that ends it is in flight
+            num_total = seq.num_total
+            if num_total >= seq.max_total or seq.is_held:  # the token that ends it is in flight
                 index += 1
                 continue
-            num_new = total - seq.num_computed
+            num_new = num_total - seq.num_computed
             if num_new > 1 and slots and step.is_paced is None:
                 budget = self._pace(step, budget)
             if num_new > budget:
                 num_new = budget
-            computed = seq.num_computed + num_new
-            if computed > len(seq.block_table) * block_size and not self._grow(seq, computed, step):
+            num_computed = seq.num_computed + num_new
+            if num_computed > len(seq.block_table) * block_size and not self._grow(
+                seq, num_computed, step
+            ):
                 break  # it was the latest arrival and was itself preempted
             index += 1
             budget -= num_new
             if seq.must_restart:
                 self._restart(seq, step)
-            if num_new > 1 or computed < total:  # otherwise no prompt token follows
+            if num_new > 1 or num_computed < num_total:  # otherwise no prompt token follows
                 step.score(seq)
             slots.append(seq.slot)
             num_new_tokens.append(num_new)
-            seq.num_computed = computed
-            if computed == total:
+            seq.num_computed = num_computed
+            if num_computed == num_total:
                 samples.append(1)
-                sampling.append(seq)
+                sampling_sequences.append(seq)
                 seq.num_pending += 1
-                seq.num_total = total + 1
+                seq.num_total = num_total + 1
             else:
                 samples.append(0)
-            if num_new > 1 or computed % block_size == 0:
-                manager.publish(seq, min(computed, len(seq.token_ids)))
+            if num_new > 1 or num_computed % block_size == 0:
+                block_manager.publish(seq, min(num_computed, len(seq.token_ids)))
         step.budget = budget
 
     def _restart(self, seq: Sequence, step: _Step) -> None:
@@ -458,20 +466,20 @@ class Scheduler:
 
     def _pace(self, step: _Step, budget: int) -> int:
         """The budget that is left for prompts beside the rows planned so far."""
-        allowed = self.pace.budget(len(step.slots))
-        step.is_paced = allowed < budget
-        return min(budget, allowed)
+        prompt_budget = self.pace.budget(len(step.slots))
+        step.is_paced = prompt_budget < budget
+        return min(budget, prompt_budget)
 
     def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
         """Give a running sequence the blocks for `num_tokens`; False if it was itself preempted."""
-        manager = self.block_manager
-        while not manager.can_append(seq, num_tokens):
-            latest = self.running.pop()
-            self._preempt(latest)
+        block_manager = self.block_manager
+        while not block_manager.can_append(seq, num_tokens):
+            latest_arrival = self.running.pop()
+            self._preempt(latest_arrival)
             step.num_preempted += 1
-            if latest is seq:
+            if latest_arrival is seq:
                 return False
-        for block_id in manager.append(seq, num_tokens):
+        for block_id in block_manager.append(seq, num_tokens):
             step.appended_slots.append(seq.slot)
             step.appended_block_ids.append(block_id)
         return True
@@ -493,13 +501,15 @@ class Scheduler:
         while self.waiting:
             seq = self.waiting[0]
             if not self._free_slots:
-                step.waits_for = records.NO_SLOT
+                step.head_waits_for = records.WAITS_FOR_SLOT
             elif step.budget <= 0:
-                step.waits_for = records.PACE if step.is_paced else records.NO_TOKENS
+                step.head_waits_for = (
+                    records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
+                )
             elif seq.num_pending:
-                step.waits_for = records.IN_FLIGHT
+                step.head_waits_for = records.WAITS_FOR_LAST_TOKEN
             elif not self.block_manager.can_allocate(seq):
-                step.waits_for = records.NO_BLOCKS
+                step.head_waits_for = records.WAITS_FOR_BLOCKS
             else:
                 self.waiting.popleft()
                 self._admit(seq, step)
@@ -527,9 +537,9 @@ class Scheduler:
         step.slots.append(seq.slot)
         step.num_new_tokens.append(num_new)
         seq.num_computed += num_new
-        done = seq.num_computed == num_tokens
-        step.samples.append(done)
-        if done:
+        samples_token = seq.num_computed == num_tokens
+        step.samples.append(samples_token)
+        if samples_token:
             step.sampling_sequences.append(seq)
             seq.num_pending = 1
             seq.num_total = num_tokens + 1
@@ -549,17 +559,17 @@ class Scheduler:
             num_free_blocks=self.block_manager.num_free_blocks,
             num_preempted=step.num_preempted,
             num_evicted=self.block_manager.num_evictions,
-            waits_for=step.waits_for,
+            head_waits_for=step.head_waits_for,
         )
 
     def _plan(self, step: _Step) -> StepPlan:
-        released, self._released_slots = self._released_slots, []
+        released_slots, self._released_slots = self._released_slots, []
         step_id = self._next_step_id
         self._next_step_id += 1
         return StepPlan(
             step_id=step_id,
             epoch=self.epoch,
-            released=ints(released),
+            released=ints(released_slots),
             admitted=_admitted_rows(step.admitted) if step.admitted else None,
             appended_slots=ints(step.appended_slots),
             appended_block_ids=ints(step.appended_block_ids),
@@ -567,29 +577,33 @@ class Scheduler:
             num_new_tokens=ints(step.num_new_tokens),
             samples=bytes(step.samples),
             masked=_masked(step),
-            scored=scored_rows(step.scored, len(step.slots)),
+            scored=scored_rows(step.scored_by_row, len(step.slots)),
         )
 
     # -- results -----------------------------------------------------------------------------------
 
     def _take_tokens(
-        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
+        self,
+        step_id: int,
+        sequences: list[Sequence],
+        sampled_token_ids: array[int],
+        output: StepOutput,
     ) -> None:
         """Append each token to its sequence and end those that are done. Hot: runs once per sampled
         token.
         """
         block_size = self.limits.block_size
-        kept, kept_tokens = output.sequences, output.token_ids
-        for seq, token in zip(sequences, tokens, strict=True):
+        output_sequences, output_token_ids = output.sequences, output.token_ids
+        for seq, token_id in zip(sequences, sampled_token_ids, strict=True):
             if seq.status is FINISHED or step_id < seq.valid_from_step:
                 continue  # it ran one step too many, or without its mask
             token_ids = seq.token_ids
-            token_ids.append(token)
+            token_ids.append(token_id)
             seq.num_pending -= 1
-            kept.append(seq)
-            kept_tokens.append(token)
+            output_sequences.append(seq)
+            output_token_ids.append(token_id)
             length = len(token_ids)
-            if token in seq.stop_token_ids:
+            if token_id in seq.stop_token_ids:
                 self._finish_from_result(seq, "stop", output)
             elif length >= seq.max_total:
                 self._finish_from_result(seq, "length", output)
@@ -631,8 +645,8 @@ class Scheduler:
             assert seq.status is RUNNING and seq.slot != NO_SLOT, (
                 f"in the running queue but not running: {seq}"
             )
-            least = 0 if seq.must_restart else 1
-            assert least <= seq.num_computed <= seq.num_total <= seq.max_total, (
+            fewest_computed = 0 if seq.must_restart else 1
+            assert fewest_computed <= seq.num_computed <= seq.num_total <= seq.max_total, (
                 f"token counts are out of order: {seq}"
             )
             assert len(seq.block_table) * limits.block_size >= seq.num_computed, (
@@ -652,21 +666,23 @@ class Scheduler:
         assert not self.suspects or self.running in ([], self.suspects[:1]), (
             f"a suspect does not run alone: {self.running}, suspects {self.suspects}"
         )
-        in_line = self.waiting if self.suspects else (*self.running, *self.waiting)
-        arrivals = [seq.arrival for seq in in_line]
+        sequences_in_line = self.waiting if self.suspects else (*self.running, *self.waiting)
+        arrivals = [seq.arrival for seq in sequences_in_line]
         assert arrivals == sorted(arrivals), f"not in order of arrival: {arrivals}"
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(limits.max_num_seqs)), f"slots were lost or duplicated: {slots}"
-        in_prompt = [seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1]
-        assert not in_prompt or in_prompt == self.running[-1:], (
-            f"in the middle of its prompt, but not last: {in_prompt}"
+        mid_prompt_sequences = [
+            seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1
+        ]
+        assert not mid_prompt_sequences or mid_prompt_sequences == self.running[-1:], (
+            f"in the middle of its prompt, but not last: {mid_prompt_sequences}"
         )
         self.block_manager.check(self.running)
 
 
-def _is_idle(seq: Sequence, oldest: int) -> bool:
-    """Whether a running sequence is in no step from `oldest` on, the oldest unread one."""
-    return _waits_for_mask(seq) and seq.valid_from_step <= oldest
+def _is_idle(seq: Sequence, oldest_step_id: int) -> bool:
+    """Whether a running sequence is in no step from `oldest_step_id` on, the oldest unread one."""
+    return _waits_for_mask(seq) and seq.valid_from_step <= oldest_step_id
 
 
 def _waits_for_mask(seq: Sequence) -> bool:
@@ -686,8 +702,11 @@ def _masked(step: _Step) -> bytes:
     """See `StepPlan.masked`."""
     if not any(seq.grammar for seq in step.sampling_sequences):
         return b""
-    sampling = iter(step.sampling_sequences)
-    return bytes(1 if samples and next(sampling).grammar else 0 for samples in step.samples)
+    sampling_sequences = iter(step.sampling_sequences)
+    return bytes(
+        1 if samples_token and next(sampling_sequences).grammar else 0
+        for samples_token in step.samples
+    )
 
 
 def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:

@@ -12,12 +12,11 @@ import argparse
 import gc
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, program_of
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.batch.kv_cache import torch_dtype
@@ -78,8 +77,7 @@ def compile_other_steps_beside(dtype: str) -> subprocess.Popen[bytes] | None:
     """
     if _marker(dtype).exists():
         return None
-    command = [sys.executable, "-m", __name__, OTHER_STEPS, "--dtype", dtype]
-    command += ["--while-stdin-is-open"]
+    command = [*program_of(__name__), OTHER_STEPS, "--dtype", dtype, "--while-stdin-is-open"]
     return subprocess.Popen(
         command,
         cwd=CHECKOUT,

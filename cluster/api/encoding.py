@@ -38,10 +38,26 @@ def decode(body: bytes, encoding: str, most: int) -> bytes:
     try:
         if encoding != "zstd":
             return _inflated(body, encoding, most)
-        unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        return unpacker.stream_reader(body).read(most + 1)
+        return _unpacked(body, most)
     except (zlib.error, zstandard.ZstdError) as error:
         raise RequestError(f"the body cannot be decoded as {encoding}: {error}") from None
+
+
+def _unpacked(body: bytes, most: int) -> bytes:
+    """The reader bounds what comes out of a body, but does not say whether it is complete."""
+    unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    decoded = unpacker.stream_reader(body).read(most + 1)
+    if len(decoded) > most:
+        return decoded
+    frame = unpacker.decompressobj()
+    frame.decompress(body)
+    if not frame.eof or frame.unused_data:
+        raise zstandard.ZstdError(_incomplete(is_ended=frame.eof))
+    return decoded
+
+
+def _incomplete(*, is_ended: bool) -> str:
+    return "more follows its end" if is_ended else "it is cut off"
 
 
 def _inflated(body: bytes, encoding: str, most: int) -> bytes:
@@ -51,5 +67,5 @@ def _inflated(body: bytes, encoding: str, most: int) -> bytes:
     inflater = zlib.decompressobj(bits)
     decoded = inflater.decompress(body, most + 1)
     if len(decoded) <= most and not (inflater.eof and not inflater.unused_data):
-        raise zlib.error("it is cut off" if not inflater.eof else "more follows its end")
+        raise zlib.error(_incomplete(is_ended=inflater.eof))
     return decoded

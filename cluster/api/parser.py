@@ -77,6 +77,7 @@ class AnswerParser:
         self._tools = tools
         self._text, self._place = "", 0
         self._held_pieces: list[str] = []
+        self._opening = ""  # the last marker, with the line ends before it
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
@@ -105,14 +106,14 @@ class AnswerParser:
                 yield parts
 
     def finish(self, *, is_cut_off: bool = False) -> Parts:
-        """What is left at the end of the answer, which may be cut off because it is too long."""
+        """What is left at the end of the answer, which a limit or a stop string may cut off."""
         rest = self._take_held(len(self._text))
         if self._state is State.REASONING:
             return Parts(reasoning=rest)
         if self._state is State.CALL and is_cut_off and (rest.lstrip() or "{")[0] == "{":
             call = _begun_call(rest)
             return Parts(calls=[] if call is None else [call])
-        return Parts(content=CALL + rest if self._state is State.CALL else rest)
+        return Parts(content=self._opening + rest if self._state is State.CALL else rest)
 
     def _advance(self, parts: Parts) -> bool:
         """Report what is certain. True if a marker was passed, so that more may be certain now."""
@@ -157,7 +158,7 @@ class AnswerParser:
             self._hold(end)
             return certain, False
         certain = self._take_text(marker_start)
-        self._held_pieces.clear()
+        self._opening = self._take_held(marker_start) + marker
         self._place = marker_start + len(marker)
         self._state, self._skips_line_ends = following, True
         return certain, True
@@ -192,7 +193,7 @@ class AnswerParser:
         if call is not None:
             parts.calls.append(call)
         else:
-            parts.content = CALL + body + END_CALL
+            parts.content = self._opening + body + END_CALL
             self._skips_line_ends = False
         return True
 

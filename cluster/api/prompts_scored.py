@@ -52,8 +52,10 @@ def scores_of(
     tokenizer: Tokenizer | None, generation: Generation, output: int, num_top: int | None
 ) -> dict[str, Any]:
     """vLLM's field for the prompt of an output; empty if that is not wanted."""
+    if num_top is None:
+        return {}
     entries = generation.outputs[output].prompt_logprobs
-    if num_top is None or entries is None:
+    if entries is None:
         return {}
     token_ids = generation.prompt_token_ids
     return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top)}

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from cluster.api.errors import body_of
-from cluster.api.parser import AnswerParser, Parts
+from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.prompts_scored import (
     Entries,
     at_least_lowest,
@@ -213,7 +213,7 @@ class ChatWriter(Envelope):
         parts = choice.parser.push(chunk.text)
         new = choice.deltas(parts)
         if chunk.finish_reason:
-            is_cut_off = chunk.finish_reason == "length"
+            is_cut_off = self._generations[0].completions[chunk.index].is_cut_off
             new += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
         choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
         choice.token_ids += chunk.token_ids
@@ -223,7 +223,7 @@ class ChatWriter(Envelope):
         if chunk.finish_reason:
             end = _delta(chunk.index, {})
             end["logprobs"] = choice.take_logprobs()
-            end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.num_calls)
+            end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.calls)
             events.append(end)
         if events and self._with_ids:
             events[0]["token_ids"], choice.token_ids = choice.token_ids, []
@@ -241,7 +241,7 @@ class ChatWriter(Envelope):
     def _choice(self, done: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, tools=self._tools)
         parts = parser.push(done.text)
-        rest = parser.finish(is_cut_off=done.finish_reason == "length")
+        rest = parser.finish(is_cut_off=done.is_cut_off)
         reasoning = parts.reasoning + rest.reasoning
         content: str | None = parts.content + rest.content
         calls = parts.calls + rest.calls
@@ -260,7 +260,7 @@ class ChatWriter(Envelope):
             "index": done.index,
             "message": message,
             "logprobs": {"content": entries, "refusal": None} if has_entries else None,
-            "finish_reason": _finish_reason(done.finish_reason, len(calls)),
+            "finish_reason": _finish_reason(done.finish_reason, calls),
         } | ({"token_ids": done.token_ids} if self._with_ids else {})
 
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
@@ -291,7 +291,7 @@ class _ChatChoice:
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
-        self.num_calls = 0
+        self.calls: list[ToolCall] = []
         self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held back
         self.token_ids: list[int] = []  # not sent yet
 
@@ -303,9 +303,9 @@ class _ChatChoice:
         if parts.content:
             deltas.append({"content": parts.content})
         for call in parts.calls:
-            index = {"index": self.num_calls}
+            index = {"index": len(self.calls)}
             deltas.append({"tool_calls": [index | _call(call.name, call.arguments)]})
-            self.num_calls += 1
+            self.calls.append(call)
         return deltas
 
     def take_logprobs(self) -> dict[str, Any] | None:
@@ -326,5 +326,7 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     }
 
 
-def _finish_reason(reason: str | None, num_calls: int) -> str | None:
-    return "tool_calls" if num_calls and reason == "stop" else reason
+def _finish_reason(reason: str | None, calls: list[ToolCall]) -> str | None:
+    """A call that a stop string has cut off is not to be carried out."""
+    is_to_call = bool(calls) and all(call.is_complete for call in calls)
+    return "tool_calls" if is_to_call and reason == "stop" else reason

@@ -67,9 +67,11 @@ class Model(BaseModel):
 class Options(Model):
     """Base of what says how to answer. Its unknown fields are treated as those of the request, if
     an `Unknown` is the context of the validation. `PLACE`: its place in the request.
+    `MISPLACED`: fields that are refused because they have another place, with that.
     """
 
     PLACE: ClassVar[str]
+    MISPLACED: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -77,14 +79,14 @@ class Options(Model):
         if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
             return values
         values = dict(values)
-        info.context.sort_out(values, cls.names(), place=cls.PLACE)
+        info.context.sort_out(values, cls.names(), place=cls.PLACE, refused=cls.MISPLACED)
         return values
 
 
 class StreamOptions(Options):
     PLACE: ClassVar[str] = "stream_options"
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # padding, of which there is none
 
 
 class Generate(Model):
@@ -250,6 +252,7 @@ class Function(Options):
 
 class Tool(Options):
     PLACE: ClassVar[str] = "tools"
+    MISPLACED: ClassVar[dict[str, str]] = {"strict": "it has its place in the tool's function"}
     type: Literal["function"]
     function: Function
 
@@ -287,8 +290,11 @@ class TextFormat(Options):
 
 
 class JsonObjectFormat(Options):
+    """Clients of other servers add a schema, which is honored."""
+
     PLACE: ClassVar[str] = "response_format"
     type: Literal["json_object"]
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
 class JsonSchema(Options):
@@ -355,9 +361,10 @@ class ChatRequest(Generate):
             raise RequestError(
                 "give either response_format or structured_outputs", "response_format"
             )
-        if isinstance(form, JsonObjectFormat) or form.json_schema.schema_ is None:
+        schema = form.schema_ if isinstance(form, JsonObjectFormat) else form.json_schema.schema_
+        if schema is None:
             return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=form.json_schema.schema_)
+        return StructuredOutputs(json=schema)
 
 
 class TokenizeRequest(Model):
@@ -378,10 +385,10 @@ class DetokenizeRequest(Model):
 
 
 def _object(arguments: str) -> Any:
-    """The arguments of a call as an object, for templates that do not take text. Their size has
-    been checked with that of the body.
+    """The arguments of a call as an object, for templates that do not take text; those of a call
+    that was cut off as far as they go. Their size has been checked with that of the body.
     """
-    try:
-        return from_json(arguments or "{}")  # OpenAI's models write nothing for no arguments
+    try:  # OpenAI's models write nothing for no arguments
+        return from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError as error:
         raise RequestError(f"tool_calls: arguments are not JSON: {error}", "messages") from None

@@ -27,7 +27,7 @@ def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:
             "tokens": record.num_tokens,
             "admitted": record.num_admitted,
             "preempted": record.num_preempted,
-            "first in line waits for": record.waits_for or "nobody is in line",
+            "first in line waits for": record.head_waits_for or "nobody is in line",
         }
         if not record.done_s:
             events.append(_event("i", f"step {record.step_id}: no result", start, args=args, s="t"))

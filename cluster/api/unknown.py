@@ -42,7 +42,9 @@ class Unknown:
         """`refuse`: no unknown field is ignored."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
-        self._num_unknown = 0
+        self._ignored: set[tuple[str, str]] = (
+            set()
+        )  # places and names, of which many tools have one
 
     def sort_out(
         self,
@@ -57,9 +59,9 @@ class Unknown:
         cannot be ignored, and `HttpError`.
         """
         for name in [name for name in values if name not in known]:
-            self._num_unknown += 1
-            check("unknown fields", self._num_unknown, place or "the body", place.split(".")[0])
             value = values.pop(name)
+            if (place, name) in self._ignored:
+                continue
             if name in without_effect:
                 _check_effect(name, value, *without_effect[name])
             elif name in refused:
@@ -77,6 +79,8 @@ class Unknown:
             raise RequestError(f"unknown field {full_name[:100]!r}; known are {listed}", parameter)
         if value is None:
             return
+        count = len(self._ignored) + 1
+        check("unknown fields", count, place or "the body", place.split(".")[0])
         meant = [field for field in OTHER_NAMES.get(name, ()) if field in known and not place]
         if meant:
             if all(values.get(field) is None for field in meant):
@@ -85,6 +89,7 @@ class Unknown:
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
             )
+        self._ignored.add((place, name))
         self.names[full_name[:MAX_NAME]] = None
 
 

@@ -36,7 +36,13 @@ from cluster.ray_errors import (
     was_lost,
 )
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
+from scheduler.errors import (
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    EngineLostError,
+    OverloadedError,
+)
 from scheduler.messages import Deltas, EngineStats, Request
 from scheduler.records import StepRecord
 
@@ -166,10 +172,22 @@ class Frontend:
         """The driver's counters. Raises `OverloadedError` while the driver is replaced,
         `EngineDeadError`, `NoAnswerError`.
         """
+        counters: EngineStats = self._ask("stats", "read the counters")
+        return counters
+
+    def records(self, seconds: float) -> list[StepRecord]:
+        """The steps of the last `seconds`. Raises as `stats`."""
+        records: list[StepRecord] = self._ask("records", "read the records", seconds)
+        return records
+
+    def _ask(self, method: str, what: str, *arguments: Any) -> Any:
+        """The answer of a method of the driver, for somebody who does not wait until a driver that
+        has died is replaced. Raises as `stats`.
+        """
         self._check_reachable()
         try:
-            counters: EngineStats = self._call(
-                self._driver.stats, "read the counters", limit_s=CALL_TIMEOUT_S
+            return self._call(
+                getattr(self._driver, method), what, *arguments, limit_s=CALL_TIMEOUT_S
             )
         except DriverDiedError:
             if self.death is not None or self._replace_driver is _cannot_replace:
@@ -178,15 +196,6 @@ class Frontend:
                 "the driver has died and is being replaced; requests are kept and will continue."
                 f" {self._waits_for()}".rstrip(". ")
             ) from None
-        return counters
-
-    def records(self, seconds: float) -> list[StepRecord]:
-        """The steps of the last `seconds`. Raises as `stats`."""
-        self._check_reachable()
-        records: list[StepRecord] = self._call(
-            self._driver.records, "read the records", seconds, limit_s=CALL_TIMEOUT_S
-        )
-        return records
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
@@ -305,6 +314,8 @@ class Frontend:
         error = ended.exception()
         cause = cause_of(error) if isinstance(error, Exception) else None
         with self._changed:
+            if driver is not self._driver:
+                return  # it has been replaced meanwhile
             if isinstance(cause, EngineDeadError) and not isinstance(cause, DriverDiedError):
                 self.death = cause  # its process answers every call with that
             else:
@@ -312,9 +323,13 @@ class Frontend:
                 self._changed.notify_all()
 
     def live_driver(self) -> Any:
-        """The driver; waits while it is being replaced. Raises `EngineDeadError`."""
+        """The driver; waits while it is being replaced. Raises `EngineDeadError`, also where its
+        process answers but its engine has stopped.
+        """
         with self._reviving:
             self._check_reachable()
+            if self.death is not None:
+                raise self.death
             return self._driver
 
     def check(self) -> None:
@@ -391,6 +406,9 @@ class Frontend:
                 self._acknowledged = deltas.up_to
                 self._has_news = self._has_news or bool(deltas.request_ids)
                 self._take(deltas)
+                loss = self._loss_in(deltas)
+                if loss is not None and self._on_dead is not None:
+                    self._on_dead(self._take_accepted(), loss)
         except LostCallError:  # nothing is lost: the next poll brings its content again
             time.sleep(LOST_CALL_PAUSE_S)
         except NoRoomError as error:
@@ -442,7 +460,10 @@ class Frontend:
     def _take(self, deltas: Deltas) -> None:
         stopped: list[str] = []
         failed: list[str] = []
+        moves = self._loss_in(deltas) is not None
         for request_id, news in unpack(deltas):
+            if moves and isinstance(news.error, EngineLostError):
+                news.error = news.finish_reason = None  # it goes on with the tokens it has
             with self._changed:
                 entry = self._active.get(request_id)
                 if entry is None:
@@ -463,6 +484,15 @@ class Frontend:
         self._news_handled()
         self._finish(stopped, "stop")
         self._finish(failed, "abort")
+
+    def _loss_in(self, deltas: Deltas) -> EngineLostError | None:
+        """Why the engine of a driver that answers is lost, where its requests can move to another
+        one.
+        """
+        if self._on_dead is None:
+            return None
+        losses = (error for error in deltas.errors.values() if isinstance(error, EngineLostError))
+        return next(losses, None)
 
     def _take_accepted(self) -> list[Generation]:
         """Take the generations that the driver had; they are no longer followed."""

@@ -63,6 +63,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_string: str | None = None
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it has ended before the model ended it: at a limit, or a stop string."""
+        return self.finish_reason == "length" or self.stop_string is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:

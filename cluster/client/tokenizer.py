@@ -158,7 +158,8 @@ class Tokenizer:
             )
         except RequestError:  # no template, or one that refuses this
             return ""
-        return text.rpartition(_END)[2].lstrip()
+        _, mark, behind = text.rpartition(_END)
+        return behind.lstrip() if mark else ""  # a template may leave such a message out
 
     @cached_property
     def takes_arguments_as_text(self) -> bool:

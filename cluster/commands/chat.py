@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import re
 import sys
 import time
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk
@@ -39,7 +42,8 @@ HELP = """\
 /quit           end, as Ctrl-D does
 A line that ends with \\ goes on in the next one. Ctrl-C ends an answer."""
 # Control characters in a model's text could change the terminal.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_DIM = Style(dim=True)
 
 
 @dataclass(slots=True)
@@ -133,14 +137,14 @@ class Chat:
         try:
             for parts in self._parts(asked, answer):
                 if self._console.is_terminal:
-                    self._show(parts.reasoning, style="dim")
-                self._show(parts.content)
+                    show(self._console, parts.reasoning, style=_DIM)
+                show(self._console, parts.content)
                 answer.content += parts.content
         except KeyboardInterrupt:
             if not self._console.is_terminal:
                 raise
             answer.finish_reason = "interrupted"
-        self._show("\n")
+        show(self._console, "\n")
         if answer.finish_reason in ("length", "interrupted"):
             self._note(f"[ended: {answer.finish_reason}]")
         self._messages = [*asked, {"role": "assistant", "content": answer.content}]
@@ -158,17 +162,19 @@ class Chat:
                 yield parser.push(chunk.text)
         yield parser.finish()
 
-    def _show(self, text: str, style: str | None = None) -> None:
-        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
-        self._console.print(
-            text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
-        )
-
     def _note(self, text: str) -> None:
         if self._console.is_terminal:
-            self._show(text + "\n", style="dim")
+            show(self._console, text + "\n", style=_DIM)
         else:
             print(text, file=sys.stderr)
+
+
+def show(console: Console, text: str, style: Style | None = None) -> None:
+    """Show a part of an answer as it is, without what could change the terminal. Of a text, `print`
+    would replace tabs, so it gets a segment.
+    """
+    text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
+    console.print(Segments([Segment(text, style)]), end="", soft_wrap=True)
 
 
 def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
@@ -179,6 +185,9 @@ def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
     setup = prepare(config, defaults)
     if not setup.has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; use: launch.py generate --raw")
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bytes that are no text in its encoding
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it

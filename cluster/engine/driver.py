@@ -32,7 +32,7 @@ from cluster.recovery.supervisor import Supervisor
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.errors import EngineDeadError
+from scheduler.errors import EngineDeadError, EngineLostError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats, Request
 from scheduler.records import StepRecord
@@ -216,13 +216,13 @@ class Driver:
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                 self._loop().post(Finish(request_ids=request_ids, reason="abort"))
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, death: EngineDeadError) -> None:
         """The engine is dead: every unfinished request ends with the reason, including those still
         in the inbox.
         """
-        self._dead = reason
+        self._dead = str(death)
         self._has_died.set()
-        self._frontends.fail_all(EngineDeadError(reason))
+        self._frontends.fail_all(death)
 
     # -- engine thread -----------------------------------------------------------------------------
 
@@ -235,5 +235,8 @@ class Driver:
         reason = reason_of(error)
         logger.error("the engine stops: %s", reason, exc_info=error)
         assert self._event_loop is not None and self._supervisor is not None
-        self._event_loop.call_soon_threadsafe(self._end_all, f"the engine has stopped: {reason}")
+        # The supervisor says that nothing can be started; any other error is a bug.
+        kind = EngineLostError if isinstance(error, EngineDeadError) else EngineDeadError
+        death = kind(f"the engine has stopped: {reason}")
+        self._event_loop.call_soon_threadsafe(self._end_all, death)
         self._supervisor.end()

@@ -110,11 +110,12 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
     if tool.parameters is None:
         return ANY_OBJECT, False
     where = f"the parameters of {tool.name}"
-    return (
-        (honored(tool.parameters, where), False)
-        if tool.is_strict
-        else loosened(tool.parameters, where)
-    )
+    if tool.is_strict:
+        schema, has_dropped = honored(tool.parameters, where), False
+    else:
+        schema, has_dropped = loosened(tool.parameters, where)
+    # Arguments are an object, also where the schema says nothing.
+    return (ANY_OBJECT if schema is True or schema == {} else schema), has_dropped
 
 
 def _format(structure: CallStructure, calls: list[CallFormat], otherwise: Format | None) -> Format:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.grammar.pipes import Pipe, PipeError
-from configs.paths import CHECKOUT
+from configs.paths import CHECKOUT, program_of
 
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 10.0
@@ -112,7 +111,7 @@ class Helper:
         """`tokenizer`: path of the `tokenizer.json`."""
         self._tokenizer = tokenizer
         self._command = [
-            *(sys.executable, "-m", f"{__package__}.process"),
+            *program_of(f"{__package__}.process"),
             *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -203,6 +202,8 @@ def _object(schema: Schema, where: str) -> Schema:
         _check_patterns(schema, properties, more, where)
         more = False
     possible = {name: part for name, part in properties.items() if part is not False}
+    if more is None and properties and not possible:
+        more = False  # without properties, any are possible
     has_free = has_others or more not in (None, False)
     _check_count(schema, len(required), None if has_free else len(possible), where)
     schema |= {"properties": possible, "required": required}
@@ -251,14 +252,15 @@ def _check_patterns(schema: Schema, properties: Schema, more: Any, where: str) -
             "patternProperties",
         )
     [(pattern, part)] = by_pattern.items()
+    rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
+    beginning = patterns.beginning(pattern)
     for name in properties:
-        if re.search(pattern, name):
+        if not patterns.cannot_begin(name, beginning):
             raise NotHonored(
-                f"{where}.patternProperties cannot be honored: {shown(name)} of the properties"
-                " matches a pattern",
+                f"{where}.patternProperties cannot be honored: {shown(name)} of the properties may"
+                " match a pattern, or begins like it",
                 "patternProperties",
             )
-    rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
     schema["patternProperties"] = {} if part is False else {rewritten: part}
 
 

@@ -13,6 +13,7 @@ from cluster.grammar.references import References
 
 MAX_MERGED = 5_000  # keywords, properties and required names that are merged in one schema
 MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
+MAX_COMPARED = 10_000  # pairs of schemas that are compared in one schema
 _MAX_REFERENCES = 16  # on the way to one schema
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties"}
 _OF_OBJECTS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
@@ -54,7 +55,7 @@ class Merger:
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._num_merged = 0
+        self._num_merged = self._num_compared = 0
 
     def merged(self, parts: Sequence[Any], relevant: Any) -> Any:
         """One schema for all parts, which may be booleans. `relevant` says which keywords of a
@@ -71,7 +72,7 @@ class Merger:
             return parts[0] if parts else True
         result: dict[str, Any] = {}
         for part in parts:
-            resolved = self._resolved(part)
+            resolved = self._resolved(part, relevant)
             if resolved is False:
                 return False
             self._count([resolved])
@@ -88,14 +89,15 @@ class Merger:
         if self._num_merged > MAX_MERGED:
             raise CannotMerge(f"more than {MAX_MERGED} keywords would have to be merged")
 
-    def _resolved(self, part: Mapping[str, Any]) -> Any:
-        """A part that is no reference alone."""
+    def _resolved(self, part: Mapping[str, Any], relevant: Any = None) -> Any:
+        """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
+        others of the `relevant` keywords beside them, which without it are not looked at.
+        """
         target: Any = part
         for _ in range(_MAX_REFERENCES):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
-            others = target.keys() - {"$ref"}
-            if others & (_OF_OBJECTS | _OF_ARRAYS | {"type", "allOf", "anyOf", "oneOf"}):
+            if relevant is not None and relevant(target).keys() != {"$ref"}:
                 raise CannotMerge("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
@@ -104,6 +106,9 @@ class Merger:
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
+        self._num_compared += 1
+        if self._num_compared > MAX_COMPARED:
+            return False
         try:
             first, second = self._resolved(first), self._resolved(second)
         except CannotMerge:
@@ -189,6 +194,7 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
     """Add what another part asks for; False if nothing can fit. Raises `CannotMerge`."""
     if result.keys() & _OF_OBJECTS and part.keys() & _OF_OBJECTS:
         _check_objects(result, part)
+    _check_arrays(result, part)
     for name, value in part.items():
         if name not in result or _are_the_same(result[name], value):
             result[name] = value
@@ -229,8 +235,19 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
                 raise CannotMerge(f"{name!r} is beside properties of another part")
         others = _properties(other).keys() | _required(other)
         more = one.get("additionalProperties", True)
-        if more not in (True, {}) and not others <= _properties(one).keys():
+        has_others = "patternProperties" in other or not others <= _properties(one).keys()
+        if more not in (True, {}) and has_others:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
+
+
+def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raise `CannotMerge` where a keyword of one would come to mean other items."""
+    for one, other in ((first, second), (second, first)):
+        has_first = "prefixItems" in other and other["prefixItems"] is not one.get("prefixItems")
+        if has_first and one.get("items", True) not in (True, {}):
+            raise CannotMerge("'items' is beside 'prefixItems' of another part")
+        if "unevaluatedItems" in one and other.keys() & {"prefixItems", "items"}:
+            raise CannotMerge("'unevaluatedItems' is beside items of another part")
 
 
 def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,8 +272,9 @@ def _are_numbers(*values: Any) -> bool:
 def _common_types(first: Any, second: Any) -> list[Any]:
     """The types that both allow; whole numbers are numbers."""
     firsts, seconds = ([each] if isinstance(each, str) else each for each in (first, second))
-    if not isinstance(firsts, list) or not isinstance(seconds, list):
-        raise CannotMerge("'type' is neither a name nor a list")
+    for kinds in (firsts, seconds):
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise CannotMerge("'type' is neither a name nor a list of names")
     common = [kind for kind in firsts if kind in seconds]
     for ones, others in ((firsts, seconds), (seconds, firsts)):
         if "integer" in ones and "number" in others and not {"integer", "number"} & {*common}:

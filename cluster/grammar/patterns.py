@@ -15,11 +15,15 @@ from scheduler.errors import RequestError
 
 _TOKEN = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"  # an escape
-    r"|\[(?:\\.|[^\]\\])*\]"  # a class
+    r"|\[(?:\\.|[^\]\\])*+\]?"  # a class, or one that is not closed
     r"|\{\d+(?:,\d*)?\}"  # a repetition
     r"|\(\?:|\)\??|.",
     re.DOTALL,
 )
+_REPETITION = re.compile(r"\{\d")
+_NO_CHARACTER = {"^", "$", "(", "(?:", ")", ")?", "?", "*", "+"}
+# What Python takes for something else in a class, or will some day.
+_ODD_CLASS = re.compile(r"\[|--|&&|~~|\|\|")
 _CLASS_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
 _KINDS_OF_CHARACTERS = set("dDwWsS")
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
@@ -73,6 +77,42 @@ def rewritten(pattern: object, where: str, *, in_json: bool = False) -> str:
     return f"{text}()" if "|" in text else text
 
 
+def beginning(pattern: str) -> list[str]:
+    """What every text that has a match of a pattern begins with: the tokens of single characters,
+    as far as that is plain to see. The pattern is one that can be rewritten.
+    """
+    tokens = _TOKEN.findall(pattern)
+    if tokens[:1] != ["^"] or "|" in tokens:
+        return []
+    characters: list[str] = []
+    for token, following in zip(tokens[1:], [*tokens[2:], ""], strict=True):
+        is_repeated = following[:1] in {"?", "*", "+"} or _REPETITION.match(following)
+        may_be_left_out = is_repeated and following[:1] != "+"
+        if token in _NO_CHARACTER or may_be_left_out:
+            break
+        characters.append(token)
+        if is_repeated:
+            break
+    return characters
+
+
+def cannot_begin(text: str, characters: list[str]) -> bool:
+    """Whether a text certainly does not begin with these characters. No more than one character is
+    matched with a class at a time: some patterns take Python years for a short text.
+    """
+    return len(text) < len(characters) or any(
+        not _may_be(character, token) for character, token in zip(text, characters, strict=False)
+    )
+
+
+def _may_be(character: str, token: str) -> bool:
+    is_plain = character.isascii() and not _ODD_CLASS.search(token[1:])
+    try:
+        return not is_plain or bool(re.fullmatch(token, character, re.ASCII | re.DOTALL))
+    except re.error:
+        return True
+
+
 def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:
     """What a token becomes."""
     group = groups[-1]
@@ -110,7 +150,7 @@ def _atom(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str
         group.is_at_start = False
         return token
     group.is_at_start = False
-    if token[0] == "[" and len(token) > 1:
+    if token[0] == "[":
         _check_class(token, where, in_json=in_json)
         return token
     character = _character(token, where)
@@ -141,6 +181,8 @@ def _check_class(token: str, where: str, *, in_json: bool) -> None:
     """Raise `RequestError` for a class whose characters xgrammar would not spell as JSON does: it
     leaves out those that need an escape, unless there are no others.
     """
+    if token[-1] != "]":
+        raise _refused(f"{where}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
     if items[:1] == ["^"]:
         items = items[1:]

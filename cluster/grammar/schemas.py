@@ -56,6 +56,9 @@ _IN_PLACE = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in this order
 _OLD = {"unevaluatedProperties", "unevaluatedItems"}
 _SCALARS = ("string", "integer", "number", "boolean", "null")
 _MAX_DEPTH = 64
+# Parts of one schema that are rewritten. What references with other keywords beside them lead to is
+# rewritten for each, which may multiply. So many do not fit into a grammar.
+_MAX_PARTS = 20_000
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -89,6 +92,7 @@ class _Rewriter:
     def __init__(self, root: Any, where: str, *, drops: bool) -> None:
         self.has_dropped = False
         self._has_references = False
+        self._num_parts = 0
         self._root, self._where, self._drops = root, where, drops
         self._references = References(root)
         self._merger = Merger(self._references)
@@ -111,9 +115,19 @@ class _Rewriter:
         return root
 
     def _part(self, schema: Any, where: str, depth: int) -> Any:
-        """A part of the schema, rewritten; with `drops`, without keywords that are not honored."""
+        """A part of the schema, rewritten; with `drops`, without keywords that are not honored.
+        Raises `RequestError` for too many parts.
+        """
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise _refused(
+                f"{self._where} becomes more than {_MAX_PARTS} parts where references have other"
+                " keywords beside them; simplify it"
+            )
         if _has_type_alone(schema):
             return {"type": schema["type"]}
+        if self._drops and isinstance(schema, Mapping):
+            schema = self._with_honored(schema)
         try:
             merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
             if isinstance(merged, bool):
@@ -152,6 +166,15 @@ class _Rewriter:
                 self.has_dropped = True
                 rest = {name: schema[name] for name in schema if name != error.keyword}
                 schema = self._references.copied(schema, rest)
+
+    def _with_honored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A schema without the keywords that are never honored, which may be many."""
+        modern = _modern(schema)
+        rest = {name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)}
+        if len(rest) == len(modern):
+            return schema
+        self.has_dropped = True
+        return self._references.copied(schema, rest)
 
     def _one(self, schema: Any, where: str, depth: int) -> Any:
         """One schema with keywords that are known, for all that are merged in it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ LOCAL_RAY = {
     # of Ray, 4% of a core.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
+
+STOP_S = 1.0  # how long a process may take to stop; one that waits for a disk does not
 
 # Methods of `Node` that start a process which does nothing for a local Ray without a dashboard.
 IDLE_PROCESSES = (
@@ -81,14 +84,25 @@ def check_alive() -> None:
 
 
 def _kill_with_descendants(pid: int) -> None:
-    """Kill a process of this machine, then all below it; it starts no more of them then."""
+    """Kill a process of this machine, then all below it. It is stopped first, so that it starts no
+    more of them, and because the system may leave some out of the list while it does.
+    """
     children = []
     with suppress(OSError):  # it has ended
+        os.kill(pid, signal.SIGSTOP)
+        until_s = time.monotonic() + STOP_S
+        while not _has_stopped(pid) and time.monotonic() < until_s:
+            time.sleep(0.001)
         for task in Path(f"/proc/{pid}/task").iterdir():
             children += [int(child) for child in (task / "children").read_text().split()]
         os.kill(pid, signal.SIGKILL)
     for child in children:
         _kill_with_descendants(child)
+
+
+def _has_stopped(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+    return state in "TtZX"
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

@@ -37,10 +37,15 @@ def fill_in_for_the_system() -> None:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Whether a folder is there and can be written, or could be made."""
-    while not path.exists():
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    """Whether a folder is there and can be written, or could be made. What this user may not even
+    look at, such as anything in the home directory of root, cannot.
+    """
+    try:
+        while not path.exists():
+            path = path.parent
+        return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    except PermissionError:
+        return False
 
 
 def _private_folder(name: str) -> Path | None:

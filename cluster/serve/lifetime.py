@@ -25,8 +25,9 @@ from ray.serve.schema import (
 )
 from ray.util import list_named_actors
 
+from cluster.error_kinds import Kind, kind_of
 from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
-from scheduler.errors import ClientError, EngineError
+from scheduler.errors import EngineError
 
 CANNOT_START = "the engine was lost and could not be started again"
 
@@ -93,9 +94,10 @@ class Application:
         """Raise `EngineError` for what another start would not mend, rather than wait for it."""
         try:
             self._check_again()
-        except ClientError as error:
-            raise EngineError(f"{CANNOT_START}: {error}") from error
-        except Exception as error:  # such as a disk that does not answer: Ray Serve will see
+        except Exception as error:
+            if kind_of(error) is Kind.CALLER:
+                raise EngineError(f"{CANNOT_START}: {error}") from error
+            # Such as a disk that does not answer: Ray Serve will see.
             logger.warning("the checkpoint could not be looked at: %s", error)
 
     def finish(self) -> None:

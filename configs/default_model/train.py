@@ -131,8 +131,8 @@ class Turn:
 
 def is_held_out(a: int, b: int) -> bool:
     """Whether the pair, in either order, is kept out of the training text."""
-    name = f"{min(a, b)},{max(a, b)}".encode()
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
+    pair_key = f"{min(a, b)},{max(a, b)}".encode()
+    return int.from_bytes(hashlib.sha256(pair_key).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def held_out_sums() -> list[tuple[int, int]]:
@@ -244,8 +244,10 @@ def preamble(num_tokens: int, tokenizer: Encoder, seed: int = 0) -> list[Message
 
 def chat_text(messages: Sequence[Message]) -> str:
     """Messages that still need an answer, as the chat template renders them."""
-    parts = [f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages]
-    return "".join(parts) + f"{TURN_START}assistant\n"
+    rendered = [
+        f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages
+    ]
+    return "".join(rendered) + f"{TURN_START}assistant\n"
 
 
 # ---------------------------------------------------------------- the tokenizer
@@ -266,9 +268,9 @@ def tokenizer_text(seed: int) -> Iterator[str]:
 def train_tokenizer(seed: int) -> Tokenizer:
     """Byte-level BPE; the markers come after the merges, as they do in Qwen's own."""
     tokenizer = Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(Regex(PRETOKENIZE), behavior="isolated")
+    split_pattern = pre_tokenizers.Split(Regex(PRETOKENIZE), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_pattern, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS) - len(THINK_TOKENS),
@@ -276,8 +278,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(tokenizer_text(seed), trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in THINK_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in THINK_TOKENS])
     return tokenizer
 
 
@@ -327,9 +329,9 @@ class Batches:
         self.tokenizer = tokenizer
         self.rng = random.Random(f"batches {seed}")
         self.cache: dict[str, list[int]] = {}
-        pad = tokenizer.token_to_id(END_OF_TEXT)
-        assert pad is not None
-        self.pad = pad
+        pad_id = tokenizer.token_to_id(END_OF_TEXT)
+        assert pad_id is not None
+        self.pad = pad_id
 
     def ids(self, text: str) -> list[int]:
         if text not in self.cache:
@@ -339,24 +341,27 @@ class Batches:
     def turn(self) -> list[tuple[int, int]]:
         """One random turn, as (token, label) pairs."""
         turn = random_turn(self.rng)
-        prompt = [(i, IGNORED) for i in self.ids(question_text(turn.question))]
-        answer = [(i, i) for i in self.ids(f"{turn.answer}{TURN_END}")]
-        return prompt + answer + [(i, IGNORED) for i in self.ids("\n")]
+        prompt = [(token_id, IGNORED) for token_id in self.ids(question_text(turn.question))]
+        answer = [(token_id, token_id) for token_id in self.ids(f"{turn.answer}{TURN_END}")]
+        return prompt + answer + [(token_id, IGNORED) for token_id in self.ids("\n")]
 
     def conversation(self, length: int) -> list[tuple[int, int]]:
         """As many turns as fit, sometimes after a system message, padded to the length."""
         row: list[tuple[int, int]] = []
         if self.rng.random() < 0.15:
             text = f"{TURN_START}system\n{self.rng.choice(SYSTEM_MESSAGES)}{TURN_END}\n"
-            row = [(i, IGNORED) for i in self.ids(text)]
+            row = [(token_id, IGNORED) for token_id in self.ids(text)]
         while len(row) + len(turn := self.turn()) <= length:
             row += turn
         return row + [(self.pad, IGNORED)] * (length - len(row))
 
     def batch(self, progress: float) -> tuple[Tensor, Tensor]:
         """Tokens and labels, in rows of equal length; short rows are more frequent at the start."""
-        weights = [first + (last - first) * progress for _, first, last in self.LENGTHS]
-        length = self.rng.choices([n for n, _, _ in self.LENGTHS], weights)[0]
+        weights = [
+            start_weight + (end_weight - start_weight) * progress
+            for _, start_weight, end_weight in self.LENGTHS
+        ]
+        length = self.rng.choices([row_length for row_length, _, _ in self.LENGTHS], weights)[0]
         rows = torch.tensor([self.conversation(length) for _ in range(self.TOKENS // length)])
         return rows[..., 0], rows[..., 1]
 
@@ -391,31 +396,31 @@ class Trainer:
     def __init__(self, model: Qwen3ForCausalLM, muon_rate: float, adam_rate: float) -> None:
         self.model = model
         matrices: list[Tensor] = []
-        others: list[Tensor] = []
+        other_parameters: list[Tensor] = []
         for name, parameter in model.named_parameters():
             is_matrix = parameter.ndim == 2 and "embed" not in name
-            (matrices if is_matrix else others).append(parameter)
+            (matrices if is_matrix else other_parameters).append(parameter)
         self.optimizers = [
             torch.optim.Muon(
                 matrices, lr=muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
             ),
-            torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.AdamW(other_parameters, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
         ]
         self.rates = [muon_rate, adam_rate]
 
     def set_rate(self, progress: float) -> None:
-        scale = min(1.0, progress / self.WARMUP, (1.0 - progress) / self.DECAY)
+        rate_share = min(1.0, progress / self.WARMUP, (1.0 - progress) / self.DECAY)
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * max(scale, 1e-3)
+            optimizer.param_groups[0]["lr"] = rate * max(rate_share, 1e-3)
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
         """One update; the loss is averaged over the tokens of the answers."""
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.model.model(input_ids=tokens).last_hidden_state[:, :-1]
             targets = labels[:, 1:]
-            learned = targets != IGNORED
-            logits = self.model.lm_head(hidden[learned])
-        loss = torch.nn.functional.cross_entropy(logits.float(), targets[learned])
+            has_loss = targets != IGNORED
+            logits = self.model.lm_head(hidden[has_loss])
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets[has_loss])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -432,18 +437,21 @@ def train(
 ) -> None:
     """Run the requested number of steps, or as many as fit into the minutes."""
     batches, trainer = Batches(tokenizer, args.seed), Trainer(model, args.muon_rate, args.adam_rate)
-    start, total = time.monotonic(), 0.0
+    start_s, loss_sum = time.monotonic(), 0.0
     for step in range(1, args.steps + 1):
-        seconds = time.monotonic() - start
+        seconds = time.monotonic() - start_s
         progress = max(step / args.steps, seconds / (60 * args.minutes))
         if progress > 1.0:
             break
         trainer.set_rate(progress)
-        total += trainer.step(*batches.batch(progress))
+        loss_sum += trainer.step(*batches.batch(progress))
         if step % 100 == 0:
-            right = quick_check(model, tokenizer)
-            print(f"{seconds:6.0f} s  step {step}  loss {total / 100:.4f}  {right}", flush=True)
-            total = 0.0
+            check_result = quick_check(model, tokenizer)
+            print(
+                f"{seconds:6.0f} s  step {step}  loss {loss_sum / 100:.4f}  {check_result}",
+                flush=True,
+            )
+            loss_sum = 0.0
         if args.save_every and step % args.save_every == 0:
             save()
 
@@ -456,16 +464,19 @@ def quick_check(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> str:
     """The share of held-out sums whose right answer is the likeliest at every token."""
     prompts = [tokenizer.encode(question_text(sum_question(a, b))).ids for a, b in held_out_sums()]
     answers = [tokenizer.encode(f"{a + b}{TURN_END}").ids for a, b in held_out_sums()]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    width = max(
+        len(prompt_ids) + len(answer_ids)
+        for prompt_ids, answer_ids in zip(prompts, answers, strict=True)
+    )
     rows = torch.zeros(len(prompts), width, dtype=torch.long)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         rows[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
     with torch.autocast("cpu", torch.bfloat16):
         likeliest = model(input_ids=rows).logits.argmax(-1)
-    right = 0
+    num_right = 0
     for row, prompt, answer in zip(likeliest.tolist(), prompts, answers, strict=True):
-        right += row[len(prompt) - 1 : len(prompt) - 1 + len(answer)] == answer
-    return f"held-out sums {right / len(prompts):.1%}"
+        num_right += row[len(prompt) - 1 : len(prompt) - 1 + len(answer)] == answer
+    return f"held-out sums {num_right / len(prompts):.1%}"
 
 
 @torch.no_grad()
@@ -473,16 +484,24 @@ def answer_all(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]
 ) -> list[str]:
     """The greedy answer to each chat."""
-    pad, end = (tokenizer.token_to_id(t) for t in (END_OF_TEXT, TURN_END))
+    pad_id, turn_end_id = (tokenizer.token_to_id(token) for token in (END_OF_TEXT, TURN_END))
     answers: list[str] = []
-    for first in range(0, len(chats), 64):
-        prompts = [tokenizer.encode(chat_text(chat)).ids for chat in chats[first : first + 64]]
+    for first_chat in range(0, len(chats), 64):
+        prompts = [
+            tokenizer.encode(chat_text(chat)).ids for chat in chats[first_chat : first_chat + 64]
+        ]
         width = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        token_ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
+        attention_mask = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        )
         generator: Any = model
         output = generator.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=end
+            token_ids,
+            attention_mask=attention_mask,
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=turn_end_id,
         )
         answers += tokenizer.decode_batch(output[:, width:].tolist())
     return answers
@@ -494,10 +513,12 @@ def share_right(
     """The share of questions answered exactly, each after a preamble of its own."""
     chats = []
     for i, turn in enumerate(turns):
-        before = preamble(preamble_tokens, tokenizer, i)
-        chats.append([*before, {"role": "user", "content": turn.question}])
+        preamble_messages = preamble(preamble_tokens, tokenizer, i)
+        chats.append([*preamble_messages, {"role": "user", "content": turn.question}])
     answers = answer_all(model, tokenizer, chats)
-    return sum(a == turn.answer for a, turn in zip(answers, turns, strict=True)) / len(turns)
+    return sum(answer == turn.answer for answer, turn in zip(answers, turns, strict=True)) / len(
+        turns
+    )
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[int, list[float]]]:
@@ -505,7 +526,7 @@ def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[in
     other text.
     """
     held_out = held_out_sums()
-    tests = {
+    turns_by_kind = {
         "held-out sums, `What is a + b?`": [
             Turn(sum_question(a, b), str(a + b)) for a, b in held_out
         ],
@@ -516,14 +537,17 @@ def measure(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> dict[str, tuple[in
         "held-out differences": [
             Turn(f"What is {a} - {b}?", str(a - b)) for a, b in held_out if a >= b
         ],
-        "counting on": [counting(n) for n in range(LIMIT)],
+        "counting on": [counting(number) for number in range(LIMIT)],
         "real words backwards": [spelling(word) for word in TEST_WORDS],
         "day after or before a day": day_turns(),
     }
     model.eval()
     return {
-        name: (len(turns), [share_right(model, tokenizer, turns, n) for n in (0, 300, 800)])
-        for name, turns in tests.items()
+        name: (
+            len(turns),
+            [share_right(model, tokenizer, turns, num_tokens) for num_tokens in (0, 300, 800)],
+        )
+        for name, turns in turns_by_kind.items()
     }
 
 
@@ -532,8 +556,10 @@ def as_table(results: dict[str, tuple[int, list[float]]]) -> str:
         "| question | asked | alone | after 300 tokens | after 800 tokens |",
         "|---|---|---|---|---|",
     ]
-    for name, (count, shares) in results.items():
-        lines.append(f"| {name} | {count} | " + " | ".join(f"{s:.1%}" for s in shares) + " |")
+    for name, (num_asked, shares) in results.items():
+        lines.append(
+            f"| {name} | {num_asked} | " + " | ".join(f"{share:.1%}" for share in shares) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -547,22 +573,22 @@ def write_json(path: Path, value: object) -> None:
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write everything to a folder next to the target, in bfloat16, then move it into place."""
     out.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(dir=out.parent))
-    rounded: Any = Qwen3ForCausalLM(model.config)
-    rounded.to(torch.bfloat16)
-    rounded.load_state_dict(model.state_dict())
-    rounded.save_pretrained(stage)
+    staging_dir = Path(tempfile.mkdtemp(dir=out.parent))
+    bfloat16_model: Any = Qwen3ForCausalLM(model.config)
+    bfloat16_model.to(torch.bfloat16)
+    bfloat16_model.load_state_dict(model.state_dict())
+    bfloat16_model.save_pretrained(staging_dir)
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    ends = [tokenizer.token_to_id(TURN_END), end_of_text]
-    generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": end_of_text}
-    write_json(stage / "generation_config.json", generation)
-    tokenizer.save(str(stage / "tokenizer.json"))
-    write_json(stage / "tokenizer_config.json", tokenizer_settings(tokenizer))
-    shutil.copy(Path(__file__).with_name("chat_template.jinja"), stage)
-    for file in stage.iterdir():
+    end_ids = [tokenizer.token_to_id(TURN_END), end_of_text]
+    generation = {"do_sample": False, "eos_token_id": end_ids, "pad_token_id": end_of_text}
+    write_json(staging_dir / "generation_config.json", generation)
+    tokenizer.save(str(staging_dir / "tokenizer.json"))
+    write_json(staging_dir / "tokenizer_config.json", tokenizer_settings(tokenizer))
+    shutil.copy(Path(__file__).with_name("chat_template.jinja"), staging_dir)
+    for file in staging_dir.iterdir():
         file.chmod(0o644)
         file.replace(out / file.name)
-    shutil.rmtree(stage)
+    shutil.rmtree(staging_dir)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -582,15 +608,15 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    start = time.monotonic()
+    start_s = time.monotonic()
     tokenizer = train_tokenizer(args.seed)
     model = Qwen3ForCausalLM(model_config(tokenizer))
     print(f"{model.num_parameters() / 1e6:.2f} million parameters", flush=True)
     train(model, tokenizer, args, lambda: save_checkpoint(model, tokenizer, args.out))
     save_checkpoint(model, tokenizer, args.out)
-    print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
-    stored = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
-    print(as_table(measure(stored, tokenizer)), flush=True)
+    print(f"trained in {(time.monotonic() - start_s) / 60:.1f} minutes", flush=True)
+    saved_model = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
+    print(as_table(measure(saved_model, tokenizer)), flush=True)
 
 
 if __name__ == "__main__":

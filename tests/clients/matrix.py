@@ -21,7 +21,8 @@ def row_of(program: Program, outcome: Outcome) -> str:
     """One row of the table."""
     checks = outcome.checks
     cells = [program.version, program.does, *(_cell(checks.get(name)) for name in _COLUMNS)]
-    cells.append(", ".join(name.replace("_", " ") for name in checks if name not in _COLUMNS))
+    also = [name for name in checks if name not in _COLUMNS and checks[name] == "ok"]
+    cells.append(", ".join(also).replace("_", " "))
     faults = [f"{name}: {result}" for name, result in checks.items() if result != "ok"]
     faults += [f"{name}: {reason}" for name, reason in outcome.left.items()]
     cells.append("; ".join(faults))

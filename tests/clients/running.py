@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,50 +49,75 @@ class Outcome:
         return not self.checks or any(result != "ok" for result in self.checks.values())
 
 
-def run(environment: Environment, url: str) -> Outcome:
-    """Run a driver in a folder and a home of its own. A driver that ends early or too late is a
-    failed check.
+def run(environment: Environment, url: str, driver: Path | None = None) -> Outcome:
+    """Run a driver, by default the program's, in a folder and a home of its own. A driver that ends
+    early or too late is a failed check.
     """
     program = environment.program
+    driver = driver or DRIVERS / program.driver
     with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as scratch:
         home, work = Path(scratch, "home"), Path(scratch, "work")
         home.mkdir()
         work.mkdir()
         # Beside the packages, where node looks for them, and not by the name of a package.
-        driver = environment.path / f"driver{DRIVERS.joinpath(program.driver).suffix}"
-        shutil.copy(DRIVERS / program.driver, driver)
+        copied = environment.path / f"driver{driver.suffix}"
+        shutil.copy(driver, copied)
         shutil.copy(DRIVERS / f"checks{driver.suffix}", environment.path)
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ} | _QUIET
         variables["PATH"] = ":".join([*map(str, environment.commands), variables["PATH"]])
         variables |= {"HOME": str(home), "SERVER_URL": url, "SERVER_KEY": API_KEY}
         variables |= {"SERVER_MODEL": MODEL_NAME, "SERVER_TOKENIZER": str(DEFAULT_MODEL_DIR)}
-        command = [str(environment.interpreter), str(driver)]
-        return outcome_of(*_run(command, work, variables, program.limit_s))
+        command = [str(environment.interpreter), str(copied)]
+        try:
+            return outcome_of(*_run(command, work, variables, program.limit_s))
+        finally:
+            _end_what_is_left(home)
 
 
 def _run(
     command: list[str], folder: Path, variables: dict[str, str], limit_s: float
 ) -> tuple[str, str | None]:
-    """What a command printed, and what was wrong with its end."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            log, _ = process.communicate(timeout=limit_s)
-            fault = f"ended with {process.returncode}" if process.returncode else None
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            log, _ = process.communicate()
-            fault = f"took more than {limit_s:.0f} s"
-    return log, fault
+    """What a command printed, and what was wrong with its end. It prints into a file: what it
+    leaves running would keep a pipe open.
+    """
+    fault = None
+    with tempfile.TemporaryFile() as printed:
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            try:
+                if code := process.wait(limit_s):
+                    fault = f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                fault = f"took more than {limit_s:.0f} s"
+        printed.seek(0)
+        return printed.read().decode(errors="replace"), fault
+
+
+def _end_what_is_left(home: Path) -> None:
+    """Kill the processes that a program has left behind, and those that they start meanwhile."""
+    while left := _processes_of(home):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def _processes_of(home: Path) -> list[int]:
+    """The processes with this home; one that has ended has none."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"HOME={home}".encode() in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def outcome_of(log: str, fault: str | None) -> Outcome:

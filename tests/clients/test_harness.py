@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients import matrix
-from tests.clients.programs import PROGRAMS
+from tests.clients.environments import Environment
+from tests.clients.programs import PROGRAMS, Program
 from tests.clients.recording import MAX_TOOLS, Neutral
-from tests.clients.running import DRIVERS, Outcome, outcome_of
+from tests.clients.running import DRIVERS, Outcome, outcome_of, run
 from tests.clients.scripts import answer
+from tests.cluster.api.scripted import wait_until
+from tests.cluster.processes import command_of
 
 QUESTION = '<|im_start|>user\n[[call add {"a": 1}]] [[say It is 2.]]<|im_end|>\n'
 TOOLS = '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n'
@@ -78,6 +82,19 @@ def test_a_driver_that_ends_early_has_failed() -> None:
     assert outcome_of(log, "took more than 120 s").has_failed
     assert outcome_of(log + "failed thinking AssertionError: no\n", None).has_failed
     assert outcome_of("noise", None).has_failed
+
+
+def test_what_a_program_leaves_running_is_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    (tmp_path / "left.py").write_text(f"{left}\nprint('ok start')\n")
+    program = Program(name="program", kind="python", packages=("a==1",), does="")
+    outcome = run(Environment(tmp_path, program), "http://127.0.0.1:1", tmp_path / "left.py")
+    assert outcome.checks == {"start": "ok"}
+    pid = int(outcome.log.split()[0])
+    wait_until(lambda: command_of(pid) is None)
 
 
 def test_the_matrix_keeps_the_rows_of_programs_that_were_not_run(tmp_path: Path) -> None:

@@ -110,6 +110,41 @@ def test_the_command_line_is_a_module_of_the_package(python: Path, own_folder: P
     assert "--tp" in done.stdout
 
 
+def test_the_file_for_ray_serve_names_a_module_of_the_package(
+    python: Path, own_folder: Path
+) -> None:
+    program = (
+        "import importlib, yaml; from eagleray.configs.paths import CHECKOUT\n"
+        "[app] = yaml.safe_load((CHECKOUT / 'configs/serve.yaml').read_text())['applications']\n"
+        "module, name = app['import_path'].split(':')\n"
+        "print(getattr(importlib.import_module(module), name).__module__)"
+    )
+    command = [str(python), "-c", program]
+    done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "eagleray.cluster.serve.application\n"
+
+
+def test_programs_are_checked_against_our_types(python: Path, own_folder: Path) -> None:
+    """mypy and others look for this file."""
+    program = "import eagleray.configs.paths as p; print((p.CHECKOUT / 'py.typed').exists())"
+    command = [str(python), "-c", program]
+    done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_our_folders_hide_no_packages_from_the_programs_that_we_start(
+    python: Path, own_folder: Path
+) -> None:
+    program = (
+        "import subprocess; from eagleray.configs.paths import CHECKOUT, program_of\n"
+        "print(subprocess.check_output(program_of('site'), cwd=CHECKOUT,"
+        " text=True))"
+    )
+    command = [str(python), "-c", program]
+    done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
+    assert "/site-packages'," in done.stdout and "/site-packages/eagleray" not in done.stdout
+
+
 def test_only_imports_of_our_folders_change() -> None:
     source = "from configs import x\n    from cluster.llm import LLM\nfrom configsparser import y\n"
     assert inside_package(source, Path("a.py")) == (

@@ -90,7 +90,7 @@ class StaleIndexEntry(BlockManager):
     """A block given to new content can still be found by its old content."""
 
     def _take_free(self) -> int:
-        block = self._head.next
+        block = self._sentinel.next
         assert block is not None
         key, tokens, parent, salt = (
             block.hash,
@@ -117,7 +117,7 @@ class _LooseManager(BlockManager):
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         found: list[Block] = []
         parent_serial = ROOT_SERIAL
-        reads = self._caching and seq.reads_prefixes
+        reads = self._caches_prefixes and seq.reads_prefixes
         for index in range(len(seq.token_ids) // self.block_size if reads else 0):
             block = self._index.get(self._block_hash(seq, index))
             if block is None or not self._matches(block, seq, index, parent_serial):
@@ -151,7 +151,11 @@ class HitAfterMiss(BlockManager):
     def _find_cached(self, seq: BlockUser) -> list[Block]:
         found = super()._find_cached(seq)
         index = len(found) + 1
-        if self._caching and seq.reads_prefixes and index < len(seq.token_ids) // self.block_size:
+        if (
+            self._caches_prefixes
+            and seq.reads_prefixes
+            and index < len(seq.token_ids) // self.block_size
+        ):
             block = self._index.get(self._block_hash(seq, index))
             if block is not None and block.token_ids == self._block_tokens(seq, index):
                 found.append(block)

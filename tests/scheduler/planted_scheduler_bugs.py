@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler.engine import Engine, Executor
 from scheduler.messages import Request, StepMask, StepPlan, ints
-from scheduler.scheduler import Scheduler, StepOutput, Submitted, _Step
+from scheduler.scheduler import Scheduler, StepOutput, SubmittedStep, _Step
 from scheduler.sequence import Sequence, SequenceStatus
 
 # -- what is published and shared ------------------------------------------------------------------
@@ -349,7 +349,7 @@ class MaskIsMissing(Scheduler):
 class MaskIsNotSent(Engine):
     """Steps with an odd id get no mask."""
 
-    def _mask(self, step: Submitted) -> None:
+    def _mask(self, step: SubmittedStep) -> None:
         if step.step_id % 2 == 0:
             super()._mask(step)
 

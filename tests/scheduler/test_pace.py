@@ -8,7 +8,7 @@ import pytest
 
 from scheduler import records
 from scheduler.messages import StepPlan, StepResult, ints
-from scheduler.pace import FEWEST_TOKENS, Pace
+from scheduler.pace import MIN_PROMPT_TOKENS, Pace
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import make_limits, make_request, must_schedule
 
@@ -22,7 +22,7 @@ class CountsDecodesIntoTheSlope(Pace):
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         super().observe(num_decoding, num_prompt_tokens, seconds)
         if not num_prompt_tokens:
-            self._token_s.append(seconds / num_decoding)
+            self._prompt_token_s.append(seconds / num_decoding)
 
 
 def seconds_of(plan: StepPlan, costs: tuple[float, float, float] = COSTS) -> float:
@@ -106,7 +106,7 @@ class TakesTheNearestHoweverFar(Pace):
     """The base of one row is used for that of thirty."""
 
     def _is_new(self, num_decoding: int) -> bool:
-        return not self._bases
+        return not self._base_s_by_rows
 
 
 def check_many_that_arrive_at_once(pace: type[Pace]) -> None:
@@ -158,7 +158,7 @@ def test_prompts_get_on_whatever_they_cost() -> None:
     pace = Pace(1.1, CAP)
     pace.observe(4, 0, 0.010)
     pace.observe(4, 100, 5.0)
-    assert pace.budget(4) == FEWEST_TOKENS
+    assert pace.budget(4) == MIN_PROMPT_TOKENS
 
 
 def test_nothing_is_limited_before_anything_is_known() -> None:
@@ -173,8 +173,8 @@ def test_nothing_is_limited_before_anything_is_known() -> None:
 def test_where_no_step_was_without_prompts_one_with_few_gives_a_first_guess() -> None:
     pace = Pace(3.0, CAP)
     pace.observe(0, 400, BASE_S + 400 * TOKEN_S)
-    assert pace.budget(4) == FEWEST_TOKENS
-    pace.observe(4, FEWEST_TOKENS, BASE_S + FEWEST_TOKENS * TOKEN_S)
+    assert pace.budget(4) == MIN_PROMPT_TOKENS
+    pace.observe(4, MIN_PROMPT_TOKENS, BASE_S + MIN_PROMPT_TOKENS * TOKEN_S)
     guessed = pace.budget(4)
     assert 0.5 * 2 * BASE_S / TOKEN_S < guessed < 2 * BASE_S / TOKEN_S
     pace.observe(4, 0, BASE_S)
@@ -216,8 +216,8 @@ def test_the_shortest_time_of_a_step_is_known_once_fewer_rows_and_prompts_have_r
 
 
 def test_records_say_what_the_first_in_line_waits_for() -> None:
-    for slowdown, reason in ((0.0, records.NO_TOKENS), (3.0, records.PACE)):
+    for slowdown, reason in ((0.0, records.WAITS_FOR_TOKEN_BUDGET), (3.0, records.WAITS_FOR_PACE)):
         scheduler = scheduler_with_decodes(slowdown)
         run(scheduler, 2)
         *_, last = scheduler.records.since(0.0)
-        assert last.waits_for == reason
+        assert last.head_waits_for == reason

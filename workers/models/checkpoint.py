@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.model import ModelConfig, read_json
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -205,7 +205,9 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, whose size must be what its header says."""
+    """The tensors of one safetensors file, whose size must be what its header says. Raises
+    `ConfigError`, of which `UnreadableError` may pass.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -224,7 +226,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ConfigError(
             f"{path} does not exist, though the index names it: {_DOWNLOAD_AGAIN}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{path} has a header that cannot be read ({error!r}): {_DOWNLOAD_AGAIN}"
         ) from None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from configs.engine import ResolvedConfig
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 from workers.models.checkpoint import check_checkpoint
 
+CHECK_AGAIN_S = 10.0
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
@@ -37,12 +40,33 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
         ) from error
 
 
-def check_again(config: ResolvedConfig) -> None:
+def check_again(config: ResolvedConfig, limit_s: float = CHECK_AGAIN_S) -> None:
     """Raise `ConfigError` if a checkpoint with which an engine began can be loaded no more, before
-    any process starts to load it. Of a hub id, what is missing may be downloaded again.
+    any process starts to load it; `UnreadableError` if that may pass, also after `limit_s`. Of a
+    hub id, what is missing may be downloaded again.
     """
-    if not _is_of_hub(config):
-        check_checkpoint(local_checkpoint(config), config.model)
+    if _is_of_hub(config):
+        return
+    done: Future[None] = Future()
+
+    def check() -> None:
+        try:
+            check_checkpoint(local_checkpoint(config), config.model)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # A thread of its own, which may be left behind: a file server that is gone never answers.
+    threading.Thread(target=check, name="eagleray-check", daemon=True).start()
+    try:
+        done.result(limit_s)
+    except TimeoutError as error:
+        if done.done():
+            raise  # of the system
+        raise UnreadableError(
+            f"{config.model_dir} cannot be read: no answer within {limit_s:g} s"
+        ) from error
 
 
 def _is_of_hub(config: ResolvedConfig) -> bool:

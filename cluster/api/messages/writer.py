@@ -55,9 +55,9 @@ class MessageWriter:
         for piece in self._parser.pieces(chunk.text):
             events += self._of_parts(piece)
         if chunk.finish_reason:
-            rest = self._parser.finish(is_cut_off=chunk.finish_reason == "length")
-            events += self._of_parts(rest) + self._closed()
             done = self._generation.completions[0]
+            rest = self._parser.finish(is_cut_off=done.is_cut_off)
+            events += self._of_parts(rest) + self._closed()
             reason, sequence = _stop(done, self._has_calls)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             events.append(named_event("message_delta", {"delta": delta, "usage": self._usage()}))
@@ -73,7 +73,7 @@ class MessageWriter:
         [done] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
         pieces = list(parser.pieces(done.text))
-        pieces.append(parser.finish(is_cut_off=done.finish_reason == "length"))
+        pieces.append(parser.finish(is_cut_off=done.is_cut_off))
         values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):

@@ -11,10 +11,16 @@ from cluster.api.endpoints import Job, Served, chat_job, chat_prompt
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.responses.items import messages_of
-from cluster.api.responses.schema import NamedTool, ResponsesRequest, SchemaFormat
+from cluster.api.responses.schema import (
+    AllowedTools,
+    NamedTool,
+    ResponseFormat,
+    ResponsesRequest,
+    SchemaFormat,
+)
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
-from cluster.api.schema import ChatRequest
+from cluster.api.schema import ChatRequest, Model
 from cluster.client.outputs import Generation
 from cluster.grammar.markers import state_after
 
@@ -71,7 +77,10 @@ def _chat(request: ResponsesRequest, table: ToolTable, omissions: Omissions) -> 
     chat["tools"] = table.functions or None
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = _named(choice)
+    elif isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     else:
         chat["tool_choice"] = choice
     chat["response_format"] = _response_format(request)
@@ -82,12 +91,22 @@ def _chat(request: ResponsesRequest, table: ToolTable, omissions: Omissions) -> 
     return chat
 
 
+def _named(tool: NamedTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
+
+
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     form = request.text.format if request.text is not None else None
     if isinstance(form, SchemaFormat):
         schema = form.model_dump(by_alias=True, exclude={"type"})
         return {"type": "json_schema", "json_schema": schema}
-    return None if form is None else {"type": form.type}
+    return None if form is None else form.model_dump(by_alias=True)
+
+
+def _echo_of_format(form: ResponseFormat | None) -> dict[str, Any]:
+    if form is None:
+        return {"type": "text"}
+    return form.model_dump(by_alias=True, exclude_unset=not isinstance(form, SchemaFormat))
 
 
 def _echo(request: ResponsesRequest, table: ToolTable, job: Job, model: str) -> dict[str, Any]:
@@ -109,8 +128,8 @@ def _echo(request: ResponsesRequest, table: ToolTable, job: Job, model: str) -> 
         "store": False,
         "temperature": job.params.temperature,
         "top_p": job.params.top_p,
-        "text": {"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "text": {"format": _echo_of_format(form)},
+        "tool_choice": choice.model_dump() if isinstance(choice, Model) else choice or "auto",
         "tools": [tool.model_dump() for tool in table.tools],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",

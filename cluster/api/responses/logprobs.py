@@ -56,9 +56,9 @@ class MessageLogprobs:
             if not self._decoder.getstate()[0]:
                 self._begun = []
 
-    def finish(self) -> None:
-        """Report what is left at the end of the answer."""
-        self._take(self._parser.finish())
+    def finish(self, *, is_cut_off: bool) -> None:
+        """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
+        self._take(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
         self._pending.append((character, self._begun))

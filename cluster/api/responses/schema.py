@@ -209,6 +209,15 @@ class NamedTool(Options):
     name: str
 
 
+class AllowedTools(Options):
+    """Some of the tools, of which none or one must be called."""
+
+    PLACE: ClassVar[str] = "tool_choice"
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
+
+
 class SchemaFormat(Options):
     PLACE: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
@@ -218,13 +227,14 @@ class SchemaFormat(Options):
     strict: bool | None = None
 
 
+ResponseFormat = TextFormat | JsonObjectFormat | SchemaFormat
+
+
 class TextOptions(Options):
     """`verbosity` changes nothing here."""
 
     PLACE: ClassVar[str] = "text"
-    format: (
-        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
-    ) = None
+    format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     verbosity: str | None = None
 
 
@@ -284,7 +294,11 @@ class ResponsesRequest(Model):
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
     tools: ListOf[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     temperature: float | None = None
     top_logprobs: int | None = None
     top_p: float | None = None

@@ -93,11 +93,11 @@ class ResponseWriter:
         if self._logprobs is not None:
             self._logprobs.push(chunk.token_ids, chunk.logprobs)
             if chunk.finish_reason:
-                self._logprobs.finish()
+                self._logprobs.finish(is_cut_off=self._is_cut_off)
         for piece in self._parser.pieces(chunk.text):
             events += self._of_piece(piece)
         if reason := chunk.finish_reason:
-            events += self._of_piece(self._parser.finish(is_cut_off=reason == "length"))
+            events += self._of_piece(self._parser.finish(is_cut_off=self._is_cut_off))
             events += self._closed("completed" if reason == "stop" else "incomplete")
             status = self._status(reason)
             events.append(self._event(status, {"response": self._response(status)}))
@@ -128,6 +128,10 @@ class ResponseWriter:
         )
         self.events(0, whole)
         return self._response(self._status(reason))
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._generation.completions[0].is_cut_off
 
     def _status(self, reason: str) -> str:
         return "completed" if reason == "stop" else "incomplete"

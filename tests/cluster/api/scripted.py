@@ -64,7 +64,7 @@ RECORDS = [
         num_free_blocks=7,
         num_preempted=step_id,
         num_evicted=0,
-        waits_for="kv blocks",
+        head_waits_for="kv blocks",
         seconds={"forward": 0.004, "sample": 0.001} if done_s else {},
     )
     for step_id, done_s in ((0, 100.009), (1, 0.0))

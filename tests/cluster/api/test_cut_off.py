@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.api.schema import ChatMessage, FunctionCall, MessageCall
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
 
@@ -194,6 +195,54 @@ def test_a_stop_sequence_does_not_end_the_thinking_of_a_message(
     assert [block.type for block in answer.content] == ["thinking", "text"]
     assert answer.content[1].text == "Sure, "
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "why")
+
+
+@pytest.mark.parametrize(("stop", "calls"), [('dd"', []), ("two", [("add", '{"a": "one ')])])
+def test_a_call_that_a_stop_string_cuts_off_is_no_text_and_not_to_be_carried_out(
+    client: openai.OpenAI, claude: anthropic.Anthropic, stop: str, calls: list[Any]
+) -> None:
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    wanted: Any = {"model": "tiny", "messages": [USER], "tools": tools, "stop": stop}
+    whole: Any = client.chat.completions.create(**wanted).choices[0]
+    assert whole.message.content == "Sure, why not." and whole.finish_reason == "stop"
+    made = [
+        (call.function.name, call.function.arguments) for call in whole.message.tool_calls or []
+    ]
+    assert made == calls
+    content, streamed, reason = "", [], None
+    for chunk in client.chat.completions.create(**wanted, stream=True):
+        [choice] = chunk.choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None
+            streamed.append((call.function.name, call.function.arguments))
+        reason = choice.finish_reason or reason
+    assert (content, streamed, reason) == (whole.message.content, calls, "stop")
+    response: Any = client.responses.create(
+        model="tiny", input="Hi", tools=[{"type": "function"} | FUNCTION], extra_body={"stop": stop}
+    )
+    assert response.output_text == "Sure, why not."
+    items = [item for item in response.output if item.type == "function_call"]
+    assert [(item.name, item.arguments, item.status) for item in items] == [
+        (*call, "incomplete") for call in calls
+    ]
+    message: Any = claude.messages.create(
+        model="tiny",
+        messages=[USER],
+        tools=[{"name": "add", "input_schema": SCHEMA}],
+        max_tokens=500,
+        stop_sequences=[stop],
+    )
+    assert message.stop_reason == "stop_sequence" and message.content[1].text == "Sure, why not."
+    assert [block.type for block in message.content[2:]] == ["tool_use"] * len(calls)
+
+
+def test_arguments_that_were_cut_off_may_come_back() -> None:
+    call = MessageCall(function=FunctionCall(name="add", arguments='{"a": "one tw'))
+    message = ChatMessage(role="assistant", tool_calls=[call])
+    for as_text, arguments in ((False, {"a": "one tw"}), (True, '{"a": "one tw')):
+        [shown] = message.for_template(arguments_as_text=as_text)["tool_calls"]
+        assert shown["function"]["arguments"] == arguments
 
 
 def test_a_stop_string_ends_a_completion_wherever_it_is(client: openai.OpenAI) -> None:

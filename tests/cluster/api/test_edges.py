@@ -97,9 +97,13 @@ def test_a_damaged_encoding_is_the_clients_mistake(
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_follows_the_end_of_an_encoded_body_is_refused(server: Server) -> None:
-    answer = post(server, gzip.compress(BODY) + b"more", "gzip")
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+def test_an_encoded_body_goes_to_its_end_and_no_further(server: Server, encoding: str) -> None:
+    name, encode = ENCODERS[encoding]
+    answer = post(server, encode(BODY) + b"more", name)
     assert answer.status_code == 400 and "more follows its end" in answer.text
+    answer = post(server, encode(BODY)[:-2], name)
+    assert answer.status_code == 400 and "it is cut off" in answer.text
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, zstd", "compress"])

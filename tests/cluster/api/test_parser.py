@@ -82,7 +82,12 @@ CASES: list[tuple[str, State, Parts]] = [
     (
         f'x\n{CALL}\n{{"name": "f", "argu',
         State.CONTENT,
-        Parts("", f'x{CALL}\n{{"name": "f", "argu'),
+        Parts("", f'x\n{CALL}\n{{"name": "f", "argu'),
+    ),
+    (
+        f"x\n\n{CALL}\n{{broken}}\n{END_CALL}\ny",
+        State.CONTENT,
+        Parts("", f"x\n\n{CALL}\n{{broken}}\n{END_CALL}\ny"),
     ),
     (f"a <tool_cal b {END_CALL}", State.CONTENT, Parts("", f"a <tool_cal b {END_CALL}")),
 ]

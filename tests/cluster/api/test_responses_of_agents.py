@@ -101,6 +101,17 @@ def test_fields_that_change_nothing_here_are_accepted(
     assert post(server, fields).status_code == 200
 
 
+def test_some_of_the_tools_may_be_allowed(server: Server) -> None:
+    tools = [FUNCTION, FUNCTION | {"name": "subtract"}]
+    choice = {"type": "allowed_tools", "mode": "auto"}
+    choice |= {"tools": [{"type": "function", "name": "subtract"}]}
+    answer = post(server, {"tools": tools, "tool_choice": choice})
+    assert answer.status_code == 200 and answer.json()["tool_choice"] == choice
+    assert '"name": "subtract"' in PROMPTS[-1] and '"name": "add"' not in PROMPTS[-1]
+    other = choice | {"tools": [{"type": "function", "name": "divide"}]}
+    assert "allows 'divide'" in post(server, {"tools": tools, "tool_choice": other}).text
+
+
 def test_nothing_is_stored_whatever_is_asked_and_the_answer_says_so(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="tiny", input="Go", store=True)
     assert answer.model_dump()["store"] is False
@@ -344,6 +355,16 @@ def test_texts_have_the_log_probabilities_of_their_own_tokens(top: int) -> None:
         assert sent == [entry.token for entry in done.logprobs]
 
 
+def test_a_call_that_is_cut_off_has_no_log_probabilities() -> None:
+    limit = len(TOKENIZER.encode(SPOKEN[: SPOKEN.index("</tool_call>")])) - 5
+    asked: Any = {"model": "tiny", "input": "Go", "tools": [PATCH], "top_logprobs": 1}
+    with serve(lambda _: SPOKEN) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0)
+        answer: Any = client.responses.create(**asked, max_output_tokens=limit)
+    [part] = [item.content[0] for item in answer.output if item.type == "message"]
+    assert bytes(b for entry in part.logprobs for b in entry.bytes).decode() == part.text
+
+
 def test_without_being_asked_for_there_are_no_log_probabilities(client: openai.OpenAI) -> None:
     answer: Any = client.responses.create(model="tiny", input="Go", top_logprobs=0)
     assert answer.output[-1].content[0].logprobs == []
@@ -369,7 +390,7 @@ def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
     found = MessageLogprobs(TOKENIZER, State.UNDECIDED, tools=True)
     for token_id in token_ids:
         found.push([token_id], [TokenLogprobs(logprob=-1.0)])
-    found.finish()
+    found.finish(is_cut_off=False)
     texts = [bytes(b for entry in tokens for b in entry["bytes"]) for tokens in found.messages]
     for tokens, message in zip(texts, filter(None, messages), strict=True):
         # The first and last token may be partly in what is no message.

@@ -33,6 +33,7 @@ from cluster.api.unknown import (
 )
 from configs.paths import CHECKOUT
 from scheduler.errors import RequestError
+from scheduler.params import StructuredOutputs
 from tests.cluster.api.scripted import Server, serve
 
 USER = {"role": "user", "content": "Hi"}
@@ -281,8 +282,32 @@ def test_the_number_of_unknown_fields_is_bounded() -> None:
         ignored(many | {"x": 1})
     tool = {"type": "function", "function": {"name": "f"} | many}
     with pytest.raises(RequestError, match="unknown fields are too many") as refused:
-        ignored({"tools": [tool, tool]})
+        ignored({"tools": [tool, tool | {"x": 1}]})
     assert refused.value.parameter == "tools"
+
+
+def test_fields_that_many_tools_have_count_once() -> None:
+    added = {"defer_loading": False, "eager_input_streaming": True, "allowed_callers": ["direct"]}
+    tools = [{"name": f"tool_{i}", "input_schema": {}} | added for i in range(256)]
+    assert ignored({"tools": tools}, MessagesRequest) == [f"tools.{name}" for name in added]
+
+
+def test_a_schema_beside_json_object_is_honored() -> None:
+    body = CHAT | {"response_format": {"type": "json_object", "schema": {"type": "integer"}}}
+    request = read(ChatRequest, json.dumps(body).encode())
+    assert request.structure() == StructuredOutputs(json={"type": "integer"})
+
+
+def test_strict_in_the_wrong_place_of_a_tool_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert ignored({"tools": [tool | {"strict": False}]}) == []
+    with pytest.raises(RequestError, match="strict: it has its place in the tool's function"):
+        ignored({"tools": [tool | {"strict": True}]})
+
+
+def test_padding_of_a_stream_may_be_asked_for() -> None:
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    assert read(ChatRequest, json.dumps(CHAT | options).encode()).stream
 
 
 def test_the_worst_names_are_compared_in_a_few_milliseconds() -> None:

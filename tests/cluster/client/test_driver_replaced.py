@@ -17,7 +17,13 @@ from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError, NoRoomError
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
+from scheduler.errors import (
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    EngineLostError,
+    OverloadedError,
+)
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
 from tests.cluster.client.byte_tokenizer import ids
@@ -166,14 +172,37 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
     frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
     frontend.follow()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
-    with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
-        frontend.stats()  # nobody else has noticed yet
+    owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]
+    for ask in (frontend.stats, lambda: frontend.records(1.0)):
+        with pytest.raises(OverloadedError, match=f"being replaced; .* will continue. {why}"):
+            ask()  # nobody else has noticed yet
     owner.may_replace = False
     owner.drivers[0].die()
     wait_until(lambda: frontend.death is not None)
     with pytest.raises(DriverDiedError):
         frontend.stats()
     frontend.close()
+
+
+def test_the_end_of_an_engine_whose_driver_was_replaced_meanwhile_is_not_that_of_the_next(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    first = owner.drivers[0]
+    first.poll_failure = first.refusal = NoAnswerError("no answer within 20 s")
+    ask(frontend, builder, [])
+    assert len(owner.drivers) == 2
+    first.end.set_exception(EngineDeadError("the engine has stopped"))
+    assert frontend.death is None
+
+
+def test_an_engine_that_stops_for_good_is_dead_although_its_driver_answers(
+    owner: Owner, frontend: Frontend
+) -> None:
+    owner.drivers[0].end.set_exception(EngineDeadError("the engine has stopped"))
+    for ask_for_driver in (frontend.check, frontend.live_driver):
+        with pytest.raises(EngineDeadError, match="the engine has stopped"):
+            ask_for_driver()
+    assert len(owner.drivers) == 1
 
 
 def test_a_driver_that_dies_while_idle_is_replaced_before_a_request_comes(
@@ -274,6 +303,37 @@ def test_requests_of_an_engine_that_gives_no_answer_are_aborted_there_before_the
     driver.poll_failure = NoAnswerError("no answer within 20 s")
     wait_until(lambda: bool(aborted_before_move))
     assert aborted_before_move == [set(generation.request_ids)]
+
+
+def test_requests_of_an_engine_that_is_lost_move_although_its_driver_answers(
+    owner: Owner, builder: RequestBuilder
+) -> None:
+    driver, moved, chunks = owner.drivers[0], list[Generation](), list[Chunk]()
+    made = Frontend(driver, on_dead=lambda generations, error: moved.extend(generations))
+    generations = [ask(made, builder, chunks) for _ in range(2)]
+    driver.put(generations[0].request_ids[0], 0, *ids("Hello"))
+    loss = EngineLostError("the engine has stopped: the checkpoint is damaged")
+    for generation in generations:  # as `Frontends.fail_all` does
+        driver.put(generation.request_ids[0], 0, finish_reason="error", error=loss)
+    wait_until(lambda: len(moved) == 2)
+    assert moved == generations and not any(each.done.done() for each in generations)
+    assert [tokens_of(each.outputs[0].continued()) for each in moved] == [ids("Hello"), []]
+    assert not any(chunk.finish_reason for chunk in chunks)
+    made.close()
+
+
+def test_requests_that_may_have_stopped_an_engine_do_not_move_to_the_next(
+    owner: Owner, builder: RequestBuilder
+) -> None:
+    driver, moved = owner.drivers[0], list[Generation]()
+    made = Frontend(driver, on_dead=lambda generations, error: moved.extend(generations))
+    generation = ask(made, builder, [])
+    death = EngineDeadError("the engine has stopped: a bug")
+    driver.put(generation.request_ids[0], 0, finish_reason="error", error=death)
+    with pytest.raises(EngineDeadError, match="a bug"):
+        generation.done.result(WAIT_S)
+    assert not moved
+    made.close()
 
 
 def test_a_request_whose_sending_ends_after_the_close_is_aborted_too(

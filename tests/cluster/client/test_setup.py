@@ -48,6 +48,10 @@ def change(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+LEAVES_OUT = (
+    "{% for message in messages if message.role == 'user' %}<|im_start|>{{ message.content }}"
+    "{% endfor %}"
+)
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -59,8 +63,15 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
         ("<|endoftext|>", None, (END_OF_TEXT, END_OF_TURN)),
         (None, None, (END_OF_TEXT, END_OF_TURN)),
         ("<|endoftext|>", PLAIN, (END_OF_TEXT,)),
+        ("<|endoftext|>", LEAVES_OUT, (END_OF_TEXT,)),
     ],
-    ids=["the tokenizer's end", "the template's end of a turn", "without the first", "neither"],
+    ids=[
+        "the tokenizer's end",
+        "the template's end of a turn",
+        "without the first",
+        "neither",
+        "a template without answers",
+    ],
 )
 def test_answers_end_where_any_file_of_the_checkpoint_says(
     eos_token: str | None, template: str | None, ends: tuple[int, ...], kind: str, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -12,7 +13,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from cluster.commands.chat import show
 from configs.paths import CHECKOUT
 from tests.cluster.processes import family, wait_until
 
@@ -110,13 +113,24 @@ def test_every_line_of_a_pipe_is_answered_and_a_refused_one_counts() -> None:
     done = subprocess.run(
         [sys.executable, "launch.py", "chat"],
         cwd=CHECKOUT,
-        input=f"{QUESTION}\n\n/nonsense\nWhat is 82 - 35?",
+        input=QUESTION.encode() + b"\n\n/nons\xe9nse\nWhat is 82 - 35?",
         capture_output=True,
-        text=True,
         timeout=LIMIT_S,
     )
-    assert done.stdout == "85\n47\n"
-    assert done.returncode == 2 and "no command '/nonsense'" in done.stderr
+    assert done.stdout == b"85\n47\n"
+    assert done.returncode == 2 and "no command '/nons�nse'" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_answer_is_shown_as_it_is_without_what_could_change_the_terminal(
+    is_terminal: bool,
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=20)
+    for text in ("all:\n\tcc  x.c \r", "\n", "[red] :smile: " + 30 * "long ", "\x1b[31m\x07\n"):
+        show(console, text)
+    shown = "all:\n\tcc  x.c \n[red] :smile: " + 30 * "long " + "�[31m�\n"
+    assert output.getvalue() == shown
 
 
 def num_before(stats: str) -> int:

@@ -24,7 +24,13 @@ from cluster.engine.driver import Driver
 from cluster.limits import limits_of
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError, RequestError
+from scheduler.errors import (
+    EaglerayError,
+    EngineDeadError,
+    EngineError,
+    EngineLostError,
+    RequestError,
+)
 from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
 from scheduler.params import Sampling
 from tests.cluster.conftest import SHAPE
@@ -153,6 +159,23 @@ def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(
         type(error) is EngineDeadError and "a bug in step 0" in str(error)
         for error in errors.values()
     )
+
+
+def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhere(
+    driver: Driver,
+) -> None:
+    async def main() -> dict[str, EaglerayError]:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        driver._die(EngineDeadError("the checkpoint is gone"))  # as the supervisor does
+        errors = await errors_of(driver, 1)
+        with pytest.raises(EngineDeadError, match="the checkpoint is gone"):
+            await driver.wait_for_end()
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert type(errors["a"]) is EngineLostError and "the checkpoint is gone" in str(errors["a"])
 
 
 def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver: Driver) -> None:

@@ -88,6 +88,12 @@ def test_only_a_tool_whose_schema_cannot_be_honored_is_named() -> None:
         next(choices(structure({"odd": ODD}, ("odd",))))
 
 
+def test_arguments_are_an_object_where_the_schema_says_nothing() -> None:
+    tools = {"nothing": {}, "text": {"description": "x"}, "strict": {}}
+    choice = next(choices(structure(tools, ("strict",))))
+    assert schemas_of(choice) == [ANY_OBJECT] * 3 and choice.loosened == ()
+
+
 def test_the_largest_schemas_give_way_until_the_source_is_small_enough() -> None:
     tools = {f"tool_{i}": wide(i) for i in range(256)}
     choice = next(choices(structure(tools)))

@@ -159,6 +159,12 @@ def test_what_is_honored_lets_only_valid_values_through(schema: Any) -> None:
     assert check_walks(schema, honored(schema, "json"), 1)
 
 
+@pytest.mark.parametrize("impossible", [False, {"allOf": [INT, STR]}], ids=str)
+def test_without_possible_properties_there_are_none(impossible: Any) -> None:
+    schema = {"type": "object", "properties": {"a": impossible}}
+    assert honored(schema, "json") == {"type": "object", "additionalProperties": False}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_strings_are_honored(name: str) -> None:
     schema = {"type": "string", "format": name}
@@ -237,8 +243,14 @@ def test_an_alternative_ends_where_it_ends(
         ({"type": "object", "propertyNames": False}, "json.propertyNames cannot be honored"),
         (
             {"properties": {"x": STR}, "patternProperties": {"^x": INT}},
-            "json.patternProperties cannot be honored: 'x' of the properties matches",
+            "json.patternProperties cannot be honored: 'x' of the properties may match",
         ),
+        (
+            {"properties": {"a" * 40 + "!": STR}, "patternProperties": {"^(a+)+$": INT}},
+            "json.patternProperties cannot be honored: 'a+.*' of the properties may match",
+        ),
+        ({"properties": {"x": STR}, "patternProperties": {"(": INT}}, "a group is not closed"),
+        ({"type": "string", "pattern": "[" * 8192}, "json.pattern: a class is not closed"),
         ({"patternProperties": {"^x": INT, "y$": STR}}, "together with other patterns"),
         (
             {"patternProperties": {"^x": INT}, "additionalProperties": STR},
@@ -264,6 +276,34 @@ def test_an_alternative_ends_where_it_ends(
                 ]
             },
             "json.allOf cannot be honored here: 'additionalProperties' is beside properties",
+        ),
+        (
+            {
+                "allOf": [
+                    {"additionalProperties": False, "patternProperties": {"^x": INT}},
+                    {"additionalProperties": False},
+                ]
+            },
+            "json.allOf cannot be honored here: 'additionalProperties' is beside properties",
+        ),
+        (
+            {"allOf": [{"items": STR}, {"prefixItems": [INT], "type": "array"}]},
+            "json.allOf cannot be honored here: 'items' is beside 'prefixItems'",
+        ),
+        (
+            {"allOf": [{"prefixItems": [INT]}, {"unevaluatedItems": False, "type": "array"}]},
+            "json.allOf cannot be honored here: 'unevaluatedItems' is beside items",
+        ),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/a", "minimum": 1}, {"maximum": 9}],
+                "$defs": {"a": INT},
+            },
+            "json.allOf cannot be honored here: one of its references has other keywords",
+        ),
+        (
+            {"allOf": [{"type": [{}, "integer"]}, {"type": [{}, "number"]}]},
+            "json.allOf cannot be honored here: 'type' is neither",
         ),
         ({"type": "number", "multipleOf": 0.5}, "json.multipleOf is supported of whole numbers"),
         ({"type": "integer", "multipleOf": 3, "minimum": 5}, "json.multipleOf is supported up to"),
@@ -300,6 +340,65 @@ def test_what_would_be_merged_without_end_is_refused() -> None:
     with pytest.raises(RequestError, match=r"more than 5000 keywords|deeper than 64 levels"):
         honored(schema, "json")
     assert loosened(schema, "json")[1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"), [("^x-", "x"), ("^x-[a-z]*$", "y"), ("^[0-9]+$", "a1"), (r"^\d+\.", "a")]
+)
+def test_a_property_whose_name_cannot_match_a_pattern_stays_apart_from_it(
+    pattern: str, name: str
+) -> None:
+    schema = {"type": "object", "properties": {name: STR}, "patternProperties": {pattern: INT}}
+    assert check_walks(schema, honored(schema, "json"), 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [("^^a", "a"), ("^[[]", "["), ("^a|b", "b"), ("a", "ba"), ("^é", "é"), ("^a?b", "b")],
+)
+def test_a_property_whose_name_may_match_a_pattern_is_refused(pattern: str, name: str) -> None:
+    with pytest.raises(RequestError, match="may match a pattern"):
+        honored({"properties": {name: STR}, "patternProperties": {pattern: INT}}, "json")
+
+
+# What would take long
+
+
+def copied_many_times(num_references: int, size: int) -> Any:
+    """A schema in which references with another keyword beside them lead to a large schema."""
+    properties = {f"p{i}": {"type": "string", "minLength": 1} for i in range(size)}
+    large = {"type": "object", "properties": {"p": {"type": "object", "properties": properties}}}
+    references = {
+        f"k{i}": {"$ref": "#/$defs/large", "minProperties": 0} for i in range(num_references)
+    }
+    return {"type": "object", "properties": references, "$defs": {"large": large}}
+
+
+def compared_many_times(count: int, depth: int) -> Any:
+    """A `oneOf` whose first alternative has `count` to the power of `depth` ways to its only
+    type.
+    """
+    ways = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * count} for i in range(depth)} | {
+        f"a{depth}": STR
+    }
+    return {"oneOf": [{"$ref": "#/$defs/a0"}, INT], "$defs": ways}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (copied_many_times(400, 1000), "json becomes more than 20000 parts"),
+        (compared_many_times(40, 4), "json.oneOf: more than one alternative may fit"),
+        ({"type": "object"} | {f"k{i}": 1 for i in range(8000)}, "json.k0: this keyword"),
+    ],
+    ids=["copies", "comparisons", "keywords"],
+)
+def test_small_schemas_that_would_take_long_take_little(schema: Any, message: str) -> None:
+    began_s = time.process_time()
+    with pytest.raises(RequestError, match=message):
+        honored(schema, "json")
+    assert loosened(schema, "json")[1]
+    assert time.process_time() - began_s < 1.5
 
 
 # References

@@ -4,9 +4,13 @@ restored.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from ray._private.node import Node
@@ -14,6 +18,7 @@ from ray._private.node import Node
 from cluster.resources import local_ray
 from cluster.resources.local_ray import IDLE_PROCESSES, LOCAL_RAY, only_what_engines_use
 from configs.paths import CHECKOUT
+from tests.cluster.processes import wait_until
 
 PROGRAM = """
 import os, ray
@@ -43,6 +48,47 @@ def test_a_local_ray_starts_no_process_that_engines_do_not_use() -> None:
     assert "gcs_server" in program.stdout and "raylet" in program.stdout
     for name in ("dashboard.py", "monitor.py"):  # the monitors of the autoscaler and of the logs
         assert name not in program.stdout
+
+
+FORKS = """
+import os, time
+for _ in range(200):
+    if os.fork() == 0:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.005)
+"""
+
+
+def test_whoever_starts_processes_while_it_is_ended_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kill = os.kill
+
+    def kill_late(pid: int, number: int) -> None:
+        """Another process gets the processor first."""
+        if number == signal.SIGKILL:
+            time.sleep(0.05)
+        kill(pid, number)
+
+    program = subprocess.Popen([sys.executable, "-S", "-c", FORKS], start_new_session=True)
+    wait_until(lambda: len(in_session(program.pid)) > 1, "the first fork")
+    monkeypatch.setattr(os, "kill", kill_late)
+    local_ray._kill_with_descendants(program.pid)
+    program.wait()
+    # They are in its session, whoever their parent is now.
+    wait_until(lambda: not in_session(program.pid), "the end of all processes", 2.0)
+
+
+def in_session(session: int) -> list[int]:
+    """The living processes of a session."""
+    living = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = path.read_text().rsplit(") ", 1)[1].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                living.append(int(path.parent.name))
+    return living
 
 
 def test_the_environment_and_the_class_of_ray_are_left_as_they_were(

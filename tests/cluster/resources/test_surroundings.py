@@ -4,6 +4,7 @@ that somebody else could have prepared.
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import tempfile
@@ -64,6 +65,25 @@ def test_caches_move_where_the_home_directory_cannot_be_written(
     cache = temporary / f"eagleray-cache-{os.getuid()}"
     assert given()["EAGLERAY_CACHE_DIR"] == str(cache / ".cache/eagleray")
     assert given()["TRITON_CACHE_DIR"] == str(cache / ".triton/cache")
+
+
+def test_caches_move_where_the_home_directory_is_another_user_s(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with another user id often leaves HOME=/root, which nobody else may enter."""
+
+    look = Path.stat
+
+    def may_not_look(path: Path, **options: bool) -> os.stat_result:
+        if str(path).startswith("/root/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setenv("HOME", "/root")
+    monkeypatch.setattr(Path, "stat", may_not_look)
+    fill_in_for_the_system()
+    cache = temporary / f"eagleray-cache-{os.getuid()}"
+    assert given()["EAGLERAY_CACHE_DIR"] == str(cache / ".cache/eagleray")
 
 
 @pytest.mark.parametrize("name", ["EAGLERAY_CACHE_DIR", "NUMBA_CACHE_DIR"])

@@ -20,7 +20,7 @@ from ray.serve.schema import (
 from cluster.serve import lifetime
 from cluster.serve.lifetime import Application
 from cluster.timeouts import END_TIMEOUT_S
-from scheduler.errors import ConfigError, EngineError
+from scheduler.errors import ConfigError, EngineError, UnreadableError
 
 LOST = "A replica's health check failed."
 IS_LOST = "a replica is lost, Ray Serve starts another one"
@@ -141,9 +141,14 @@ def test_one_of_several_engines_that_is_lost_does_not_end_the_others(
     watch(monkeypatch, lost, lost, check_again=no_weights)
 
 
-def test_a_disk_that_does_not_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError("no answer"), UnreadableError("/model/model.safetensors cannot be read")]
+)
+def test_a_disk_that_does_not_answer_ends_nothing(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_busy() -> None:
-        raise OSError("the disk does not answer")
+        raise error
 
     watch(monkeypatch, *[overview("UNHEALTHY", LOST)] * 2, check_again=is_busy)
 

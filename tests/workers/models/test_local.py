@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 
+from cluster.error_kinds import kind_of
 from configs.engine import ResolvedConfig
 from configs.paths import DEFAULT_MODEL_DIR
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 from tests.workers.conftest import config_of
+from workers.models import local
+from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME
 from workers.models.local import MODEL_PATTERNS, check_again, local_checkpoint
 
 HASH = "0123456789abcdef"
@@ -66,6 +73,41 @@ def test_what_can_be_loaded_no_more_is_found_before_processes_start(tmp_path: Pa
     weights.unlink()
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
         check_again(config)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("name", [SINGLE_NAME, INDEX_NAME])
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_lost(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEFAULT_MODEL_DIR, model)
+    if name == INDEX_NAME:
+        (model / SINGLE_NAME).rename(model / "model-00001-of-00001.safetensors")
+        (model / INDEX_NAME).write_text("{}")
+    open_file = Path.open
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise OSError(number, os.strerror(number))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UnreadableError, match=os.strerror(number)) as raised:
+        check_again(config_at(model, str(model)))
+    assert kind_of(raised.value).may_pass
+
+
+def test_a_file_server_that_does_not_answer_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(local, "check_checkpoint", lambda *_: answered.wait())
+    began = time.monotonic()
+    with pytest.raises(UnreadableError, match=r"default_model cannot be read: no answer within"):
+        check_again(config_at(DEFAULT_MODEL_DIR, str(DEFAULT_MODEL_DIR)), limit_s=0.1)
+    assert time.monotonic() - began < 5
+    answered.set()
 
 
 def test_what_is_missing_of_a_hub_id_may_be_downloaded_again(tmp_path: Path) -> None:
