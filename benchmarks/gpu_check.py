@@ -36,6 +36,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -129,7 +130,9 @@ def _process_group(check: Check) -> Row:
         [0], 0, rendezvous.address, check.device, _GROUP_TIMEOUT_S, "rank 0"
     )
     # It claims to be one of two ranks, because a group of one does nothing.
-    group = TensorParallelGroup(0, 2, check.device, backend=backend)
+    group = TensorParallelGroup(0, 2, check.device)
+    with mock.patch.object(TorchTransport, "connect", return_value=backend):
+        group.join(rendezvous.address, _GROUP_TIMEOUT_S)
     summed, largest = (
         check.normal(64, 1024),
         torch.arange(64, dtype=torch.int64, device=check.device),

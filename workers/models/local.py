@@ -29,8 +29,8 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
     host = socket.gethostname()
     if not _is_of_hub(config):
         raise ConfigError(
-            f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there: copy"
-            " it to the same path, share the folder, or use a hub id"
+            f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there:"
+            " copy it to the same path, share the folder, or use a hub id"
         )
     try:
         return download(model, model_dir.name, MODEL_PATTERNS)
