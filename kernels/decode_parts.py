@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int32]
+Int32Array = npt.NDArray[np.int32]
 
 # Parts are multiples of it. Shorter ones would cost more to join than they save.
 PART_TOKENS = 64
@@ -28,12 +28,12 @@ def decode_places(num_rows: int, kv_heads: int, max_seq_len: int, num_sms: int) 
     """Places for `num_rows` rows of up to `max_seq_len` tokens: at least one for each row, and
     enough to fill a device of `num_sms` multiprocessors, as each place is `kv_heads` programs.
     """
-    filling = -(-_PROGRAMS_PER_SM * num_sms // kv_heads)
-    wanted = max(num_rows + num_rows // _ROWS_PER_SPARE_PLACE, filling)
-    return min(wanted, num_rows * min(MAX_PARTS, max(1, -(-max_seq_len // PART_TOKENS))))
+    places_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // kv_heads)
+    num_places = max(num_rows + num_rows // _ROWS_PER_SPARE_PLACE, places_to_fill_device)
+    return min(num_places, num_rows * min(MAX_PARTS, max(1, -(-max_seq_len // PART_TOKENS))))
 
 
-def part_starts(seq_lens_B: Ints, num_places: int) -> Ints:
+def part_starts(seq_lens_B: Int32Array, num_places: int) -> Int32Array:
     """[B + 1]: the first place of each row, then the number of places that are taken.
 
     A row takes one place for each part of its tokens, at least one. All rows have parts of about
@@ -41,23 +41,26 @@ def part_starts(seq_lens_B: Ints, num_places: int) -> Ints:
     which is at least B.
     """
     chunks_B = -(-seq_lens_B // PART_TOKENS)
-    total, longest = int(chunks_B.sum()), int(chunks_B.max(initial=0))
+    total_chunks, longest_row_chunks = int(chunks_B.sum()), int(chunks_B.max(initial=0))
     # The parts of length n number between total / n and total / n + B.
-    low = max(1, -(-total // num_places), -(-longest // MAX_PARTS))
-    high = max(low, longest)
+    min_part_chunks = max(1, -(-total_chunks // num_places), -(-longest_row_chunks // MAX_PARTS))
+    max_part_chunks = max(min_part_chunks, longest_row_chunks)
     if num_places > len(seq_lens_B):
-        high = min(high, max(low, -(-total // (num_places - len(seq_lens_B)))))
-    while low < high:
-        middle = (low + high) // 2
-        if _num_parts(chunks_B, middle).sum() <= num_places:
-            high = middle
+        max_part_chunks = min(
+            max_part_chunks,
+            max(min_part_chunks, -(-total_chunks // (num_places - len(seq_lens_B)))),
+        )
+    while min_part_chunks < max_part_chunks:
+        middle_part_chunks = (min_part_chunks + max_part_chunks) // 2
+        if _num_parts(chunks_B, middle_part_chunks).sum() <= num_places:
+            max_part_chunks = middle_part_chunks
         else:
-            low = middle + 1
+            min_part_chunks = middle_part_chunks + 1
     starts_B1 = np.zeros(len(seq_lens_B) + 1, np.int32)
-    np.cumsum(_num_parts(chunks_B, low), out=starts_B1[1:])
+    np.cumsum(_num_parts(chunks_B, min_part_chunks), out=starts_B1[1:])
     return starts_B1
 
 
-def _num_parts(chunks_B: Ints, length: int) -> Ints:
-    parts_B: Ints = np.maximum(-(-chunks_B // length), 1)
-    return parts_B
+def _num_parts(chunks_B: Int32Array, chunks_per_part: int) -> Int32Array:
+    num_parts_B: Int32Array = np.maximum(-(-chunks_B // chunks_per_part), 1)
+    return num_parts_B

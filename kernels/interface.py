@@ -57,8 +57,8 @@ class GapRows:
     logits_BV    : bfloat16 or float32, contiguous, at least one column.
     block_max_BX : float32, the largest logit of every block of columns, from `row_best`.
     rows_R       : int64, which rows of the two tensors above.
-    max_R        : float32, the largest logit over all ranks; its zero is positive (`pack` makes it
-        so).
+    max_R        : float32, the largest logit over all ranks; its zero is positive
+        (`pack_value_and_id` makes it so).
     temperature_R: float32, above 0.
     """
 
@@ -87,7 +87,7 @@ class Int8Kernels(Protocol):
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """As `Kernels.first_step`, for these kernels."""
 
-    def pack(self, weight: Int8Weight, /) -> Int8Weight:
+    def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
         """The weight in the layout `linear` needs, perhaps the same object."""
 
     def linear(
@@ -104,7 +104,7 @@ class MixedKernels(Protocol):
     def first_step(self) -> list[Callable[[], object]]:
         """As `Kernels.first_step`, for these kernels."""
 
-    def pack(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
         """The weight in the layout `linear` needs, in the memory of the argument, which is
         overwritten.
         """
@@ -134,11 +134,11 @@ class SamplingKernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(largest logit of each row, its column, largest logit of each block)"""
 
-    def pack(self, values: torch.Tensor, ids: torch.Tensor, /) -> torch.Tensor:
+    def pack_value_and_id(self, values: torch.Tensor, ids: torch.Tensor, /) -> torch.Tensor:
         """(value, token id) as one int64 whose maximum is the best token."""
 
-    def unpack(self, packed: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, ids) of `pack`."""
+    def unpack_value_and_id(self, packed: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values, ids) of `pack_value_and_id`."""
 
     def block_weights(
         self, gaps: GapRows, limit_R: torch.Tensor, /
@@ -171,14 +171,19 @@ class SamplingKernels(Protocol):
         """
 
     def mask_columns(
-        self, logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int, /
+        self,
+        logits_BV: torch.Tensor,
+        rows_R: torch.Tensor,
+        mask_words_RW: torch.Tensor,
+        first_bit: int,
+        /,
     ) -> None:
         """Set the logits of tokens that a row may not choose to minus infinity, in place."""
 
     def gap_histogram(
         self,
         gaps: GapRows,
-        within_R: torch.Tensor,
+        limit_R: torch.Tensor,
         prefix_R: torch.Tensor,
         radix_pass: int,
         by_weight: bool,

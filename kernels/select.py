@@ -47,17 +47,18 @@ def choose(
     `block_size` None means the backend's default. Raises `ValueError` saying what is possible when
     the name is unknown or what was named cannot run.
     """
-    possible = _backends_of(device)
+    backends = _backends_of(device)
     if name == "auto":
-        return _best(possible, dtype, head_dim, block_size, kv_cache_dtype)
-    if name not in possible:
-        names = ", ".join(("auto", *possible))
+        return _best(backends, dtype, head_dim, block_size, kv_cache_dtype)
+    if name not in backends:
+        possible_names = ", ".join(("auto", *backends))
         raise ValueError(
-            f"kernel backend {name!r} cannot run on device {device!r}; possible are {names}"
+            f"kernel backend {name!r} cannot run on device {device!r}; possible are"
+            f" {possible_names}"
         )
-    found = possible[name].describe()
-    found.check_shape(head_dim, block_size or found.default_block_size)
-    return found
+    capabilities = backends[name].describe()
+    capabilities.check_shape(head_dim, block_size or capabilities.default_block_size)
+    return capabilities
 
 
 def load(device: str, name: str) -> Kernels:
@@ -77,32 +78,32 @@ class Backend:
 
 
 def _backends_of(device: str) -> dict[str, Backend]:
-    kind = device.partition(":")[0]
-    if kind not in BACKENDS:
+    device_type = device.partition(":")[0]
+    if device_type not in BACKENDS:
         raise ValueError(
             f"there are no kernels for device {device!r}; possible are {', '.join(BACKENDS)}"
         )
-    return BACKENDS[kind]
+    return BACKENDS[device_type]
 
 
 def _best(
-    possible: dict[str, Backend],
+    backends: dict[str, Backend],
     dtype: str | None,
     head_dim: int,
     block_size: int | None,
     kv_cache_dtype: str,
 ) -> Capabilities:
-    automatic = [backend for backend in possible.values() if backend.automatic]
-    for backend in automatic[:-1]:
+    automatic_backends = [backend for backend in backends.values() if backend.automatic]
+    for backend in automatic_backends[:-1]:
         try:
-            found = backend.describe()
-            found.check_shape(head_dim, block_size or found.default_block_size)
+            capabilities = backend.describe()
+            capabilities.check_shape(head_dim, block_size or capabilities.default_block_size)
         except ValueError:
             continue  # it was not asked for by name
-        has_cache = kv_cache_dtype in ("auto", *found.kv_cache_dtypes)
-        if has_cache and (dtype is None or dtype in found.dtypes):
-            return found
-    return automatic[-1].describe()
+        has_cache_dtype = kv_cache_dtype in ("auto", *capabilities.kv_cache_dtypes)
+        if has_cache_dtype and (dtype is None or dtype in capabilities.dtypes):
+            return capabilities
+    return automatic_backends[-1].describe()
 
 
 def _describe_cpu() -> Capabilities:

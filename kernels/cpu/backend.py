@@ -53,7 +53,9 @@ class CpuKernels:
         """Every sampling kernel, on one logit of this dtype and on one of float32, the dtype of
         adjusted logits.
         """
-        return [partial(sampling.run_each_once, each) for each in (dtype, torch.float32)]
+        return [
+            partial(sampling.run_each_once, logits_dtype) for logits_dtype in (dtype, torch.float32)
+        ]
 
 
 def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
@@ -61,24 +63,24 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
     k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _DIM)
     k_cache, v_cache = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
     x, weight = torch.zeros(1, _DIM, dtype=dtype), torch.zeros(_DIM, dtype=dtype)
-    starts = torch.tensor([0, 1], dtype=torch.int32)
+    query_starts = torch.tensor([0, 1], dtype=torch.int32)
     attn = AttentionMetadata(
-        query_start_B1=starts,
-        seq_start_B1=starts,
+        query_start_B1=query_starts,
+        seq_start_B1=query_starts,
         seq_lens_B=torch.ones(1, dtype=torch.int32),
         block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
         slot_mapping_T=torch.zeros(1, dtype=torch.int64),
         max_query_len=1,
         max_seq_len=1,
     )
-    qkv, table = torch.zeros(1, 3, _DIM, dtype=dtype), torch.zeros(1, _DIM)
+    qkv, cos_sin = torch.zeros(1, 3, _DIM, dtype=dtype), torch.zeros(1, _DIM)
     positions = torch.zeros(1, dtype=torch.int32)
-    products = [few_rows.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
+    few_row_products = [few_rows.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
     return [
         lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
-        *products,
+        *few_row_products,
         lambda: elementwise.qk_norm_rope_store(
-            qkv, weight, weight, 1e-6, table, positions, k_cache, v_cache, attn.slot_mapping_T
+            qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.slot_mapping_T
         ),
         lambda: sampling.row_best(torch.zeros(1, 1, dtype=dtype)),
         lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),

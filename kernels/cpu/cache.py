@@ -19,10 +19,13 @@ from typing import Any
 import numba
 from llvmlite import binding as llvm
 
-_KERNELS = Path(__file__).resolve().parent
-_CHECKOUT = _KERNELS.parent.parent
+_KERNELS_DIR = Path(__file__).resolve().parent
+_CHECKOUT = _KERNELS_DIR.parent.parent
 # Functions of these files are inlined into compiled functions of other files.
-_SHARED_SOURCES = (*sorted(_KERNELS.glob("*.py")), _KERNELS.parent / "reference" / "sampling.py")
+_SHARED_SOURCES = (
+    *sorted(_KERNELS_DIR.glob("*.py")),
+    _KERNELS_DIR.parent / "reference" / "sampling.py",
+)
 _NUMBA_LOCATORS = ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator")
 
 
@@ -38,10 +41,10 @@ class ContentCacheLocator:
     @classmethod
     def from_function(cls, function: Callable[..., Any], path: str) -> ContentCacheLocator | None:
         """A locator, or None where numba's own schemes should be used."""
-        file = Path(path).resolve()
-        if numba.config.CACHE_DIR or not file.is_relative_to(_CHECKOUT):
+        source_path = Path(path).resolve()
+        if numba.config.CACHE_DIR or not source_path.is_relative_to(_CHECKOUT):
             return None
-        locator = cls(function, file)
+        locator = cls(function, source_path)
         try:
             locator.ensure_cache_path()
         except OSError:  # no home directory, or a read-only one
@@ -72,14 +75,16 @@ def version_dir() -> Path:
     """A directory for notes about the cache of this version of the kernels on this kind of
     processor. It may not exist, and creating it may fail.
     """
-    return cache_dir() / "numba" / source_hash(_KERNELS / "jit.py") / str(llvm.get_host_cpu_name())
+    return (
+        cache_dir() / "numba" / source_hash(_KERNELS_DIR / "jit.py") / str(llvm.get_host_cpu_name())
+    )
 
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept."""
-    chosen = os.environ.get("EAGLERAY_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
+    configured_dir = os.environ.get("EAGLERAY_CACHE_DIR")
+    if configured_dir:
+        return Path(configured_dir).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray"
     except RuntimeError:  # a user without a home directory, as in some containers
@@ -95,5 +100,5 @@ def source_hash(path: Path) -> str:
 
 def use_content_cache() -> None:
     """Make numba ask `ContentCacheLocator` first. Call before any function is compiled."""
-    ours = f"{__name__}.{ContentCacheLocator.__name__}"
-    numba.config.CACHE_LOCATOR_CLASSES = ",".join((ours, *_NUMBA_LOCATORS))
+    locator_name = f"{__name__}.{ContentCacheLocator.__name__}"
+    numba.config.CACHE_LOCATOR_CLASSES = ",".join((locator_name, *_NUMBA_LOCATORS))

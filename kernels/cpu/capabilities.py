@@ -37,7 +37,7 @@ def has_bfloat16() -> bool:
     """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
     flags = _flags()
     if flags is not None:
-        return any(needed <= flags for needed in _X86_BFLOAT16)
+        return any(required_flags <= flags for required_flags in _X86_BFLOAT16)
     torch = importlib.import_module("torch")  # slow to import, but always right
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
@@ -45,7 +45,7 @@ def has_bfloat16() -> bool:
 
 def has_int8() -> bool:
     """Whether oneDNN multiplies 8-bit numbers exactly. Known only for x86 processors on Linux."""
-    return any(needed <= (_flags() or set()) for needed in _X86_INT8)
+    return any(required_flags <= (_flags() or set()) for required_flags in _X86_INT8)
 
 
 CPU = Capabilities(

@@ -34,8 +34,13 @@ from kernels.cpu.parallel import parallel_for
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """As `rms_norm_reference`, over the last dimension."""
     out = torch.empty_like(x)
-    flat = (-1, x.shape[-1])
-    _rms_norm(as_array(x.view(flat)), as_array(weight_E), np.float32(eps), as_array(out.view(flat)))
+    rows_shape = (-1, x.shape[-1])
+    _rms_norm(
+        as_array(x.view(rows_shape)),
+        as_array(weight_E),
+        np.float32(eps),
+        as_array(out.view(rows_shape)),
+    )
     return out
 
 
@@ -95,11 +100,11 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 @inlined_jit
 def _norm_row(x_E: Array, weight_E: Array, eps: np.float32, out_E: Array) -> None:
-    total = np.float32(0)
+    sum_of_squares = np.float32(0)
     for e in range(len(x_E)):
         value = widen(x_E[e])
-        total += value * value
-    scale = np.float32(1) / math.sqrt(total / np.float32(len(x_E)) + eps)
+        sum_of_squares += value * value
+    scale = np.float32(1) / math.sqrt(sum_of_squares / np.float32(len(x_E)) + eps)
     for e in range(len(x_E)):
         out_E[e] = narrow(widen(x_E[e]) * scale * widen(weight_E[e]), out_E[e])
 
@@ -154,19 +159,19 @@ def _norm_rope_head(
     """One head of one token, in float32: norm over the head, then the rotation that pairs feature d
     with d + D/2.
     """
-    dim = len(x_D)
-    half = dim // 2
-    total = np.float32(0)
-    for d in range(dim):
+    head_dim = len(x_D)
+    half_dim = head_dim // 2
+    sum_of_squares = np.float32(0)
+    for d in range(head_dim):
         value = widen(x_D[d])
-        total += value * value
-    scale = np.float32(1) / math.sqrt(total / np.float32(dim) + eps)
-    for d in range(half):
+        sum_of_squares += value * value
+    scale = np.float32(1) / math.sqrt(sum_of_squares / np.float32(head_dim) + eps)
+    for d in range(half_dim):
         low = widen(x_D[d]) * scale * widen(weight_D[d])
-        high = widen(x_D[half + d]) * scale * widen(weight_D[half + d])
-        cos, sin = cos_sin_D[d], cos_sin_D[half + d]
+        high = widen(x_D[half_dim + d]) * scale * widen(weight_D[half_dim + d])
+        cos, sin = cos_sin_D[d], cos_sin_D[half_dim + d]
         out_D[d] = low * cos - high * sin
-        out_D[half + d] = high * cos + low * sin
+        out_D[half_dim + d] = high * cos + low * sin
 
 
 @fast_jit
@@ -188,26 +193,30 @@ def _store_token(
     """
     qkv_XD, q_HD, slot = qkv_TXD[t], q_THD[t], slots_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
-    num_heads, dim = q_HD.shape
-    kv_heads, _, size, width = k_NKDPW.shape[1:]
-    turned_D = np.empty(dim, np.float32)
+    num_heads, head_dim = q_HD.shape
+    kv_heads, _, block_size, width = k_NKDPW.shape[1:]
+    rotated_D = np.empty(head_dim, np.float32)
     for h in range(num_heads):
-        _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, turned_D)
-        for d in range(dim):
-            q_HD[h, d] = narrow(turned_D[d], q_HD[h, d])
+        _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, rotated_D)
+        for d in range(head_dim):
+            q_HD[h, d] = narrow(rotated_D[d], q_HD[h, d])
     if slot < 0:
         return
-    block, place = slot // size, slot % size
+    block, place_in_block = slot // block_size, slot % block_size
     for k in range(kv_heads):
-        _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, turned_D)
-        for pair in range(dim // width):
+        _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, rotated_D)
+        for feature_group in range(head_dim // width):
             for w in range(width):
-                key = narrow(turned_D[pair * width + w], q_HD[0, 0])
-                k_NKDPW[block, k, pair, place, w] = stored_as(key, k_NKDPW[0, 0, 0, 0, 0])
-        row, side = place // width, place % width
-        for d in range(dim):
+                key = narrow(rotated_D[feature_group * width + w], q_HD[0, 0])
+                k_NKDPW[block, k, feature_group, place_in_block, w] = stored_as(
+                    key, k_NKDPW[0, 0, 0, 0, 0]
+                )
+        token_group, place_in_group = place_in_block // width, place_in_block % width
+        for d in range(head_dim):
             value = qkv_XD[num_heads + kv_heads + k, d]
-            v_NKPDW[block, k, row, d, side] = stored_as(value, v_NKPDW[0, 0, 0, 0, 0])
+            v_NKPDW[block, k, token_group, d, place_in_group] = stored_as(
+                value, v_NKPDW[0, 0, 0, 0, 0]
+            )
 
 
 @fast_entry_jit
@@ -231,12 +240,14 @@ def _qk_norm_rope_store(
 @fast_jit
 def _silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
     gate_up_2F, out_F = gate_up_T2F[t], out_TF[t]
-    width = len(out_F)
-    for f in range(width):
+    num_features = len(out_F)
+    for f in range(num_features):
         gate = widen(gate_up_2F[f])
-        small = exp_nonpositive(-abs(gate))
-        sigmoid = (np.float32(1) if gate >= np.float32(0) else small) / (np.float32(1) + small)
-        out_F[f] = narrow(gate * sigmoid * widen(gate_up_2F[width + f]), out_F[f])
+        exp_minus_magnitude = exp_nonpositive(-abs(gate))
+        sigmoid = (np.float32(1) if gate >= np.float32(0) else exp_minus_magnitude) / (
+            np.float32(1) + exp_minus_magnitude
+        )
+        out_F[f] = narrow(gate * sigmoid * widen(gate_up_2F[num_features + f]), out_F[f])
 
 
 @fast_entry_jit

@@ -27,9 +27,11 @@ def linear(
     `packed.packed_address`.
     """
     out_TY = torch.empty(len(x_TX), size_out, dtype=torch.bfloat16)
-    bias = _NO_BIAS if bias_Y is None else bias_Y
-    stride = row_bytes(2 * x_TX.shape[1])
-    _linear(as_array(x_TX.contiguous()), address, stride, as_array(bias), as_array(out_TY))
+    bias_tensor = _NO_BIAS if bias_Y is None else bias_Y
+    row_stride = row_bytes(2 * x_TX.shape[1])
+    _linear(
+        as_array(x_TX.contiguous()), address, row_stride, as_array(bias_tensor), as_array(out_TY)
+    )
     return out_TY
 
 
@@ -38,31 +40,33 @@ _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 @exact_jit
 def _multiply_panel(
-    panel: int, x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array
+    panel: int, x_TX: Array, address: int, row_stride: int, bias_Y: Array, out_TY: Array
 ) -> None:
-    rows, size_out = out_TY.shape
+    num_rows, size_out = out_TY.shape
     size_in = x_TX.shape[1]
-    room = np.zeros(rows * PANEL + _ALIGNMENT, np.float32)
-    skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
-    sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
-    start = address + panel * PANEL * stride
-    x, sums = np.int64(x_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
-    add_panel(add_rows, x, 2 * size_in, start, sums, rows, size_in // PAIR)
+    sums_buffer = np.zeros(num_rows * PANEL + _ALIGNMENT, np.float32)
+    num_skipped = (-sums_buffer.ctypes.data // 4) % (_ALIGNMENT // 4)
+    sums_TP = sums_buffer[num_skipped : num_skipped + num_rows * PANEL].reshape(num_rows, PANEL)
+    panel_address = address + panel * PANEL * row_stride
+    x_address, sums_address = np.int64(x_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
+    add_panel(
+        add_rows, x_address, 2 * size_in, panel_address, sums_address, num_rows, size_in // PAIR
+    )
     # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-    first = np.uint64(panel * PANEL)
-    count = min(np.uint64(PANEL), np.uint64(size_out) - first)
-    for t in range(rows):
-        for p in range(count):
+    first_feature = np.uint64(panel * PANEL)
+    num_features = min(np.uint64(PANEL), np.uint64(size_out) - first_feature)
+    for t in range(num_rows):
+        for p in range(num_features):
             value = sums_TP[t, p]
             if len(bias_Y):
-                value += widen(bias_Y[first + p])
-            out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+                value += widen(bias_Y[first_feature + p])
+            out_TY[t, first_feature + p] = narrow(value, out_TY[0, 0])
 
 
 @exact_entry_jit
-def _linear(x_TX: Array, address: int, stride: int, bias_Y: Array, out_TY: Array) -> None:
+def _linear(x_TX: Array, address: int, row_stride: int, bias_Y: Array, out_TY: Array) -> None:
     num_panels = (out_TY.shape[1] + PANEL - 1) // PANEL
-    parallel_for(num_panels, _multiply_panel, (x_TX, address, stride, bias_Y, out_TY))
+    parallel_for(num_panels, _multiply_panel, (x_TX, address, row_stride, bias_Y, out_TY))
 
 
 def run_once() -> None:

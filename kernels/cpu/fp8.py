@@ -44,13 +44,13 @@ def loaded(block: Array, like: Array) -> Array:
 def _loaded(block, like):  # type: ignore[no-untyped-def]
     if block.dtype != types.uint8:
         return lambda block, like: block
-    table = _BFLOAT16 if like.dtype == types.uint16 else _FLOAT32
+    value_by_code = _BFLOAT16 if like.dtype == types.uint16 else _FLOAT32
 
     def unpacked(block, like):  # type: ignore[no-untyped-def]
         out = np.empty(block.shape, like.dtype)
-        codes, numbers = block.ravel(), out.ravel()
+        codes, values = block.ravel(), out.ravel()
         for i in range(len(codes)):
-            numbers[i] = table[codes[i]]
+            values[i] = value_by_code[codes[i]]
         return out
 
     return unpacked

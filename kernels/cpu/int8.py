@@ -30,9 +30,9 @@ from kernels.cpu.jit import (
 from kernels.cpu.packed import PANEL, add_panel, max_rows, packed_address, row_bytes
 from kernels.cpu.parallel import parallel_for
 from kernels.interface import Int8Weight
-from kernels.reference.int8 import LARGEST, TINY
+from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
 
-_ZERO = 128  # the unsigned code of 0
+_ZERO_CODE = 128  # the unsigned code of 0
 _ALIGNMENT = 64
 _NO_BIAS = torch.empty(0)
 
@@ -53,11 +53,11 @@ class CpuInt8:
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product of few rows, and one of many."""
         codes, scale = torch.zeros(PANEL, PANEL, dtype=torch.int8), torch.ones(PANEL)
-        weight = self.pack(Int8Weight(codes_YX=codes, scale_Y=scale))
+        weight = self.pack_weight(Int8Weight(codes_YX=codes, scale_Y=scale))
         x = torch.zeros(max_rows() + 1, PANEL, dtype=dtype)
         return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
 
-    def pack(self, weight: Int8Weight, /) -> PackedInt8Weight:
+    def pack_weight(self, weight: Int8Weight, /) -> PackedInt8Weight:
         """The weight in oneDNN's layout, which only `linear` can read."""
         codes_YX = weight.codes_YX
         packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
@@ -66,7 +66,7 @@ class CpuInt8:
         return PackedInt8Weight(
             codes_YX=packed_YX,
             scale_Y=weight.scale_Y,
-            excess_Y=sum_Y * _ZERO,
+            excess_Y=sum_Y * _ZERO_CODE,
             address=packed_address(codes_YX, packed_YX) if has_dot_products() else None,
         )
 
@@ -75,20 +75,20 @@ class CpuInt8:
     ) -> torch.Tensor:
         """See `Int8Kernels`."""
         assert isinstance(weight, PackedInt8Weight)
-        (rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
-        codes_TX = torch.empty(rows, size_in, dtype=torch.uint8)
-        scale_T = torch.empty(rows)
-        out_TY = torch.empty(rows, size_out, dtype=x_TX.dtype)
+        (num_rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
+        codes_TX = torch.empty(num_rows, size_in, dtype=torch.uint8)
+        scale_T = torch.empty(num_rows)
+        out_TY = torch.empty(num_rows, size_out, dtype=x_TX.dtype)
         x, codes, scales = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(scale_T)
         scale_Y, out = as_array(weight.scale_Y), as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
-        if weight.address is not None and rows <= max_rows():
-            stride, excess = row_bytes(size_in), as_array(weight.excess_Y)
-            _few_rows(x, codes, scales, weight.address, stride, excess, scale_Y, bias, out)
+        if weight.address is not None and num_rows <= max_rows():
+            row_stride, excess = row_bytes(size_in), as_array(weight.excess_Y)
+            _few_rows(x, codes, scales, weight.address, row_stride, excess, scale_Y, bias, out)
             return out_TY
         _quantize(x, codes, scales)
         sums_TY = torch.ops.onednn.qlinear_pointwise(
-            *(codes_TX, 1.0, _ZERO),
+            *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
             *(None, 1.0, 0, torch.float32),
             *("none", [], ""),
@@ -100,15 +100,19 @@ class CpuInt8:
 @exact_jit
 def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
     """Quantize a row and return its scale. Codes are those of `quantize_rows` plus 128."""
-    largest_bits = np.int32(0)
+    largest_magnitude_bits = np.int32(0)
     for i in range(len(x_X)):  # as integers, because a maximum of floats does not vectorize
-        bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))
-        largest_bits = max(largest_bits, bits)
-    largest = float_of_bits(np.uint32(largest_bits))
-    factor = np.float32(LARGEST) / largest if largest > np.float32(TINY) else np.float32(0.0)
+        magnitude_bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))
+        largest_magnitude_bits = max(largest_magnitude_bits, magnitude_bits)
+    largest_magnitude = float_of_bits(np.uint32(largest_magnitude_bits))
+    factor = (
+        np.float32(MAX_CODE) / largest_magnitude
+        if largest_magnitude > np.float32(MIN_MAGNITUDE)
+        else np.float32(0.0)
+    )
     for i in range(len(x_X)):
-        codes_X[i] = np.uint8(np.int32(np.rint(widen(x_X[i]) * factor)) + np.int32(_ZERO))
-    return np.float32(largest / np.float32(LARGEST))
+        codes_X[i] = np.uint8(np.int32(np.rint(widen(x_X[i]) * factor)) + np.int32(_ZERO_CODE))
+    return np.float32(largest_magnitude / np.float32(MAX_CODE))
 
 
 @exact_jit
@@ -144,31 +148,39 @@ def _multiply_panel(
     codes_TX: Array,
     scale_T: Array,
     address: int,
-    stride: int,
+    row_stride: int,
     excess_Y: Array,
     scale_Y: Array,
     bias_Y: Array,
     out_TY: Array,
 ) -> None:
-    rows, size_out = out_TY.shape
+    num_rows, size_out = out_TY.shape
     size_in = codes_TX.shape[1]
-    room = np.zeros(rows * PANEL + _ALIGNMENT, np.int32)
-    skipped = (-room.ctypes.data // 4) % (_ALIGNMENT // 4)
-    sums_TP = room[skipped : skipped + rows * PANEL].reshape(rows, PANEL)
-    start = address + panel * PANEL * stride
-    codes, sums = np.int64(codes_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
-    add_panel(add_int8_rows, codes, size_in, start, sums, rows, size_in // FOUR)
+    sums_buffer = np.zeros(num_rows * PANEL + _ALIGNMENT, np.int32)
+    num_skipped = (-sums_buffer.ctypes.data // 4) % (_ALIGNMENT // 4)
+    sums_TP = sums_buffer[num_skipped : num_skipped + num_rows * PANEL].reshape(num_rows, PANEL)
+    panel_address = address + panel * PANEL * row_stride
+    codes_address, sums_address = np.int64(codes_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
+    add_panel(
+        add_int8_rows,
+        codes_address,
+        size_in,
+        panel_address,
+        sums_address,
+        num_rows,
+        size_in // FOUR,
+    )
     # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-    first = np.uint64(panel * PANEL)
-    count = min(np.uint64(PANEL), np.uint64(size_out) - first)
-    for t in range(rows):
+    first_feature = np.uint64(panel * PANEL)
+    num_features = min(np.uint64(PANEL), np.uint64(size_out) - first_feature)
+    for t in range(num_rows):
         scale_t = scale_T[t]
-        for p in range(count):
-            total = np.float32(sums_TP[t, p] - excess_Y[first + p])
-            value = total * scale_Y[first + p] * scale_t
+        for p in range(num_features):
+            unscaled = np.float32(sums_TP[t, p] - excess_Y[first_feature + p])
+            value = unscaled * scale_Y[first_feature + p] * scale_t
             if len(bias_Y):
-                value += bias_Y[first + p]
-            out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+                value += bias_Y[first_feature + p]
+            out_TY[t, first_feature + p] = narrow(value, out_TY[0, 0])
 
 
 @exact_entry_jit
@@ -177,7 +189,7 @@ def _few_rows(
     codes_TX: Array,
     scale_T: Array,
     address: int,
-    stride: int,
+    row_stride: int,
     excess_Y: Array,
     scale_Y: Array,
     bias_Y: Array,
@@ -188,5 +200,5 @@ def _few_rows(
     parallel_for(
         (out_TY.shape[1] + PANEL - 1) // PANEL,
         _multiply_panel,
-        (codes_TX, scale_T, address, stride, excess_Y, scale_Y, bias_Y, out_TY),
+        (codes_TX, scale_T, address, row_stride, excess_Y, scale_Y, bias_Y, out_TY),
     )

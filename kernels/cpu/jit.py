@@ -28,7 +28,7 @@ use_content_cache()
 # Reassociation lets sums vectorize and contraction uses fused multiply-add; infinities and NaN keep
 # their meaning. Reciprocals stay exact ("arcp" is left out): a processor's estimate of 1 / sqrt(x)
 # has different bits on chips of different vendors, and 1 / sqrt(1) must be 1 on all of them.
-FAST = {"contract", "reassoc", "nsz"}
+FAST_MATH = {"contract", "reassoc", "nsz"}
 _jit = functools.partial(
     numba.njit, nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True
 )
@@ -38,8 +38,8 @@ _jit = functools.partial(
 # that is compiled on its own is compiled again as a part of its callers.
 exact_entry_jit = _jit
 exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
-fast_entry_jit = functools.partial(_jit, fastmath=FAST)
-fast_jit = functools.partial(_jit, fastmath=FAST, no_cpython_wrapper=True)
+fast_entry_jit = functools.partial(_jit, fastmath=FAST_MATH)
+fast_jit = functools.partial(_jit, fastmath=FAST_MATH, no_cpython_wrapper=True)
 inlined_jit = functools.partial(numba.njit, inline="always")
 
 
@@ -137,8 +137,8 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
                 code = np.int64(bits_of_float(units)) - 0x46800000
             else:
                 code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-            saturated = 0x7F if magnitude > 0x7F800000 else min(int(code), 0x7E)
-            return np.uint8(((bits >> 24) & 0x80) | saturated)
+            clamped_code = 0x7F if magnitude > 0x7F800000 else min(int(code), 0x7E)
+            return np.uint8(((bits >> 24) & 0x80) | clamped_code)
 
         return to_fp8
     return lambda value, like: value
@@ -147,7 +147,7 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_LOWEST = np.float32(-87.0)
+_MIN_EXPONENT = np.float32(-87.0)
 
 
 @inlined_jit
@@ -158,7 +158,7 @@ def exp_nonpositive(x: np.float32) -> np.float32:
     (Moshier 1989). No branch and no call, so that loops over it vectorize; fused operations are
     explicit, so every loop rounds in the same way.
     """
-    clamped = max(x, _LOWEST)
+    clamped = max(x, _MIN_EXPONENT)
     n = np.floor(multiply_add(clamped, _LOG2_E, np.float32(0.5)))
     r = multiply_add(n, -_LN2_LOW, multiply_add(n, -_LN2_HIGH, clamped))
     p = np.float32(1.9875691500e-4)
@@ -169,4 +169,4 @@ def exp_nonpositive(x: np.float32) -> np.float32:
     p = multiply_add(p, r, np.float32(5.0000001201e-1))
     p = multiply_add(p * r, r, r) + np.float32(1.0)
     scale = float_of_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
-    return np.float32(0.0) if x < _LOWEST else p * scale
+    return np.float32(0.0) if x < _MIN_EXPONENT else p * scale

@@ -39,15 +39,15 @@ def as_laid_out(
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.
     """
-    blocks, kv_heads, dim, size = k_cache.shape
-    side_by_side = width(dtype, dim, size)
-    return k_cache.view(blocks, kv_heads, dim // side_by_side, size, side_by_side), v_cache.view(
-        blocks, kv_heads, size // side_by_side, dim, side_by_side
-    )
+    num_blocks, kv_heads, head_dim, block_size = k_cache.shape
+    side_by_side = width(dtype, head_dim, block_size)
+    return k_cache.view(
+        num_blocks, kv_heads, head_dim // side_by_side, block_size, side_by_side
+    ), v_cache.view(num_blocks, kv_heads, block_size // side_by_side, head_dim, side_by_side)
 
 
 @functools.cache
 def width(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
     """W for products in this dtype, for caches of this shape on this processor."""
-    fits = head_dim % LANES == 0 and block_size % LANES == 0
-    return PAIR if dtype is torch.bfloat16 and fits and has_dot_products() else 1
+    fills_lanes = head_dim % LANES == 0 and block_size % LANES == 0
+    return PAIR if dtype is torch.bfloat16 and fills_lanes and has_dot_products() else 1

@@ -24,8 +24,8 @@ from kernels.cpu.packed import max_rows, packed_address
 _ROWS_HINT = 16
 # oneDNN adds the products of a row in spans of this many. Where registers hold sixteen floats, it
 # adds those of a row that is alone without spans, which rounds differently.
-_SPAN = 1024
-_ADDRESS = "address_for_few_rows"  # attribute of a packed weight
+_PRODUCTS_PER_SPAN = 1024
+_ADDRESS_ATTRIBUTE = "address_for_few_rows"  # attribute of a packed weight
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
         return weight_YX
     packed_YX = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
     if weight_YX.dtype is torch.bfloat16 and has_dot_products():
-        vars(packed_YX)[_ADDRESS] = packed_address(weight_YX, packed_YX)
+        vars(packed_YX)[_ADDRESS_ATTRIBUTE] = packed_address(weight_YX, packed_YX)
     return packed_YX
 
 
@@ -57,10 +57,10 @@ def linear(
     """
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
-    address = vars(packed_YX).get(_ADDRESS)
+    address = vars(packed_YX).get(_ADDRESS_ATTRIBUTE)
     if address is not None and len(x_TX) <= max_rows():
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
-    if len(x_TX) == 1 and x_TX.shape[1] > _SPAN and x_TX.dtype is torch.float32:
+    if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")

@@ -33,20 +33,21 @@ def prefetch(builder: Any) -> Callable[[Any], None]:
     """Emits an instruction that fetches the cache line at an address, an int64 value, into the
     second-level cache, so that waiting for memory does not block the first-level cache.
     """
-    half, byte = ir.IntType(32), ir.IntType(8)
-    function = cgutils.get_or_insert_function(
+    int32, int8 = ir.IntType(32), ir.IntType(8)
+    prefetch_function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(ir.VoidType(), [byte.as_pointer(), half, half, half]),
+        ir.FunctionType(ir.VoidType(), [int8.as_pointer(), int32, int32, int32]),
         "llvm.prefetch.p0",
     )
-    read, second_level, data = (ir.Constant(half, value) for value in (0, 2, 1))
+    read, second_level, data = (ir.Constant(int32, value) for value in (0, 2, 1))
 
-    def fetch(address: Any) -> None:
+    def prefetch_line(address: Any) -> None:
         builder.call(
-            function, [builder.inttoptr(address, byte.as_pointer()), read, second_level, data]
+            prefetch_function,
+            [builder.inttoptr(address, int8.as_pointer()), read, second_level, data],
         )
 
-    return fetch
+    return prefetch_line
 
 
 @intrinsic(prefer_literal=True)
@@ -61,7 +62,7 @@ def add_product(
     c: Any,
     c_stride: Any,
     depth: Any,
-    ahead: Any,
+    prefetch_address: Any,
     like: Any,
 ) -> Any:
     """c += a @ b for a tile of `num_rows` rows and `num_vectors` * 16 columns, both literal
@@ -69,8 +70,8 @@ def add_product(
 
     a: address of float32 [num_rows, depth], b: of [depth, columns] in the element type of `like`
     (uint16 stands for bfloat16), c: of float32 [num_rows, columns]. Strides are in elements,
-    between rows. Meanwhile, as many bytes as b has are prefetched from the address `ahead` on,
-    which the caller is going to read next.
+    between rows. Meanwhile, as many bytes as b has are prefetched from `prefetch_address` on, which
+    the caller is going to read next.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -84,15 +85,15 @@ def add_product(
 @intrinsic(prefer_literal=True)
 def add_panel_product(
     typing_context: Any,
-    fewest_rows: Any,
-    most_rows: Any,
+    min_rows: Any,
+    max_rows: Any,
     num_rows: Any,
     a: Any,
     a_stride: Any,
     b: Any,
     c: Any,
     depth: Any,
-    ahead: Any,
+    prefetch_address: Any,
     like: Any,
     widened: Any,
 ) -> Any:
@@ -101,25 +102,27 @@ def add_panel_product(
 
     Unless `widened` is the literal 0, b is written to this address in float32.
     """
-    keeps = not isinstance(widened, types.IntegerLiteral)
+    stores_widened = not isinstance(widened, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, rows, a, a_stride, b, c, depth, ahead, _, kept = args
+        _, _, row_count, a, a_stride, b, c, depth, prefetch_address, _, widened_address = args
         stride = ir.Constant(ir.IntType(64), LANES)
-        heights = range(fewest_rows.literal_value, most_rows.literal_value + 1)
-        blocks = [builder.append_basic_block(f"rows.{height}") for height in heights]
-        end = builder.append_basic_block("end")
-        choice = builder.switch(rows, end)
-        for height, block in zip(heights, blocks, strict=True):
-            choice.add_case(ir.Constant(ir.IntType(64), height), block)
-            builder.position_at_end(block)
-            operands = (a, a_stride, b, stride, c, stride, depth, ahead)
-            _emit_tile(builder, height, 1, like, *operands, kept if keeps else None)
-            builder.branch(end)
-        builder.position_at_end(end)
+        heights = range(min_rows.literal_value, max_rows.literal_value + 1)
+        basic_blocks = [builder.append_basic_block(f"rows.{height}") for height in heights]
+        end_block = builder.append_basic_block("end")
+        switch = builder.switch(row_count, end_block)
+        for height, basic_block in zip(heights, basic_blocks, strict=True):
+            switch.add_case(ir.Constant(ir.IntType(64), height), basic_block)
+            builder.position_at_end(basic_block)
+            operands = (a, a_stride, b, stride, c, stride, depth, prefetch_address)
+            _emit_tile(
+                builder, height, 1, like, *operands, widened_address if stores_widened else None
+            )
+            builder.branch(end_block)
+        builder.position_at_end(end_block)
         return context.get_dummy_value()
 
-    return types.void(fewest_rows, most_rows, *([types.int64] * 7), like, widened), generate
+    return types.void(min_rows, max_rows, *([types.int64] * 7), like, widened), generate
 
 
 def _emit_tile(
@@ -134,83 +137,100 @@ def _emit_tile(
     c: Any,
     c_stride: Any,
     depth: Any,
-    ahead: Any,
-    kept: Any = None,
+    prefetch_address: Any,
+    widened_address: Any = None,
 ) -> None:
     """Emit a loop over `depth`; see `add_product`. Elements of b in float32 are stored from the
-    address `kept` on, if there is one.
+    address `widened_address` on, if there is one.
     """
     is_bfloat16 = like == types.uint16
-    item = 2 if is_bfloat16 else 4
-    word, single = ir.IntType(64), ir.FloatType()
-    wide = ir.VectorType(single, LANES)
-    fetch = prefetch(builder)
+    element_bytes = 2 if is_bfloat16 else 4
+    int64, float32 = ir.IntType(64), ir.FloatType()
+    float_lanes = ir.VectorType(float32, LANES)
+    prefetch_line = prefetch(builder)
 
     def constant(value: int) -> Any:
-        return ir.Constant(word, value)
+        return ir.Constant(int64, value)
 
-    def at(base: Any, index: Any, size: int, kind: Any) -> Any:
+    def pointer_at(base: Any, index: Any, size: int, element_type: Any) -> Any:
         address = builder.add(base, builder.mul(index, constant(size)))
-        return builder.inttoptr(address, kind.as_pointer())
+        return builder.inttoptr(address, element_type.as_pointer())
 
     def load_b(k: Any, vector: int) -> Any:
         index = builder.add(builder.mul(k, b_stride), constant(vector * LANES))
         if not is_bfloat16:
-            return builder.load(at(b, index, 4, wide), align=4)
-        half = builder.load(at(b, index, 2, ir.VectorType(ir.IntType(16), LANES)), align=2)
-        full = ir.VectorType(ir.IntType(32), LANES)
-        bits = builder.shl(builder.zext(half, full), ir.Constant(full, [16] * LANES))
-        return builder.bitcast(bits, wide)
+            return builder.load(pointer_at(b, index, 4, float_lanes), align=4)
+        half_lanes = builder.load(
+            pointer_at(b, index, 2, ir.VectorType(ir.IntType(16), LANES)), align=2
+        )
+        int32_lanes = ir.VectorType(ir.IntType(32), LANES)
+        bits = builder.shl(
+            builder.zext(half_lanes, int32_lanes), ir.Constant(int32_lanes, [16] * LANES)
+        )
+        return builder.bitcast(bits, float_lanes)
 
     def load_a(row: int, k: Any) -> Any:
         scalar = builder.load(
-            at(a, builder.add(builder.mul(constant(row), a_stride), k), 4, single), align=4
+            pointer_at(a, builder.add(builder.mul(constant(row), a_stride), k), 4, float32), align=4
         )
-        first = builder.insert_element(
-            ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
+        one_lane = builder.insert_element(
+            ir.Constant(float_lanes, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
         )
-        lanes = ir.VectorType(ir.IntType(32), LANES)
+        int32_lanes = ir.VectorType(ir.IntType(32), LANES)
         return builder.shuffle_vector(
-            first, ir.Constant(wide, ir.Undefined), ir.Constant(lanes, [0] * LANES)
+            one_lane, ir.Constant(float_lanes, ir.Undefined), ir.Constant(int32_lanes, [0] * LANES)
         )
 
-    places = [
-        at(c, builder.add(builder.mul(constant(row), c_stride), constant(vector * LANES)), 4, wide)
+    c_pointers = [
+        pointer_at(
+            c,
+            builder.add(builder.mul(constant(row), c_stride), constant(vector * LANES)),
+            4,
+            float_lanes,
+        )
         for row in range(rows)
         for vector in range(vectors)
     ]
-    before = builder.block
-    starts = [builder.load(place, align=4) for place in places]
-    loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
-    builder.cbranch(builder.icmp_signed(">", depth, constant(0)), loop, done)
-    builder.position_at_end(loop)
-    k = builder.phi(word)
-    k.add_incoming(constant(0), before)
+    entry_block = builder.block
+    initial_sums = [builder.load(c_pointer, align=4) for c_pointer in c_pointers]
+    loop_block, done_block = builder.append_basic_block("depth"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed(">", depth, constant(0)), loop_block, done_block)
+    builder.position_at_end(loop_block)
+    k = builder.phi(int64)
+    k.add_incoming(constant(0), entry_block)
     sums = []
-    for start in starts:
-        total = builder.phi(wide)
-        total.add_incoming(start, before)
-        sums.append(total)
+    for initial_sum in initial_sums:
+        sum_phi = builder.phi(float_lanes)
+        sum_phi.add_incoming(initial_sum, entry_block)
+        sums.append(sum_phi)
     b_vectors = [load_b(k, vector) for vector in range(vectors)]
     for vector in range(vectors):
-        place = builder.add(builder.mul(k, constant(vectors)), constant(vector))
-        fetch(builder.add(ahead, builder.mul(place, constant(LANES * item))))
-        if kept is not None:
-            builder.store(b_vectors[vector], at(kept, place, 4 * LANES, wide), align=4)
+        line_index = builder.add(builder.mul(k, constant(vectors)), constant(vector))
+        prefetch_line(
+            builder.add(prefetch_address, builder.mul(line_index, constant(LANES * element_bytes)))
+        )
+        if widened_address is not None:
+            builder.store(
+                b_vectors[vector],
+                pointer_at(widened_address, line_index, 4 * LANES, float_lanes),
+                align=4,
+            )
     new_sums = []
     for row in range(rows):
-        factor = load_a(row, k)
+        a_lanes = load_a(row, k)
         for vector in range(vectors):
-            product = builder.fmul(factor, b_vectors[vector], flags=_FUSED)
+            product = builder.fmul(a_lanes, b_vectors[vector], flags=_FUSED)
             new_sums.append(builder.fadd(sums[row * vectors + vector], product, flags=_FUSED))
-    following = builder.add(k, constant(1))
-    k.add_incoming(following, loop)
-    for total, new in zip(sums, new_sums, strict=True):
-        total.add_incoming(new, loop)
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-    builder.position_at_end(done)
-    ends = [builder.phi(wide) for _ in places]
-    for place, end, start, new in zip(places, ends, starts, new_sums, strict=True):
-        end.add_incoming(start, before)
-        end.add_incoming(new, loop)
-        builder.store(end, place, align=4)
+    next_k = builder.add(k, constant(1))
+    k.add_incoming(next_k, loop_block)
+    for sum_phi, new_sum in zip(sums, new_sums, strict=True):
+        sum_phi.add_incoming(new_sum, loop_block)
+    builder.cbranch(builder.icmp_signed("<", next_k, depth), loop_block, done_block)
+    builder.position_at_end(done_block)
+    final_sums = [builder.phi(float_lanes) for _ in c_pointers]
+    for c_pointer, final_sum, initial_sum, new_sum in zip(
+        c_pointers, final_sums, initial_sums, new_sums, strict=True
+    ):
+        final_sum.add_incoming(initial_sum, entry_block)
+        final_sum.add_incoming(new_sum, loop_block)
+        builder.store(final_sum, c_pointer, align=4)

@@ -27,8 +27,8 @@ PANEL = 64
 ROW_BYTES = 4 * PANEL  # bytes of one row's sums in a panel
 _LANE_BYTES = 4
 _DOT_BYTES = _LANE_BYTES * PANEL  # what one dot product of every output feature reads
-_BLOCK_BYTES = 64
-_CHUNK = 32  # dot products: 8 KiB of weights
+_ROW_MULTIPLE_BYTES = 64
+_DOTS_PER_CHUNK = 32  # dot products: 8 KiB of weights
 
 
 @functools.cache
@@ -44,30 +44,39 @@ def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | No
     """Where the elements of a packed weight, bfloat16 or int8, begin, if they lie as described
     above. `weight_YX`: the same weight, not packed.
     """
-    (size_out, size_in), item = weight_YX.shape, weight_YX.itemsize
-    lane, rows, columns = _LANE_BYTES // item, _padded(size_out, PANEL), row_bytes(size_in * item)
+    (size_out, size_in), element_bytes = weight_YX.shape, weight_YX.itemsize
+    lane_elements, padded_rows = _LANE_BYTES // element_bytes, _padded(size_out, PANEL)
+    bytes_per_row = row_bytes(size_in * element_bytes)
     # The sum of each row of codes follows the codes.
-    num_bytes = rows * columns + (0 if weight_YX.dtype is torch.bfloat16 else 4 * rows)
-    if size_in % lane or torch.ops.mkldnn._nbytes(packed_YX) != num_bytes:
+    num_bytes = padded_rows * bytes_per_row + (
+        0 if weight_YX.dtype is torch.bfloat16 else 4 * padded_rows
+    )
+    if size_in % lane_elements or torch.ops.mkldnn._nbytes(packed_YX) != num_bytes:
         return None
     address = _data_pointer(packed_YX)
     if address is None:
         return None
-    ours_YX = as_array(weight_YX)
-    stored = np.ctypeslib.as_array((ctypes.c_uint8 * (rows * columns)).from_address(address))
-    panels = stored.view(ours_YX.dtype).reshape(rows // PANEL, -1, PANEL, lane)
+    weight_array_YX = as_array(weight_YX)
+    packed_bytes = np.ctypeslib.as_array(
+        (ctypes.c_uint8 * (padded_rows * bytes_per_row)).from_address(address)
+    )
+    panels = packed_bytes.view(weight_array_YX.dtype).reshape(
+        padded_rows // PANEL, -1, PANEL, lane_elements
+    )
     # The first and the last panel show the order of all of them.
-    for panel in {0, len(panels) - 1}:
-        ours = ours_YX[panel * PANEL : (panel + 1) * PANEL]
-        theirs = panels[panel, : size_in // lane, : len(ours)]
-        if not np.array_equal(theirs.transpose(1, 0, 2).reshape(ours.shape), ours):
+    for panel_index in {0, len(panels) - 1}:
+        expected_rows = weight_array_YX[panel_index * PANEL : (panel_index + 1) * PANEL]
+        packed_rows = panels[panel_index, : size_in // lane_elements, : len(expected_rows)]
+        if not np.array_equal(
+            packed_rows.transpose(1, 0, 2).reshape(expected_rows.shape), expected_rows
+        ):
             return None
     return address
 
 
 def row_bytes(num_bytes: int) -> int:
     """Bytes that an output feature takes in a panel, from the bytes of its weights."""
-    return _padded(num_bytes, _BLOCK_BYTES)
+    return _padded(num_bytes, _ROW_MULTIPLE_BYTES)
 
 
 def _padded(size: int, multiple: int) -> int:
@@ -81,14 +90,15 @@ def _data_pointer(tensor: torch.Tensor) -> int | None:
     library = _torch_library()
     if not hasattr(torch._C, "_aoti") or not hasattr(library, "aoti_torch_get_data_ptr"):
         return None
-    allocate: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    [handle] = allocate([tensor])
-    pointer, held = ctypes.c_void_p(), ctypes.c_void_p(_capsule_pointer()(handle, None))
-    failed = library.aoti_torch_get_data_ptr(held, ctypes.byref(pointer))
-    library.aoti_torch_delete_tensor_object(held)
-    if failed or pointer.value is None:
+    make_handles: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+    [capsule] = make_handles([tensor])
+    data_pointer = ctypes.c_void_p()
+    tensor_handle = ctypes.c_void_p(_capsule_pointer()(capsule, None))
+    error_code = library.aoti_torch_get_data_ptr(tensor_handle, ctypes.byref(data_pointer))
+    library.aoti_torch_delete_tensor_object(tensor_handle)
+    if error_code or data_pointer.value is None:
         raise RuntimeError("torch does not say where a packed weight lies")
-    return pointer.value
+    return data_pointer.value
 
 
 @functools.cache
@@ -105,15 +115,31 @@ def _capsule_pointer() -> Any:
 
 @inlined_jit
 def add_panel(
-    add: Callable[..., None], x: int, x_bytes: int, panel: int, sums: int, rows: int, num_dots: int
+    add_products: Callable[..., None],
+    x: int,
+    x_bytes: int,
+    panel: int,
+    sums: int,
+    rows: int,
+    num_dots: int,
 ) -> None:
-    """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `add` is `add_rows`,
-    int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` is the distance between rows of x.
-    All arguments but sizes are addresses.
+    """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `add_products` is
+    `add_rows`, int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` is the distance between
+    rows of x. All arguments but sizes are addresses.
     """
-    for first in range(0, num_dots, _CHUNK):
-        count = min(_CHUNK, num_dots - first)
-        chunk = panel + first * _DOT_BYTES
-        ahead = chunk + count * _DOT_BYTES
-        at_x = x + _LANE_BYTES * first
-        add(at_x, x_bytes, chunk, _DOT_BYTES, sums, ROW_BYTES, rows, count, ahead)
+    for first_dot in range(0, num_dots, _DOTS_PER_CHUNK):
+        num_chunk_dots = min(_DOTS_PER_CHUNK, num_dots - first_dot)
+        chunk = panel + first_dot * _DOT_BYTES
+        prefetch_address = chunk + num_chunk_dots * _DOT_BYTES
+        x_address = x + _LANE_BYTES * first_dot
+        add_products(
+            x_address,
+            x_bytes,
+            chunk,
+            _DOT_BYTES,
+            sums,
+            ROW_BYTES,
+            rows,
+            num_chunk_dots,
+            prefetch_address,
+        )

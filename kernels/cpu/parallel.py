@@ -33,39 +33,44 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
     """
     signature = task.get_call_type(typing_context, (types.int64, *arguments.types), {})
 
-    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        count, _, packed = values
-        packed = context.make_tuple(
+    def generate(context: Any, builder: Any, _: Any, argument_values: Any) -> Any:
+        task_count, _, argument_tuple = argument_values
+        argument_tuple = context.make_tuple(
             builder,
             arguments,
             [
-                _borrowed(context, builder, each, value)
-                for each, value in zip(
-                    arguments.types, cgutils.unpack_tuple(builder, packed), strict=True
+                _borrowed(context, builder, argument_type, value)
+                for argument_type, value in zip(
+                    arguments.types, cgutils.unpack_tuple(builder, argument_tuple), strict=True
                 )
             ],
         )
-        word = context.get_value_type(types.intp)
-        num_threads = builder.call(_declare(builder, "get_num_threads", word, []), [])
-        shared = cgutils.alloca_once(
-            builder, ir.LiteralStructType([_BYTE, word, word, packed.type])
+        intp = context.get_value_type(types.intp)
+        num_threads = builder.call(_declare(builder, "get_num_threads", intp, []), [])
+        shared_struct = cgutils.alloca_once(
+            builder, ir.LiteralStructType([_BYTE, intp, intp, argument_tuple.type])
         )
-        for place, value in enumerate((_BYTE(0), count, num_threads, packed)):
-            builder.store(value, cgutils.gep_inbounds(builder, shared, 0, place))
-        run = _run_of_tasks(context, builder, task, signature, shared.type)
+        for field_index, value in enumerate((_BYTE(0), task_count, num_threads, argument_tuple)):
+            builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
+        run_function = _run_of_tasks(context, builder, task, signature, shared_struct.type)
 
         # numba's threads are made for universal functions of numpy, which walk over arrays. Here
         # the only array is one of bytes at address 0, with one element per thread, so the address
         # of an element is the number of a thread.
-        base = cgutils.alloca_once_value(builder, ir.Constant(_POINTER, None))
-        size, step = (cgutils.alloca_once_value(builder, each) for each in (num_threads, word(1)))
-        pointers = [builder.bitcast(each, _POINTER) for each in (run, base, size, step, shared)]
-        on_threads = _declare(
-            builder, "numba_parallel_for", ir.VoidType(), [_POINTER] * 5 + [word] * 3
+        bytes_base = cgutils.alloca_once_value(builder, ir.Constant(_POINTER, None))
+        size, step = (
+            cgutils.alloca_once_value(builder, number) for number in (num_threads, intp(1))
         )
-        builder.call(on_threads, [*pointers, word(0), word(1), num_threads])
-        raised = builder.load(cgutils.gep_inbounds(builder, shared, 0, 0))
-        with cgutils.if_unlikely(builder, cgutils.is_true(builder, raised)):
+        pointers = [
+            builder.bitcast(pointer, _POINTER)
+            for pointer in (run_function, bytes_base, size, step, shared_struct)
+        ]
+        parallel_for_function = _declare(
+            builder, "numba_parallel_for", ir.VoidType(), [_POINTER] * 5 + [intp] * 3
+        )
+        builder.call(parallel_for_function, [*pointers, intp(0), intp(1), num_threads])
+        has_raised = builder.load(cgutils.gep_inbounds(builder, shared_struct, 0, 0))
+        with cgutils.if_unlikely(builder, cgutils.is_true(builder, has_raised)):
             context.call_conv.return_user_exc(
                 builder, RuntimeError, ("a task of a parallel loop raised an error",)
             )
@@ -76,51 +81,57 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 
 def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_type: Any) -> Any:
     """The function that a thread calls, in the form of the inner loop of a universal function:
-    `(thread, size, step, shared)`. It runs the part of the tasks that belongs to `*size` threads
-    from `*thread` on. `shared` holds whether a task raised, the number of tasks, that of threads,
-    and the arguments.
+    `(thread, size, step, shared_struct)`. It runs the part of the tasks that belongs to `*size`
+    threads from `*thread` on. `shared_struct` holds whether a task raised, the number of tasks,
+    that of threads, and the arguments.
     """
-    word = context.get_value_type(types.intp)
-    parameters = [_POINTER.as_pointer(), word.as_pointer(), word.as_pointer(), _POINTER]
+    intp = context.get_value_type(types.intp)
+    parameter_types = [_POINTER.as_pointer(), intp.as_pointer(), intp.as_pointer(), _POINTER]
     name = caller.module.get_unique_name(f"{caller.function.name}.tasks")
-    run = ir.Function(caller.module, ir.FunctionType(ir.VoidType(), parameters), name)
-    run.linkage = "internal"
-    builder = ir.IRBuilder(run.append_basic_block())
-    shared = builder.bitcast(run.args[3], shared_type)
-    raised, *places = (cgutils.gep_inbounds(builder, shared, 0, place) for place in range(4))
-    count, num_threads, packed = (builder.load(place) for place in places)
-    thread = builder.ptrtoint(builder.load(run.args[0]), word)
-    rounding = builder.sub(num_threads, word(1))  # upward, so that the caller's part comes first
-    start, end = (
-        builder.sdiv(builder.add(builder.mul(count, number), rounding), num_threads)
-        for number in (thread, builder.add(thread, builder.load(run.args[1])))
+    run_function = ir.Function(caller.module, ir.FunctionType(ir.VoidType(), parameter_types), name)
+    run_function.linkage = "internal"
+    builder = ir.IRBuilder(run_function.append_basic_block())
+    shared_struct = builder.bitcast(run_function.args[3], shared_type)
+    raised_pointer, *field_pointers = (
+        cgutils.gep_inbounds(builder, shared_struct, 0, field_pointer) for field_pointer in range(4)
     )
-    compiled = task.dispatcher.get_compile_result(signature)
-    context.add_linking_libs([compiled.library])
-    function = context.declare_function(builder.module, compiled.fndesc)
-    arguments = cgutils.unpack_tuple(builder, packed)
-    with cgutils.for_range_slice(builder, start, end, word(1)) as (index, _):
+    task_count, num_threads, argument_tuple = (
+        builder.load(field_pointer) for field_pointer in field_pointers
+    )
+    thread = builder.ptrtoint(builder.load(run_function.args[0]), intp)
+    rounding = builder.sub(num_threads, intp(1))  # upward, so that the caller's part comes first
+    start, end = (
+        builder.sdiv(builder.add(builder.mul(task_count, thread_number), rounding), num_threads)
+        for thread_number in (thread, builder.add(thread, builder.load(run_function.args[1])))
+    )
+    compiled_task = task.dispatcher.get_compile_result(signature)
+    context.add_linking_libs([compiled_task.library])
+    task_function = context.declare_function(builder.module, compiled_task.fndesc)
+    arguments = cgutils.unpack_tuple(builder, argument_tuple)
+    with cgutils.for_range_slice(builder, start, end, intp(1)) as (index, _):
         status, _ = context.call_conv.call_function(
-            builder, function, signature.return_type, signature.args, [index, *arguments]
+            builder, task_function, signature.return_type, signature.args, [index, *arguments]
         )
         with cgutils.if_unlikely(builder, status.is_error):
-            builder.store(_BYTE(1), raised)
+            builder.store(_BYTE(1), raised_pointer)
     builder.ret_void()
-    return run
+    return run_function
 
 
-def _borrowed(context: Any, builder: Any, type_: Any, value: Any) -> Any:
+def _borrowed(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     """An array without its owner, so that threads do not take turns at counting references."""
-    if not isinstance(type_, types.Array):
+    if not isinstance(numba_type, types.Array):
         return value
-    array = context.make_array(type_)(context, builder, value)
+    array = context.make_array(numba_type)(context, builder, value)
     array.meminfo = cgutils.get_null_value(array.meminfo.type)
     array.parent = cgutils.get_null_value(array.parent.type)
     return array._getvalue()
 
 
-def _declare(builder: Any, name: str, result: Any, parameters: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, parameters), name)
+def _declare(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
+    return cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result_type, parameter_types), name
+    )
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -5,7 +5,7 @@ bfloat16 logits are read as they are. A block whose largest logit lies beyond a 
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
 thread. Compiled without reassociation or contraction: a gap or a weight has the same bits in a
 vector loop, in its tail and alone; sums are integer sums.
-Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK` columns, the last one
+Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK_COLUMNS` columns, the last one
 shorter.
 """
 
@@ -33,9 +33,9 @@ from kernels.cpu.jit import (
 from kernels.cpu.parallel import parallel_for
 from kernels.interface import GapRows
 from kernels.reference import sampling
-from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
+from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 
-_TASK = 64  # blocks
+_BLOCKS_PER_TASK = 64
 _WEIGHTLESS = np.float32(28.0)  # exp(-28) * 2**40 < 1
 _INFINITY = np.float32(np.inf)
 _ONE = np.float32(WEIGHT_ONE)
@@ -46,7 +46,7 @@ _LOW_32 = (1 << 32) - 1
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
-    block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK), dtype=torch.float32)
+    block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
     max_B, column_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     _row_best(as_array(logits_BV), block_max_BX.numpy(), max_B.numpy(), column_B.numpy())
     return max_B, column_B, block_max_BX
@@ -95,7 +95,7 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
@@ -105,7 +105,7 @@ def gap_histogram(
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     _gap_histogram(
         *_arrays(gaps),
-        within_R.numpy(),
+        limit_R.numpy(),
         prefix_R.numpy(),
         shift,
         num_bits,
@@ -116,20 +116,20 @@ def gap_histogram(
 
 
 def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
+    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
 ) -> None:
     """See `kernels.reference.sampling.mask_columns`."""
     logits = as_array(logits_BV)
-    nothing = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
-    _mask_columns(logits, as_array(rows_R), as_array(words_RW), first, nothing)
+    minus_infinity = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
+    _mask_columns(logits, as_array(rows_R), as_array(mask_words_RW), first_bit, minus_infinity)
 
 
 class CpuSampling:
     """`SamplingKernels` on a CPU."""
 
     row_best = staticmethod(row_best)
-    pack = staticmethod(sampling.pack)
-    unpack = staticmethod(sampling.unpack)
+    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
+    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
     block_weights = staticmethod(block_weights)
     draw_index = staticmethod(sampling.draw_index)
     pick_column = staticmethod(pick_column)
@@ -150,8 +150,8 @@ def run_each_once(dtype: torch.dtype) -> None:
         max_R=max_B,
         temperature_R=max_B + 1,
     )
-    one_R = column_B + 1
-    limit_R, _ = listed_limits(list_nearest(gaps, one_R, 1)[None], one_R, one_R, max_B)
+    ones_R = column_B + 1
+    limit_R, _ = listed_limits(list_nearest(gaps, ones_R, 1)[None], ones_R, ones_R, max_B)
     gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
     pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
     if dtype is torch.float32:  # adjusted logits are float32
@@ -160,8 +160,8 @@ def run_each_once(dtype: torch.dtype) -> None:
 
 def _arrays(gaps: GapRows) -> tuple[Array, ...]:
     """(logits_BV, block_max_BX, rows_R, max_R, temperature_R)."""
-    rest = (gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R)
-    return as_array(gaps.logits_BV), *(tensor.numpy() for tensor in rest)
+    row_tensors = (gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R)
+    return as_array(gaps.logits_BV), *(tensor.numpy() for tensor in row_tensors)
 
 
 # The best token. Integers in the order of the floats, because a maximum of floats without rules for
@@ -220,14 +220,14 @@ def _value_of_key(key):  # type: ignore[no-untyped-def]
 @inlined_jit
 def _num_tasks(num_blocks: int) -> int:
     """Of one row."""
-    return (num_blocks + _TASK - 1) // _TASK
+    return (num_blocks + _BLOCKS_PER_TASK - 1) // _BLOCKS_PER_TASK
 
 
 @inlined_jit
 def _row_and_block(task: int, num_blocks: int) -> tuple[int, int]:
     """The row of a task, and the first of its blocks."""
     num_tasks = _num_tasks(num_blocks)
-    return task // num_tasks, task % num_tasks * _TASK
+    return task // num_tasks, task % num_tasks * _BLOCKS_PER_TASK
 
 
 @inlined_jit
@@ -242,24 +242,26 @@ def _largest(logits: Array) -> Any:
 
 @exact_jit
 def _largest_of_blocks(task: int, logits_BV: Array, block_max_BX: Array) -> None:
-    """The largest logit of each of `_TASK` blocks of one row."""
-    row, first = _row_and_block(task, block_max_BX.shape[1])
+    """The largest logit of each of `_BLOCKS_PER_TASK` blocks of one row."""
+    row, first_block = _row_and_block(task, block_max_BX.shape[1])
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
-    for block in range(first, min(first + _TASK, len(block_max_X))):
-        block_max_X[block] = _largest(logits_V[block * BLOCK : (block + 1) * BLOCK])
+    for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(block_max_X))):
+        block_max_X[block] = _largest(logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS])
 
 
 @exact_jit
 def _best_of_row(logits_V: Array, block_max_X: Array) -> Any:
     """(the largest logit, its first column), from the largest of each block."""
-    best = 0
+    best_block = 0
     for block in range(len(block_max_X)):
-        if block_max_X[block] > block_max_X[best]:
-            best = block
-    for column in range(best * BLOCK, min((best + 1) * BLOCK, len(logits_V))):
-        if widen(logits_V[column]) == block_max_X[best]:
-            return block_max_X[best], column
-    return block_max_X[best], best * BLOCK
+        if block_max_X[block] > block_max_X[best_block]:
+            best_block = block
+    for column in range(
+        best_block * BLOCK_COLUMNS, min((best_block + 1) * BLOCK_COLUMNS, len(logits_V))
+    ):
+        if widen(logits_V[column]) == block_max_X[best_block]:
+            return block_max_X[best_block], column
+    return block_max_X[best_block], best_block * BLOCK_COLUMNS
 
 
 @exact_entry_jit
@@ -304,15 +306,17 @@ def _weights_of_blocks(
     limit_R: Array,
     sums_RX: Array,
 ) -> None:
-    """The weight of each of `_TASK` blocks of one row; a block beyond the limit is not read."""
-    r, first = _row_and_block(task, sums_RX.shape[1])
+    """The weight of each of `_BLOCKS_PER_TASK` blocks of one row; a block beyond the limit is not
+    read.
+    """
+    r, first_block = _row_and_block(task, sums_RX.shape[1])
     row, sums_X = rows_R[r], sums_RX[r]
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
     largest, temperature, limit = max_R[r], temperature_R[r], min(limit_R[r], _WEIGHTLESS)
-    for block in range(first, min(first + _TASK, len(sums_X))):
+    for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(sums_X))):
         sums_X[block] = 0
         if _gap(block_max_X[block], largest, temperature) <= limit:
-            logits = logits_V[block * BLOCK : (block + 1) * BLOCK]
+            logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
             sums_X[block] = _sum_of_weights(logits, largest, temperature, limit)
 
 
@@ -350,17 +354,19 @@ def _pick_column(
 ) -> None:
     for r in range(len(rows_R)):
         column_R[r] = -1
-        rest = index_R[r]
+        weight_left = index_R[r]
         block = 0
-        while rest >= 0 and block < sums_RX.shape[1] and rest >= sums_RX[r, block]:
-            rest -= sums_RX[r, block]
+        while weight_left >= 0 and block < sums_RX.shape[1] and weight_left >= sums_RX[r, block]:
+            weight_left -= sums_RX[r, block]
             block += 1
-        if rest < 0 or block == sums_RX.shape[1]:
+        if weight_left < 0 or block == sums_RX.shape[1]:
             continue
-        for column in range(block * BLOCK, min((block + 1) * BLOCK, logits_BV.shape[1])):
+        for column in range(
+            block * BLOCK_COLUMNS, min((block + 1) * BLOCK_COLUMNS, logits_BV.shape[1])
+        ):
             gap = _gap(widen(logits_BV[rows_R[r], column]), max_R[r], temperature_R[r])
-            rest -= _weight(gap, limit_R[r])
-            if rest < 0:
+            weight_left -= _weight(gap, limit_R[r])
+            if weight_left < 0:
                 column_R[r] = column
                 break
 
@@ -371,15 +377,15 @@ def _pick_column(
 @exact_jit
 def _sift_down(heap: Array, gap: Any) -> None:
     """Put `gap` in place of the root of a heap whose root is the largest of all."""
-    place, child = 0, 1
+    hole, child = 0, 1
     while child < len(heap):
         if child + 1 < len(heap) and heap[child + 1] > heap[child]:
             child += 1
         if heap[child] <= gap:
             break
-        heap[place] = heap[child]
-        place, child = child, 2 * child + 1
-    heap[place] = gap
+        heap[hole] = heap[child]
+        hole, child = child, 2 * child + 1
+    heap[hole] = gap
 
 
 @exact_jit
@@ -394,9 +400,9 @@ def _keep_nearest(heap: Array, gaps: Array) -> None:
 def _sort_heap(heap: Array) -> None:
     """Ascending order, in place. numba's own sort takes seconds to compile."""
     for end in range(len(heap) - 1, 0, -1):
-        largest, last = heap[0], heap[end]
-        _sift_down(heap[:end], last)
-        heap[end] = largest
+        largest_gap, last_gap = heap[0], heap[end]
+        _sift_down(heap[:end], last_gap)
+        heap[end] = largest_gap
 
 
 @exact_jit
@@ -408,27 +414,29 @@ def _count_equal(gaps: Array, gap: Any) -> int:
 
 
 @exact_jit
-def _gaps_of(logits: Array, largest: Any, temperature: Any, out: Array) -> None:
+def _gaps_of(logits: Array, largest: Any, temperature: Any, gaps: Array) -> None:
     for i in range(len(logits)):
-        out[i] = _gap(widen(logits[i]), largest, temperature)
+        gaps[i] = _gap(widen(logits[i]), largest, temperature)
 
 
 @exact_jit
 def _gaps_within(
-    logits: Array, block_gaps: Array, bound: Any, largest: Any, temperature: Any
+    logits: Array, block_gaps: Array, limit: Any, largest: Any, temperature: Any
 ) -> Array:
-    """Gaps of every token of the blocks whose nearest token is within the bound."""
+    """Gaps of every token of the blocks whose nearest token is within the limit."""
     num_blocks = 0
     for block in range(len(block_gaps)):
-        num_blocks += block_gaps[block] <= bound
-    out = np.empty(BLOCK * num_blocks, np.float32)
-    size = 0
+        num_blocks += block_gaps[block] <= limit
+    gaps = np.empty(BLOCK_COLUMNS * num_blocks, np.float32)
+    num_gaps = 0
     for block in range(len(block_gaps)):
-        if block_gaps[block] <= bound:
-            part = logits[block * BLOCK : (block + 1) * BLOCK]
-            _gaps_of(part, largest, temperature, out[size : size + len(part)])
-            size += len(part)
-    return out[:size]
+        if block_gaps[block] <= limit:
+            block_logits = logits[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
+            _gaps_of(
+                block_logits, largest, temperature, gaps[num_gaps : num_gaps + len(block_logits)]
+            )
+            num_gaps += len(block_logits)
+    return gaps[:num_gaps]
 
 
 @exact_jit
@@ -446,18 +454,18 @@ def _list_row(
     largest, temperature, top_k, list_K = max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
-    nearest = np.full(top_k, _INFINITY, np.float32)
-    _keep_nearest(nearest, block_gaps)  # at least k blocks have a token within nearest[0]
-    gaps = _gaps_within(logits_V, block_gaps, nearest[0], largest, temperature)
-    nearest[:] = _INFINITY
-    _keep_nearest(nearest, gaps)
-    _sort_heap(nearest)
-    last = nearest[top_k - 1]
+    nearest_gaps = np.full(top_k, _INFINITY, np.float32)
+    _keep_nearest(nearest_gaps, block_gaps)  # at least k blocks have a token within nearest_gaps[0]
+    gaps = _gaps_within(logits_V, block_gaps, nearest_gaps[0], largest, temperature)
+    nearest_gaps[:] = _INFINITY
+    _keep_nearest(nearest_gaps, gaps)
+    _sort_heap(nearest_gaps)
+    last_gap = nearest_gaps[top_k - 1]
     for k in range(len(list_K)):
-        gap = nearest[k] if k < top_k else _INFINITY
+        gap = nearest_gaps[k] if k < top_k else _INFINITY
         list_K[k] = (np.int64(bits_of_float(gap)) << 32) + (1 if gap < _INFINITY else 0)
-    if last < _INFINITY:
-        list_K[top_k - 1] += _count_equal(gaps, last) - _count_equal(nearest, last)
+    if last_gap < _INFINITY:
+        list_K[top_k - 1] += _count_equal(gaps, last_gap) - _count_equal(nearest_gaps, last_gap)
 
 
 @exact_entry_jit
@@ -485,27 +493,27 @@ def _gap_of_entry(entry: Any) -> Any:
 @exact_jit
 def _top_p_target(mass: Any, top_p: Any) -> Any:
     """As `kernels.reference.sampling.top_p_target`."""
-    high, low = mass >> 31, mass & _LOW_31
-    return max(1, high * top_p * 2 + ((low * top_p + (TOP_P_ONE - 1)) >> 30))
+    mass_high, mass_low = mass >> 31, mass & _LOW_31
+    return max(1, mass_high * top_p * 2 + ((mass_low * top_p + (TOP_P_ONE - 1)) >> 30))
 
 
 @exact_jit
 def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
-    last, count, mass = 0, np.int64(0), np.int64(0)
-    while last < len(entries) and count < top_k:
-        count += entries[last] & _LOW_32
-        last += 1
-    limit = _gap_of_entry(entries[last - 1]) if count >= top_k else _INFINITY
-    while last < len(entries) and _gap_of_entry(entries[last]) <= limit:
-        last += 1
-    for i in range(last):
+    num_kept_entries, num_tokens, mass = 0, np.int64(0), np.int64(0)
+    while num_kept_entries < len(entries) and num_tokens < top_k:
+        num_tokens += entries[num_kept_entries] & _LOW_32
+        num_kept_entries += 1
+    limit = _gap_of_entry(entries[num_kept_entries - 1]) if num_tokens >= top_k else _INFINITY
+    while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= limit:
+        num_kept_entries += 1
+    for i in range(num_kept_entries):
         mass += _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
     if top_p < TOP_P_ONE:
-        missing = _top_p_target(mass, top_p)
-        for i in range(last):
-            missing -= _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
-            if missing <= 0:
+        missing_mass = _top_p_target(mass, top_p)
+        for i in range(num_kept_entries):
+            missing_mass -= _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+            if missing_mass <= 0:
                 return _gap_of_entry(entries[i])
     return limit
 
@@ -535,20 +543,20 @@ def _listed_limits(
 
 
 @exact_jit
-def _compact(gaps: Array, within: Any, prefix: int, prefix_shift: int) -> int:
+def _compact(gaps: Array, limit: Any, prefix: int, prefix_shift: int) -> int:
     """Move the gaps that count to the front, without branches; returns how many there are."""
-    size = 0
+    num_counted = 0
     for i in range(len(gaps)):
         gap = gaps[i]
-        gaps[size] = gap
-        size += (gap <= within) & (np.int64(bits_of_float(gap)) >> prefix_shift == prefix)
-    return size
+        gaps[num_counted] = gap
+        num_counted += (gap <= limit) & (np.int64(bits_of_float(gap)) >> prefix_shift == prefix)
+    return num_counted
 
 
 @exact_jit
-def _weights_of(gaps: Array, limit: Any, out: Array) -> None:
+def _weights_of(gaps: Array, limit: Any, weights: Array) -> None:
     for i in range(len(gaps)):
-        out[i] = _weight(gaps[i], limit)
+        weights[i] = _weight(gaps[i], limit)
 
 
 @exact_jit
@@ -559,7 +567,7 @@ def _count_part(
     rows_R: Array,
     max_R: Array,
     temperature_R: Array,
-    within_R: Array,
+    limit_R: Array,
     prefix_R: Array,
     shift: int,
     num_bits: int,
@@ -570,19 +578,22 @@ def _count_part(
     num_parts, num_bins = histogram_RSX.shape[1:]
     r, part = task // num_parts, task % num_parts
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, within, prefix = max_R[r], temperature_R[r], within_R[r], prefix_R[r]
+    largest, temperature, limit, prefix = max_R[r], temperature_R[r], limit_R[r], prefix_R[r]
     histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
-    gaps, amounts = np.empty(BLOCK, np.float32), np.ones(BLOCK, np.int64)
+    gaps, amounts = np.empty(BLOCK_COLUMNS, np.float32), np.ones(BLOCK_COLUMNS, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
-        nearest = _gap(block_max_X[block], largest, temperature)
-        if nearest <= within and np.int64(bits_of_float(nearest)) >> (shift + num_bits) <= prefix:
-            logits = logits_V[block * BLOCK : (block + 1) * BLOCK]
+        nearest_gap = _gap(block_max_X[block], largest, temperature)
+        if (
+            nearest_gap <= limit
+            and np.int64(bits_of_float(nearest_gap)) >> (shift + num_bits) <= prefix
+        ):
+            logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
             _gaps_of(logits, largest, temperature, gaps)
-            size = _compact(gaps[: len(logits)], within, prefix, shift + num_bits)
+            num_counted = _compact(gaps[: len(logits)], limit, prefix, shift + num_bits)
             if by_weight:
-                _weights_of(gaps[:size], within, amounts)
-            for i in range(size):
+                _weights_of(gaps[:num_counted], limit, amounts)
+            for i in range(num_counted):
                 digit = (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)
                 histogram_X[digit] += amounts[i]
 
@@ -594,7 +605,7 @@ def _gap_histogram(
     rows_R: Array,
     max_R: Array,
     temperature_R: Array,
-    within_R: Array,
+    limit_R: Array,
     prefix_R: Array,
     shift: int,
     num_bits: int,
@@ -606,7 +617,7 @@ def _gap_histogram(
         num_rows * num_parts,
         _count_part,
         (
-            *(logits_BV, block_max_BX, rows_R, max_R, temperature_R, within_R, prefix_R),
+            *(logits_BV, block_max_BX, rows_R, max_R, temperature_R, limit_R, prefix_R),
             *(shift, num_bits, by_weight, histogram_RSX),
         ),
     )
@@ -614,28 +625,37 @@ def _gap_histogram(
 
 @exact_jit
 def _mask_row(
-    r: int, logits_BV: Array, rows_R: Array, words_RW: Array, first: int, nothing: Any
+    r: int,
+    logits_BV: Array,
+    rows_R: Array,
+    mask_words_RW: Array,
+    first_bit: int,
+    minus_infinity: Any,
 ) -> None:
     num_columns = logits_BV.shape[1]
-    logits_V, words_W = logits_BV[rows_R[r]], words_RW[r]
-    for w in range(len(words_W)):
-        word = words_W[w]
-        if word == -1:  # all of them are allowed
+    logits_V, mask_words_W = logits_BV[rows_R[r]], mask_words_RW[r]
+    for word_index in range(len(mask_words_W)):
+        mask_word = mask_words_W[word_index]
+        if mask_word == -1:  # all of them are allowed
             continue
-        column = np.int64(32 * w - first)
+        column = np.int64(32 * word_index - first_bit)
         if column >= 0 and column + 32 <= num_columns:
             for bit in range(32):  # a constant, so that it becomes a few instructions
                 logit = logits_V[column + bit]
-                logits_V[column + bit] = logit if (word >> np.int32(bit)) & 1 else nothing
+                logits_V[column + bit] = (
+                    logit if (mask_word >> np.int32(bit)) & 1 else minus_infinity
+                )
             continue
         for bit in range(max(np.int64(0), -column), min(np.int64(32), num_columns - column)):
-            if not (word >> np.int32(bit)) & 1:
-                logits_V[column + bit] = nothing
+            if not (mask_word >> np.int32(bit)) & 1:
+                logits_V[column + bit] = minus_infinity
 
 
 @exact_entry_jit
 def _mask_columns(
-    logits_BV: Array, rows_R: Array, words_RW: Array, first: int, nothing: Any
+    logits_BV: Array, rows_R: Array, mask_words_RW: Array, first_bit: int, minus_infinity: Any
 ) -> None:
-    """`nothing`: minus infinity, as the logits store it."""
-    parallel_for(len(rows_R), _mask_row, (logits_BV, rows_R, words_RW, first, nothing))
+    """`minus_infinity`: minus infinity, as the logits store it."""
+    parallel_for(
+        len(rows_R), _mask_row, (logits_BV, rows_R, mask_words_RW, first_bit, minus_infinity)
+    )

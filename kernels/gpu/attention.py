@@ -78,16 +78,16 @@ def _attend_prefill(
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
-    group = num_heads // kv_heads
+    group_size = num_heads // kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
     # Before Hopper, widening 8-bit numbers leaves no registers for a large tile.
-    has_room = k_cache_NPKD.dtype is not torch.uint8 or _capability(q_THD.device) >= (9, 0)
-    large = fills_sms and has_room and attn.max_query_len * group > 64
+    has_registers = k_cache_NPKD.dtype is not torch.uint8 or _capability(q_THD.device) >= (9, 0)
+    large_tile = fills_sms and has_registers and attn.max_query_len * group_size > 64
     on_hopper = _capability(q_THD.device)[0] == 9
-    launch = prefill_launch(q_THD.dtype, head_dim, large, on_hopper)
+    launch = prefill_launch(q_THD.dtype, head_dim, large_tile, on_hopper)
     launch = tune(launch) if tune else launch
     num_rows = len(attn.seq_lens_B) - first_row
-    grid = (num_tokens * group // launch.tile_m + num_rows, kv_heads)
+    grid = (num_tokens * group_size // launch.tile_m + num_rows, kv_heads)
     prefill_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -101,7 +101,7 @@ def _attend_prefill(
         q_THD.stride(0),
         q_THD.stride(1),
         scale_log2,
-        GROUP=group,
+        GROUP=group_size,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -129,16 +129,16 @@ def attend_decode(
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, kv_heads = k_cache_NPKD.shape[1:3]
-    group = num_heads // kv_heads
-    launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group)
+    group_size = num_heads // kv_heads
+    launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group_size)
     launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
     if decode.num_places > decode.num_rows:
-        shape = (decode.num_places, num_heads)
-        acc_XHD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
+        part_shape = (decode.num_places, num_heads)
+        acc_XHD = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q_THD.device)
         # Each has memory of its own, which is aligned whatever the number of places is.
         max_XH, sum_XH = (
-            torch.empty(shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
+            torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
     heads_adjacent = launch.heads_adjacent and decode.num_places <= _MAX_GRID_Y
     grid = (kv_heads, decode.num_places) if heads_adjacent else (decode.num_places, kv_heads)
@@ -159,7 +159,7 @@ def attend_decode(
         q_THD.stride(0),
         q_THD.stride(1),
         scale_log2,
-        GROUP=group,
+        GROUP=group_size,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -251,20 +251,22 @@ def prefill_kernel(
     m_M = tile * TILE_M + tl.arange(0, TILE_M)
     query_M, g_M = m_M // GROUP, m_M % GROUP
     d_D = tl.arange(0, TILE_D)
-    live_MD = (m_M < query_len * GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
+    mask_MD = (m_M < query_len * GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
     q_QGD = q_THD + query_start.to(tl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
     q_MD = tl.load(
         q_QGD + (query_M * q_stride_t + g_M * q_stride_h)[:, None] + d_D[None, :],
-        mask=live_MD,
+        mask=mask_MD,
         other=0.0,
     )
 
-    offset = seq_len - query_len  # position of the first query of the row
-    ends_M = offset + query_M + 1
+    first_query_position = seq_len - query_len  # position of the first query of the row
+    ends_M = first_query_position + query_M + 1
     last_query = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, query_len - 1)
-    end = offset + last_query + 1
-    # Every query of the tile sees every token before `full`.
-    full = tl.maximum(offset + tile * TILE_M // GROUP + 1, 0) // TILE_C * TILE_C
+    end_position = first_query_position + last_query + 1
+    # Every query of the tile sees every token before `unmasked_end`.
+    unmasked_end = (
+        tl.maximum(first_query_position + tile * TILE_M // GROUP + 1, 0) // TILE_C * TILE_C
+    )
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -280,7 +282,7 @@ def prefill_kernel(
         kv_head,
         ends_M,
         0,
-        full,
+        unmasked_end,
         scale_log2,
         KV_HEADS,
         HEAD_DIM,
@@ -300,8 +302,8 @@ def prefill_kernel(
         table_W,
         kv_head,
         ends_M,
-        full,
-        end,
+        unmasked_end,
+        end_position,
         scale_log2,
         KV_HEADS,
         HEAD_DIM,
@@ -314,10 +316,10 @@ def prefill_kernel(
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
     # Divided again, counting from the first query of the step: keeping the quotients above would
     # fill registers during the loops.
-    flat_M = query_start * GROUP + m_M
-    head_M = kv_head * GROUP + flat_M % GROUP
-    offset_M = ((flat_M // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head_M) * HEAD_DIM
-    tl.store(out_THD + offset_M[:, None] + d_D[None, :], out_MD, mask=live_MD)
+    step_query_M = query_start * GROUP + m_M
+    head_M = kv_head * GROUP + step_query_M % GROUP
+    offset_M = ((step_query_M // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head_M) * HEAD_DIM
+    tl.store(out_THD + offset_M[:, None] + d_D[None, :], out_MD, mask=mask_MD)
 
 
 @triton.jit(
@@ -376,14 +378,14 @@ def decode_kernel(
     part = place - first_place
     if part >= num_parts:
         return
-    first = part * part_len
-    end = tl.minimum(first + part_len, seq_len)
+    first_position = part * part_len
+    end_position = tl.minimum(first_position + part_len, seq_len)
     g_M = tl.arange(0, TILE_M)
     head_M = kv_head * GROUP + g_M
     d_D = tl.arange(0, TILE_D)
-    live_MD = (g_M < GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
+    mask_MD = (g_M < GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
     q_D = q_THD + row.to(tl.int64) * q_stride_t
-    q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=live_MD, other=0.0)
+    q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -397,9 +399,9 @@ def decode_kernel(
         v_cache_NPKD,
         table_W,
         kv_head,
-        g_M * 0 + end,
-        first,
-        end,
+        g_M * 0 + end_position,
+        first_position,
+        end_position,
         scale_log2,
         KV_HEADS,
         HEAD_DIM,
@@ -412,19 +414,19 @@ def decode_kernel(
     out_HD = out_THD + row.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
     if num_parts == 1:
         out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
-        tl.store(out_HD + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=live_MD)
+        tl.store(out_HD + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=mask_MD)
         return
     place_M = place * (GROUP * KV_HEADS) + head_M
-    tl.store(acc_XHD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=live_MD)
+    tl.store(acc_XHD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=mask_MD)
     tl.store(max_XH + place_M, max_M, mask=g_M < GROUP)
     tl.store(sum_XH + place_M, sum_M, mask=g_M < GROUP)
     # Every thread has stored its part before one of them says so. The program that counts the last
     # part sees all of them (release and acquire, in the scope of the GPU).
     tl.debug_barrier()
-    arrived = arrived_BK + row * KV_HEADS + kv_head
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
+    arrived_pointer = arrived_BK + row * KV_HEADS + kv_head
+    if tl.atomic_add(arrived_pointer, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
         return
-    tl.store(arrived, 0)
+    tl.store(arrived_pointer, 0)
     for g in range(GROUP):
         head = kv_head * GROUP + g
         joined_D = _join(
@@ -464,11 +466,11 @@ def _row_of(
     tokens before it.
     """
     row = -1
-    for first in range(0, num_rows, _SEARCHED_ROWS):
-        row_B = first + tl.arange(0, _SEARCHED_ROWS)
+    for first_searched in range(0, num_rows, _SEARCHED_ROWS):
+        row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
         start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0)
-        begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= place)
-        row += tl.sum(begun_B.to(tl.int32), 0)
+        has_begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= place)
+        row += tl.sum(has_begun_B.to(tl.int32), 0)
     return row, tl.load(query_start_B1 + tl.maximum(row, 0)) * GROUP // TILE_M + row
 
 
@@ -476,8 +478,8 @@ def _row_of(
 def _row_at(place: tl.tensor, start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     """The row that has taken a place."""
     row = -1
-    for first in range(0, num_rows, _SEARCHED_ROWS):
-        row_B = first + tl.arange(0, _SEARCHED_ROWS)
+    for first_searched in range(0, num_rows, _SEARCHED_ROWS):
+        row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
         start_B = tl.load(start_B1 + row_B, mask=row_B < num_rows, other=0)
         row += tl.sum(((row_B < num_rows) & (start_B <= place)).to(tl.int32), 0)
     return row
@@ -502,17 +504,17 @@ def _join(
     d_D = tl.arange(0, TILE_D)
     x_X = tl.arange(0, TILE_X)
     place_X = first + x_X * NUM_HEADS
-    live_X = x_X < num_parts
-    max_X = tl.load(max_XH + place_X, mask=live_X, other=float("-inf"), cache_modifier=".cg")
-    sum_X = tl.load(sum_XH + place_X, mask=live_X, other=0.0, cache_modifier=".cg")
+    mask_X = x_X < num_parts
+    max_X = tl.load(max_XH + place_X, mask=mask_X, other=float("-inf"), cache_modifier=".cg")
+    sum_X = tl.load(sum_XH + place_X, mask=mask_X, other=0.0, cache_modifier=".cg")
     acc_XD = tl.load(
         acc_XHD + (place_X * HEAD_DIM)[:, None] + d_D[None, :],
-        mask=live_X[:, None] & (d_D < HEAD_DIM)[None, :],
+        mask=mask_X[:, None] & (d_D < HEAD_DIM)[None, :],
         other=0.0,
         cache_modifier=".cg",
     )
-    factor_X = tl.exp2(max_X - tl.max(max_X, 0))
-    return tl.sum(acc_XD * factor_X[:, None], 0) / tl.sum(sum_X * factor_X, 0)
+    rescale_X = tl.exp2(max_X - tl.max(max_X, 0))
+    return tl.sum(acc_XD * rescale_X[:, None], 0) / tl.sum(sum_X * rescale_X, 0)
 
 
 @triton.jit
@@ -544,38 +546,38 @@ def _attend(
     cache.
     """
     d_D = tl.arange(0, TILE_D)
-    for start in range(first, end, TILE_C):
-        token_C = start + tl.arange(0, TILE_C)
+    for tile_start in range(first, end, TILE_C):
+        token_C = tile_start + tl.arange(0, TILE_C)
         # One load of the table for keys and values of the whole tile.
         if BLOCK_SIZE % TILE_C == 0:
-            block_C = tl.load(table_W + start // BLOCK_SIZE)
+            block_C = tl.load(table_W + tile_start // BLOCK_SIZE)
         else:
             block_C = _load(table_W + token_C // BLOCK_SIZE, token_C < end, MASKED)
         slot_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
         offset_CD = ((slot_C * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d_D[None, :]
-        kept_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
-        k_CD = _load(k_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
-        v_CD = _load(v_cache_NPKD + offset_CD, kept_CD, MASKED or HEAD_DIM < TILE_D)
+        mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
+        k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
+        v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         k_CD, v_CD = loaded(k_CD, q_MD.dtype, READ_FP8), loaded(v_CD, q_MD.dtype, READ_FP8)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(s_MC, 1) * scale_log2)
         p_MC = tl.exp2(s_MC * scale_log2 - new_max_M[:, None])
-        factor_M = tl.exp2(max_M - new_max_M)
-        sum_M = sum_M * factor_M + tl.sum(p_MC, 1)
+        rescale_M = tl.exp2(max_M - new_max_M)
+        sum_M = sum_M * rescale_M + tl.sum(p_MC, 1)
         acc_MD = tl.dot(
-            p_MC.to(v_CD.dtype), v_CD, acc_MD * factor_M[:, None], input_precision="ieee"
+            p_MC.to(v_CD.dtype), v_CD, acc_MD * rescale_M[:, None], input_precision="ieee"
         )
         max_M = new_max_M
     return acc_MD, max_M, sum_M
 
 
 @triton.jit
-def _load(pointers: tl.tensor, kept: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """The values pointed to, with zeros where MASKED and not kept."""
+def _load(pointers: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+    """The values pointed to, with zeros where MASKED and `mask` is false."""
     if MASKED:
-        values = tl.load(pointers, mask=kept, other=0)
+        values = tl.load(pointers, mask=mask, other=0)
     else:
         values = tl.load(pointers)
     return values

@@ -35,7 +35,7 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool, on_hopper: bool) -> Launch:
+def prefill_launch(dtype: torch.dtype, head_dim: int, large_tile: bool, on_hopper: bool) -> Launch:
     """Large tiles read keys and values least often; small tiles are used where large ones would
     leave processors idle.
 
@@ -52,7 +52,7 @@ def prefill_launch(dtype: torch.dtype, head_dim: int, large: bool, on_hopper: bo
     if padded_dim(head_dim) > 128:
         return Launch(tile_m=64, tile_c=32, num_warps=8, num_stages=num_stages)
     tile_c = 8192 // max(64, padded_dim(head_dim))
-    if large:
+    if large_tile:
         return Launch(tile_m=128, tile_c=tile_c, num_warps=8, num_stages=num_stages)
     return Launch(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=min(num_stages, 4))
 

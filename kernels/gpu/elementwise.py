@@ -19,15 +19,15 @@ import triton.language as tl
 from kernels.gpu.fp8 import stored_as
 
 # Enough that a thread loads 8 adjacent elements at once, 16 bytes of a 16-bit dtype.
-_HEADS = 8  # heads of one token, with head dim 128, that a program of two warps rotates
-_BLOCK = 1024  # features that a program of four warps gates or stores
+_HEADS_PER_PROGRAM = 8  # heads of one token, with head dim 128, that a program of two warps rotates
+_FEATURES_PER_PROGRAM = 1024  # features that a program of four warps gates or stores
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """As `rms_norm_reference`, over the last dimension. One program per row."""
     rows_TE = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(x.shape[-1])
+    tile_features = triton.next_power_of_2(x.shape[-1])
     _rms_norm[(len(rows_TE),)](
         rows_TE,
         weight_E,
@@ -35,8 +35,8 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
         rows_TE.stride(0),
         eps,
         E=x.shape[-1],
-        BLOCK=block,
-        num_warps=_num_warps(block),
+        TILE_FEATURES=tile_features,
+        num_warps=_num_warps(tile_features),
     )
     return out
 
@@ -47,7 +47,7 @@ def add_rms_norm(
     """As `add_rms_norm_reference`. One program per row."""
     x_TE, residual_TE = _rows(x), _rows(residual)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    block = triton.next_power_of_2(x.shape[-1])
+    tile_features = triton.next_power_of_2(x.shape[-1])
     _add_rms_norm[(len(x_TE),)](
         x_TE,
         residual_TE,
@@ -58,24 +58,26 @@ def add_rms_norm(
         residual_TE.stride(0),
         eps,
         E=x.shape[-1],
-        BLOCK=block,
-        num_warps=_num_warps(block),
+        TILE_FEATURES=tile_features,
+        num_warps=_num_warps(tile_features),
     )
     return out, total
 
 
 def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """As `silu_and_mul_reference`. One program per block of features of a token."""
-    num_tokens, width = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
-    out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    _silu_and_mul[(num_tokens * triton.cdiv(width, block),)](
+    num_tokens, num_features = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
+    out_TF = torch.empty(
+        num_tokens, num_features, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device
+    )
+    tile_features = min(_FEATURES_PER_PROGRAM, triton.next_power_of_2(num_features))
+    _silu_and_mul[(num_tokens * triton.cdiv(num_features, tile_features),)](
         gate_up_T2F,
         out_TF,
         _row_stride(gate_up_T2F),
-        F=width,
-        BLOCK=block,
-        num_warps=_num_warps(block),
+        F=num_features,
+        TILE_FEATURES=tile_features,
+        num_warps=_num_warps(tile_features),
     )
     return out_TF
 
@@ -92,7 +94,7 @@ def qk_norm_rope_store(
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
     """As `qk_norm_rope_store_reference`, with a contiguous table and caches. One program per
-    `_HEADS` heads of a token.
+    `_HEADS_PER_PROGRAM` heads of a token.
     """
     assert (
         k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
@@ -101,7 +103,7 @@ def qk_norm_rope_store(
     kv_heads = k_cache_NPKD.shape[2]
     num_heads = num_rows - 2 * kv_heads
     q_THD = torch.empty(num_tokens, num_heads, dim, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
-    _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS),)](
+    _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS_PER_PROGRAM),)](
         qkv_TXD,
         q_weight_D,
         k_weight_D,
@@ -117,7 +119,7 @@ def qk_norm_rope_store(
         K=kv_heads,
         D=dim,
         HALF=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
+        HEADS=_HEADS_PER_PROGRAM,
         num_warps=2,
     )
     return q_THD
@@ -135,9 +137,9 @@ def _row_stride(x: torch.Tensor) -> int:
     return x.stride(0)
 
 
-def _num_warps(block: int) -> int:
+def _num_warps(tile_features: int) -> int:
     """Eight elements per thread, up to 512 threads."""
-    return min(16, max(1, block // 256))
+    return min(16, max(1, tile_features // 256))
 
 
 @triton.jit
@@ -149,9 +151,11 @@ def _weighted(x, scale, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rms_norm(x_TE, weight_E, out_TE, row_stride, eps, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(
+    x_TE, weight_E, out_TE, row_stride, eps, E: tl.constexpr, TILE_FEATURES: tl.constexpr
+):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
+    e = tl.arange(0, TILE_FEATURES)
     x = tl.load(x_TE + token * row_stride + e, mask=e < E, other=0.0).to(tl.float32)
     weight = tl.load(weight_E + e, mask=e < E, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x) / E + eps)
@@ -169,10 +173,10 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     residual_stride,
     eps,
     E: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_FEATURES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
+    e = tl.arange(0, TILE_FEATURES)
     x = tl.load(x_TE + token * x_stride + e, mask=e < E, other=0.0)
     residual = tl.load(residual_TE + token * residual_stride + e, mask=e < E, other=0.0)
     weight = tl.load(weight_E + e, mask=e < E, other=0.0)
@@ -184,31 +188,32 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = (tl.program_id(0) // tl.cdiv(F, BLOCK)).to(tl.int64)
-    f = tl.program_id(0) % tl.cdiv(F, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+def _silu_and_mul(gate_up_T2F, out_TF, row_stride, F: tl.constexpr, TILE_FEATURES: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = (tl.program_id(0) // tl.cdiv(F, TILE_FEATURES)).to(tl.int64)
+    f = tl.program_id(0) % tl.cdiv(F, TILE_FEATURES) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)
     gate = tl.load(gate_up_T2F + token * row_stride + f, mask=f < F, other=0.0)
     up = tl.load(gate_up_T2F + token * row_stride + F + f, mask=f < F, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    gate_float32 = gate.to(tl.float32)
+    silu = (gate_float32 / (1.0 + tl.exp(-gate_float32))).to(gate.dtype)
     tl.store(out_TF + token * F + f, silu.to(tl.float32) * up.to(tl.float32), mask=f < F)
 
 
 @triton.jit
-def _norm_turn(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_and_rotate(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Halves of heads, [heads, D/2], normalized and rotated in float32; the norm is rounded as the
     reference's is.
     """
     dtype: tl.constexpr = low.dtype
-    low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+    low_float32, high_float32 = low.to(tl.float32), high.to(tl.float32)
     scale = tl.rsqrt(
-        tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1, keep_dims=True) / D + eps
+        tl.sum(low_float32 * low_float32 + high_float32 * high_float32, axis=1, keep_dims=True) / D
+        + eps
     )
-    low_wide = _weighted(low_wide, scale, low_weight).to(dtype).to(tl.float32)
-    high_wide = _weighted(high_wide, scale, high_weight).to(dtype).to(tl.float32)
-    return (low_wide * cos - high_wide * sin).to(dtype), (high_wide * cos + low_wide * sin).to(
-        dtype
-    )
+    low_float32 = _weighted(low_float32, scale, low_weight).to(dtype).to(tl.float32)
+    high_float32 = _weighted(high_float32, scale, high_weight).to(dtype).to(tl.float32)
+    return (low_float32 * cos - high_float32 * sin).to(dtype), (
+        high_float32 * cos + low_float32 * sin
+    ).to(dtype)
 
 
 @triton.jit
@@ -237,37 +242,37 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
     # Has the tile's shape: loads in one layout need no shared memory.
     d = tl.arange(0, HALF)[None, :] + head * 0
-    inside = d < D // 2
-    is_q = inside & (head < H)
-    is_k = inside & (head >= H) & (head < H + K)
-    is_v = inside & (head >= H + K) & (head < H + 2 * K)
+    mask = d < D // 2
+    is_q = mask & (head < H)
+    is_k = mask & (head >= H) & (head < H + K)
+    is_v = mask & (head >= H + K) & (head < H + 2 * K)
 
     slot = tl.load(slots_T + token).to(tl.int64)
-    table = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
+    cos_sin = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
     x = qkv_TXD + token * row_stride + head * D + d
     low = tl.load(x, mask=is_q | is_k | is_v, other=0.0)
     high = tl.load(x + D // 2, mask=is_q | is_k | is_v, other=0.0)
     q_weight, k_weight = q_weight_D + d, k_weight_D + d
-    turned_low, turned_high = _norm_turn(
+    rotated_low, rotated_high = _norm_and_rotate(
         low,
         high,
         tl.where(is_q, tl.load(q_weight, mask=is_q), tl.load(k_weight, mask=is_k)),
         tl.where(
             is_q, tl.load(q_weight + D // 2, mask=is_q), tl.load(k_weight + D // 2, mask=is_k)
         ),
-        tl.load(table, mask=is_q | is_k, other=0.0),
-        tl.load(table + D // 2, mask=is_q | is_k, other=0.0),
+        tl.load(cos_sin, mask=is_q | is_k, other=0.0),
+        tl.load(cos_sin + D // 2, mask=is_q | is_k, other=0.0),
         eps,
         D,
     )
 
     q_out = q_THD + (token * H + head) * D + d
-    tl.store(q_out, turned_low, mask=is_q)
-    tl.store(q_out + D // 2, turned_high, mask=is_q)
+    tl.store(q_out, rotated_low, mask=is_q)
+    tl.store(q_out + D // 2, rotated_high, mask=is_q)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     k_out = k_cache + (slot * K + head - H) * D + d
-    tl.store(k_out, stored_as(turned_low, dtype), mask=is_k & (slot >= 0))
-    tl.store(k_out + D // 2, stored_as(turned_high, dtype), mask=is_k & (slot >= 0))
+    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (slot >= 0))
+    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (slot >= 0))
     v_out = v_cache + (slot * K + head - H - K) * D + d
     tl.store(v_out, stored_as(low, dtype), mask=is_v & (slot >= 0))
     tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (slot >= 0))

@@ -110,10 +110,11 @@ class FlashAttn:
         use.
         """
         if head_dim not in self.head_dims:
-            dims = self.head_dims
+            head_dims = self.head_dims
             raise ValueError(
-                f"head_dim {head_dim} is not possible with {self.version}; possible are {dims[0]}"
-                f" to {dims[-1]} in steps of {dims.step}. Choose another attention_backend"
+                f"head_dim {head_dim} is not possible with {self.version}; possible are"
+                f" {head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}. Choose another"
+                " attention_backend"
             )
         self.check_block_size(block_size)
 
@@ -131,14 +132,14 @@ def installed_flash_attn() -> FlashAttn:
     """`find_flash_attn`. Raises `ValueError` when nothing that runs on this device can be
     imported.
     """
-    found = find_flash_attn()
-    if found is None:
+    library = find_flash_attn()
+    if library is None:
         raise ValueError(
             "attention_backend 'flash_attn' needs the package flash-attn (FlashAttention-2) or, on"
             " Hopper, fa3-fwd (FlashAttention-3), and neither can be imported here; install one, or"
             " choose 'triton'"
         )
-    return found
+    return library
 
 
 def installed_flash_attn_3() -> FlashAttn:
@@ -163,11 +164,11 @@ def find_flash_attn() -> FlashAttn | None:
     Logs a warning for each that is installed but cannot be loaded.
     """
     major, _ = _capability()
-    for module in _DISTRIBUTIONS:
-        if major == 9 or (major >= 8 and module == "flash_attn"):
-            found = _load(module)
-            if found is not None:
-                return found
+    for module_name in _DISTRIBUTIONS:
+        if major == 9 or (major >= 8 and module_name == "flash_attn"):
+            library = _load(module_name)
+            if library is not None:
+                return library
     return None
 
 
@@ -247,8 +248,8 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     is always allowed.
     """
     operator = _operator(module.__name__)
-    left_out = _left_out(module)
-    only_tma = "PAGEDKV" in left_out
+    disabled_features = _disabled_features(module)
+    only_tma = "PAGEDKV" in disabled_features
 
     def attend_rows(
         q_THD: torch.Tensor,
@@ -260,11 +261,11 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         scale: float,
     ) -> None:
         num_heads, kv_heads = q_THD.shape[1], k_cache_NPKD.shape[2]
-        bound = attn.max_query_len
+        max_query_len = attn.max_query_len
         if only_tma:
-            bound = max(bound, _TILE_ROWS // (num_heads // kv_heads) + 1)
+            max_query_len = max(max_query_len, _TILE_ROWS // (num_heads // kv_heads) + 1)
         num_rows = len(attn.seq_lens_B) - first_row
-        splits = may_split(len(q_THD), num_rows, bound, num_heads, kv_heads)
+        splits_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, kv_heads)
         operator(
             q_THD,
             k_cache_NPKD,
@@ -272,11 +273,11 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
             out=out_THD,
             cu_seqlens_q=attn.query_start_B1[first_row:],
             seqused_k=attn.seq_lens_B[first_row:],
-            max_seqlen_q=bound,
+            max_seqlen_q=max_query_len,
             page_table=attn.block_table_BW[first_row:],
             softmax_scale=scale,
             is_causal=True,
-            num_splits=0 if splits else 1,
+            num_splits=0 if splits_keys else 1,
         )
 
     def paged_attention(
@@ -292,7 +293,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
 
     return FlashAttn(
         version=_version("FlashAttention-3", module),
-        dtypes=("bfloat16",) if "FP16" in left_out else ("bfloat16", "float16"),
+        dtypes=("bfloat16",) if "FP16" in disabled_features else ("bfloat16", "float16"),
         head_dims=range(64, 129, 64) if only_tma else range(8, 257, 8),
         default_block_size=_TILE_TOKENS,
         block_multiple=_TILE_TOKENS if only_tma else 1,
@@ -307,9 +308,9 @@ def may_split(
     """Whether FlashAttention-3 may choose to split the keys of rows of up to `max_query_len`
     queries: where they alone keep few processors busy, and joining the parts is cheap.
     """
-    programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
+    num_join_programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
     keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * kv_heads < _NUM_SMS
-    return keeps_few_busy and programs <= _MAX_JOIN_PROGRAMS
+    return keeps_few_busy and num_join_programs <= _MAX_JOIN_PROGRAMS
 
 
 def _operator(name: str) -> Callable[..., object]:
@@ -318,7 +319,7 @@ def _operator(name: str) -> Callable[..., object]:
     return operator
 
 
-def _left_out(module: ModuleType) -> set[str]:
+def _disabled_features(module: ModuleType) -> set[str]:
     """Features that a build of FlashAttention-3 reports as left out; a build too old to report any
     has all.
     """

@@ -1,14 +1,14 @@
 """Sampling on a GPU: the kernels of `kernels/reference/sampling.py` in Triton.
 
-A program takes tiles of `_TILE` blocks of one row; if there are few rows, many programs share a
-row. As on a CPU, a block whose largest logit lies beyond a limit is never read. Nothing waits for
-the device and grids depend on shapes alone. All arguments are contiguous.
+A program takes tiles of `_BLOCKS_PER_TILE` blocks of one row; if there are few rows, many programs
+share a row. As on a CPU, a block whose largest logit lies beyond a limit is never read. Nothing
+waits for the device and grids depend on shapes alone. All arguments are contiguous.
 Bits: a subtraction, then a division rounded as IEEE 754 says; a product that is added to something
 is an explicit fused operation, and no other operation is fused. So a gap or a weight is the same in
 every kernel and on every chip.
-Legend: as `kernels/reference/sampling.py`; a block is `BLOCK` columns of a row, the last one
-shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or the
-entries of a list.
+Legend: as `kernels/reference/sampling.py`; a block is `BLOCK_COLUMNS` columns of a row, the last
+one shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or
+the entries of a list.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from torch.nn import functional
 
 from kernels.interface import GapRows
 from kernels.reference import sampling
-from kernels.reference.sampling import BLOCK, INFINITY_BITS, MAX_LISTED, RADIX_PASSES, TOP_P_ONE
-
-_TILE = (
-    8  # blocks: 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16
+from kernels.reference.sampling import (
+    BLOCK_COLUMNS,
+    INFINITY_BITS,
+    MAX_LISTED,
+    RADIX_PASSES,
+    TOP_P_ONE,
 )
-_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
+
+# 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16.
+_BLOCKS_PER_TILE = 8
+_MAX_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
 # number of histograms over which few rows are spread, because additions to the same place wait for
 # each other
-_COPIES = 64
+_NUM_HISTOGRAMS = 64
 # rows of blocks and lists are padded to at least this, so that most sizes share compiled code
 _MIN_WIDTH = 2048
-_ROWS = 32  # rows per program, in programs with one thread per row
+_ROWS_PER_PROGRAM = 32  # in programs with one thread per row
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _INFINITY = tl.constexpr(float("inf"))
 _WEIGHTLESS = tl.constexpr(28.0)  # exp(-28) * 2**40 < 1
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -48,29 +53,33 @@ _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
-    num_blocks = triton.cdiv(num_columns, BLOCK)
+    num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
     block_max_BX = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
     max_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
     column_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
-    _block_maxima[_grid(num_rows, num_blocks)](logits_BV, block_max_BX, num_columns, TILE=_TILE)
+    _block_maxima[_grid(num_rows, num_blocks)](
+        logits_BV, block_max_BX, num_columns, TILE=_BLOCKS_PER_TILE
+    )
     _row_best[(num_rows,)](
         logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks)
     )
     return max_B, column_B, block_max_BX
 
 
-def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """See `kernels.reference.sampling.pack`; of one dimension."""
+def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """See `kernels.reference.sampling.pack_value_and_id`; of one dimension."""
     packed = torch.empty_like(ids)
-    _pack[(triton.cdiv(len(ids), _ROWS),)](values, ids, packed, len(ids), ROWS=_ROWS, num_warps=1)
+    _pack_value_and_id[(triton.cdiv(len(ids), _ROWS_PER_PROGRAM),)](
+        values, ids, packed, len(ids), ROWS=_ROWS_PER_PROGRAM, num_warps=1
+    )
     return packed
 
 
-def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.reference.sampling.unpack`; of one dimension."""
+def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
     values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
-    _unpack[(triton.cdiv(len(packed), _ROWS),)](
-        packed, values, ids, len(packed), ROWS=_ROWS, num_warps=1
+    _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
+        packed, values, ids, len(packed), ROWS=_ROWS_PER_PROGRAM, num_warps=1
     )
     return values, ids
 
@@ -88,8 +97,16 @@ def draw_index(
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
     index_R = torch.empty_like(positions_R)
-    _draw_index[(triton.cdiv(num_rows, _ROWS),)](
-        seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS=_ROWS, num_warps=1
+    _draw_index[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+        seeds_R,
+        positions_R,
+        kept_NR,
+        index_R,
+        num_rows,
+        num_ranks,
+        rank,
+        ROWS=_ROWS_PER_PROGRAM,
+        num_warps=1,
     )
     return index_R
 
@@ -129,8 +146,10 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
         .indices
     )
     num_near = near_RX.shape[1]
-    gaps_RC = torch.empty(num_rows, num_near * BLOCK, dtype=torch.float32, device=near_RX.device)
-    _near_gaps[(num_rows, triton.cdiv(num_near, _TILE))](
+    gaps_RC = torch.empty(
+        num_rows, num_near * BLOCK_COLUMNS, dtype=torch.float32, device=near_RX.device
+    )
+    _near_gaps[(num_rows, triton.cdiv(num_near, _BLOCKS_PER_TILE))](
         gaps.logits_BV,
         gaps.rows_R,
         gaps.max_R,
@@ -139,17 +158,17 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
         gaps_RC,
         gaps.logits_BV.shape[1],
         num_near,
-        TILE=_TILE,
+        TILE=_BLOCKS_PER_TILE,
     )
     nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
     nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
     limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    within_RX = _sums_within(gaps, limit_R, by_weight=False)
+    counts_RX = _sums_within(gaps, limit_R, by_weight=False)
     list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
     _make_list[(num_rows,)](
         nearest_RK,
         top_k_R,
-        within_RX,
+        counts_RX,
         list_RK,
         max_top_k,
         num_blocks,
@@ -186,14 +205,14 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
-    num_copies = triton.cdiv(_COPIES, max(1, num_rows))
+    num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
-        num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=within_R.device
+        num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
     )
     _gap_histogram[_grid(num_rows, num_blocks)](
         gaps.logits_BV,
@@ -201,7 +220,7 @@ def gap_histogram(
         gaps.rows_R,
         gaps.max_R,
         gaps.temperature_R,
-        within_R,
+        limit_R,
         prefix_R,
         histogram_RSX,
         gaps.logits_BV.shape[1],
@@ -209,7 +228,7 @@ def gap_histogram(
         num_bits,
         num_copies,
         BY_WEIGHT=by_weight,
-        TILE=_TILE,
+        TILE=_BLOCKS_PER_TILE,
     )
     return histogram_RSX.sum(dim=1)
 
@@ -218,8 +237,8 @@ class GpuSampling:
     """`SamplingKernels` in Triton."""
 
     row_best = staticmethod(row_best)
-    pack = staticmethod(pack)
-    unpack = staticmethod(unpack)
+    pack_value_and_id = staticmethod(pack_value_and_id)
+    unpack_value_and_id = staticmethod(unpack_value_and_id)
     block_weights = staticmethod(block_weights)
     draw_index = staticmethod(draw_index)
     pick_column = staticmethod(pick_column)
@@ -231,7 +250,9 @@ class GpuSampling:
 
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
     """(rows, programs that share the tiles of a row)."""
-    return num_rows, min(triton.cdiv(num_blocks, _TILE), triton.cdiv(_PROGRAMS, max(1, num_rows)))
+    return num_rows, min(
+        triton.cdiv(num_blocks, _BLOCKS_PER_TILE), triton.cdiv(_MAX_PROGRAMS, max(1, num_rows))
+    )
 
 
 def _width(length: int) -> int:
@@ -252,7 +273,7 @@ def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch
         sums_RX,
         gaps.logits_BV.shape[1],
         BY_WEIGHT=by_weight,
-        TILE=_TILE,
+        TILE=_BLOCKS_PER_TILE,
     )
     return sums_RX
 
@@ -281,8 +302,8 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
     library's `expf` (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is
     exact.
     """
-    within = (gaps <= limit) & (gaps <= _WEIGHTLESS)
-    x = tl.where(within, -gaps, 0.0)
+    is_within = (gaps <= limit) & (gaps <= _WEIGHTLESS)
+    x = tl.where(is_within, -gaps, 0.0)
     n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
     r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
     p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
@@ -292,7 +313,7 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
     p = tl.fma(p, r, 5.0000001201e-1)
     p = tl.fma(p * r, r, r) + 1.0
     scale = ((n.to(tl.int32) + (127 + 40)) << 23).to(tl.float32, bitcast=True)
-    return tl.where(within, (p * scale).to(tl.int64), 0)
+    return tl.where(is_within, (p * scale).to(tl.int64), 0)
 
 
 @triton.jit
@@ -309,19 +330,19 @@ def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # typ
 @triton.jit
 def _tile_gaps(logits_V, blocks_X, near_X, num_columns, largest, temperature):  # type: ignore[no-untyped-def]
     """Gaps of the blocks that are near, [X, C]; NaN for other blocks and beyond the row."""
-    columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    real_XC = near_X[:, None] & (columns_XC < num_columns)
-    logits_XC = tl.load(logits_V + columns_XC, mask=real_XC, other=0.0)
-    return tl.where(real_XC, _gaps(logits_XC, largest, temperature), float("nan"))
+    columns_XC = blocks_X[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[None, :]
+    mask_XC = near_X[:, None] & (columns_XC < num_columns)
+    logits_XC = tl.load(logits_V + columns_XC, mask=mask_XC, other=0.0)
+    return tl.where(mask_XC, _gaps(logits_XC, largest, temperature), float("nan"))
 
 
 @triton.jit
 def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
-        columns_XC = blocks_X[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        columns_XC = blocks_X[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[None, :]
         logits_XC = tl.load(
             logits_BV + row * num_columns + columns_XC,
             mask=columns_XC < num_columns,
@@ -337,14 +358,14 @@ def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # 
 @triton.jit
 def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
     block_max_X = tl.load(
         block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY
     )
     largest = tl.max(block_max_X, 0)
     block = tl.min(tl.where(block_max_X == largest, blocks_X, WIDTH), 0)
-    columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
+    columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
@@ -361,27 +382,29 @@ def _ordered(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _pack(values, ids, packed, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack_value_and_id(values, ids, packed, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = rows < num_rows
-    value = tl.load(values + rows, mask=real, other=0.0)
+    mask = rows < num_rows
+    value = tl.load(values + rows, mask=mask, other=0.0)
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True).to(tl.int64)
     tl.store(
         packed + rows,
-        (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=real, other=0)),
-        mask=real,
+        (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=mask, other=0)),
+        mask=mask,
     )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _unpack(packed, values, ids, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack_value_and_id(packed, values, ids, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = rows < num_rows
-    number = tl.load(packed + rows, mask=real, other=0)
+    mask = rows < num_rows
+    packed_value = tl.load(packed + rows, mask=mask, other=0)
     tl.store(
-        values + rows, _ordered(number >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=real
+        values + rows,
+        _ordered(packed_value >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        mask=mask,
     )
-    tl.store(ids + rows, 0x7FFFFFFF - (number & 0xFFFFFFFF), mask=real)
+    tl.store(ids + rows, 0x7FFFFFFF - (packed_value & 0xFFFFFFFF), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R"])
@@ -400,7 +423,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     limit = tl.load(limit_R + r)
-    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         near_X = (
@@ -433,19 +456,19 @@ def _draw_index(  # type: ignore[no-untyped-def]
 ):
     """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = rows < num_rows
-    start = _mix(tl.load(seeds_R + rows, mask=real, other=0) + _GOLDEN)
-    position = tl.load(positions_R + rows, mask=real, other=0)
+    mask = rows < num_rows
+    start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN)
+    position = tl.load(positions_R + rows, mask=mask, other=0)
     bits = (_mix(start + (position + 1) * _GOLDEN) >> 2) & 0x3FFFFFFFFFFFFFFF
-    total, before = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
+    total, weight_before = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
     for peer in range(num_ranks):
-        kept = tl.load(kept_NR + peer * num_rows + rows, mask=real, other=0)
-        total += kept
-        before += tl.where(peer < rank, kept, 0)
-    high, low = bits >> 31, bits & 0x7FFFFFFF
+        kept_weight = tl.load(kept_NR + peer * num_rows + rows, mask=mask, other=0)
+        total += kept_weight
+        weight_before += tl.where(peer < rank, kept_weight, 0)
+    bits_high, bits_low = bits >> 31, bits & 0x7FFFFFFF
     total_high, total_low = total >> 31, total & 0x7FFFFFFF
-    middle = total_high * low + total_low * high + ((total_low * low) >> 31)
-    tl.store(index_R + rows, total_high * high + (middle >> 31) - before, mask=real)
+    middle = total_high * bits_low + total_low * bits_high + ((total_low * bits_low) >> 31)
+    tl.store(index_R + rows, total_high * bits_high + (middle >> 31) - weight_before, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "index_R"])
@@ -464,20 +487,22 @@ def _pick_column(  # type: ignore[no-untyped-def]
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     index = tl.load(index_R + r)
-    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
     sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
     passed_X = tl.cumsum(sums_X, 0) <= index
     block = tl.sum(passed_X.to(tl.int32), 0)
-    rest = index - tl.sum(tl.where(passed_X, sums_X, 0), 0)
-    columns_C = block * _BLOCK + tl.arange(0, _BLOCK)
+    weight_left = index - tl.sum(tl.where(passed_X, sums_X, 0), 0)
+    columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
     weights_C = _weights(_gaps(logits_C, largest, temperature), tl.load(limit_R + r))
-    place = tl.sum((tl.cumsum(weights_C, 0) <= rest).to(tl.int32), 0)
-    here = (index >= 0) & (index < tl.sum(sums_X, 0))
-    tl.store(column_R + r, tl.where(here, block * _BLOCK + place, -1).to(tl.int64))
+    place_in_block = tl.sum((tl.cumsum(weights_C, 0) <= weight_left).to(tl.int32), 0)
+    in_shard = (index >= 0) & (index < tl.sum(sums_X, 0))
+    tl.store(
+        column_R + r, tl.where(in_shard, block * _BLOCK_COLUMNS + place_in_block, -1).to(tl.int64)
+    )
 
 
 @triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "num_near"])
@@ -496,21 +521,23 @@ def _near_gaps(  # type: ignore[no-untyped-def]
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
     places_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    real_X = places_X < num_near
-    blocks_X = tl.load(near_RX + r * num_near + places_X, mask=real_X, other=0)
+    mask_X = places_X < num_near
+    blocks_X = tl.load(near_RX + r * num_near + places_X, mask=mask_X, other=0)
     gaps_XC = _tile_gaps(
-        logits_BV + row * num_columns, blocks_X, real_X, num_columns, largest, temperature
+        logits_BV + row * num_columns, blocks_X, mask_X, num_columns, largest, temperature
     )
     gaps_XC = tl.where(gaps_XC == gaps_XC, gaps_XC, _INFINITY)
-    places_XC = (r * num_near + places_X)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    tl.store(gaps_RC + places_XC, gaps_XC, mask=real_X[:, None])
+    places_XC = (r * num_near + places_X)[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[
+        None, :
+    ]
+    tl.store(gaps_RC + places_XC, gaps_XC, mask=mask_X[:, None])
 
 
 @triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])
 def _make_list(  # type: ignore[no-untyped-def]
     nearest_RK,
     top_k_R,
-    within_RX,
+    counts_RX,
     list_RK,
     max_top_k,
     num_blocks,
@@ -527,10 +554,12 @@ def _make_list(  # type: ignore[no-untyped-def]
         nearest_RK + r * max_top_k + entries_K, mask=entries_K <= last, other=_INFINITY
     )
     bits_K = gaps_K.to(tl.int32, bitcast=True)
-    within = tl.sum(
-        tl.load(within_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
+    num_within_limit = tl.sum(
+        tl.load(counts_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
     )
-    counts_K = tl.where(bits_K < _INFINITY_BITS, tl.where(entries_K == last, within - last, 1), 0)
+    counts_K = tl.where(
+        bits_K < _INFINITY_BITS, tl.where(entries_K == last, num_within_limit - last, 1), 0
+    )
     tl.store(
         list_RK + r * max_top_k + entries_K,
         (bits_K.to(tl.int64) << 32) + counts_K,
@@ -549,16 +578,16 @@ def _listed_weights(list_C, limit):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_gap(gaps_C, amounts_C, wanted):  # type: ignore[no-untyped-def]
+def _first_gap(gaps_C, amounts_C, target):  # type: ignore[no-untyped-def]
     """As `kernels.reference.sampling._first_gap`; gaps ascend."""
-    return tl.min(tl.where(tl.cumsum(amounts_C, 0) >= wanted, gaps_C, _INFINITY), 0)
+    return tl.min(tl.where(tl.cumsum(amounts_C, 0) >= target, gaps_C, _INFINITY), 0)
 
 
 @triton.jit
 def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
     """As `kernels.reference.sampling.top_p_target`."""
-    high, low = mass >> 31, mass & 0x7FFFFFFF
-    return tl.maximum(high * top_p * 2 + ((low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
+    mass_high, mass_low = mass >> 31, mass & 0x7FFFFFFF
+    return tl.maximum(mass_high * top_p * 2 + ((mass_low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
 
 
 @triton.jit(
@@ -599,11 +628,11 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     limit = tl.minimum(limit, tl.load(max_gap_R + r))
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
-        place = rank * num_rows + r
+        rank_row = rank * num_rows + r
         list_C = tl.load(
-            list_NRK + place * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN
+            list_NRK + rank_row * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN
         )
-        tl.store(kept_NR + place, tl.sum(_listed_weights(list_C, limit), 0))
+        tl.store(kept_NR + rank_row, tl.sum(_listed_weights(list_C, limit), 0))
 
 
 @triton.jit(
@@ -611,7 +640,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
         "rows_R",
         "max_R",
         "temperature_R",
-        "within_R",
+        "limit_R",
         "prefix_R",
         "shift",
         "num_bits",
@@ -624,7 +653,7 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     rows_R,
     max_R,
     temperature_R,
-    within_R,
+    limit_R,
     prefix_R,
     histogram_RSX,
     num_columns,
@@ -636,23 +665,23 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
 ):
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
-    within, prefix = tl.load(within_R + r), tl.load(prefix_R + r)
+    limit, prefix = tl.load(limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
-    num_blocks = tl.cdiv(num_columns, _BLOCK)
+    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         nearest_X = _block_gaps(
             block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature
         )
-        heads_X = nearest_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
-        near_X = (nearest_X <= within) & (heads_X <= prefix)
+        gap_prefixes_X = nearest_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
+        near_X = (nearest_X <= limit) & (gap_prefixes_X <= prefix)
         if tl.max(near_X.to(tl.int32), 0) > 0:
             gaps_XC = _tile_gaps(
                 logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature
             )
-            heads_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
-            counted_XC = (gaps_XC <= within) & ((heads_XC >> num_bits) == prefix)
-            amounts_XC = _weights(gaps_XC, within) if BY_WEIGHT else counted_XC.to(tl.int64)
-            digits_XC = heads_XC & ((1 << num_bits) - 1)
+            gap_prefixes_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
+            counted_XC = (gaps_XC <= limit) & ((gap_prefixes_XC >> num_bits) == prefix)
+            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else counted_XC.to(tl.int64)
+            digits_XC = gap_prefixes_XC & ((1 << num_bits) - 1)
             counted_XC = counted_XC & (amounts_XC > 0)
             tl.atomic_add(histogram_X + digits_XC, amounts_XC, mask=counted_XC, sem="relaxed")

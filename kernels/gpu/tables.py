@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 128  # tokens per program
+_TOKENS_PER_PROGRAM = 128
 
 
 def look_up(
@@ -20,7 +20,7 @@ def look_up(
     """As `look_up_reference`; all tensors are contiguous."""
     token_ids_T = torch.empty_like(slots_T)
     slot_mapping_T = torch.empty_like(slots_T, dtype=torch.int64)
-    _look_up[(triton.cdiv(len(slots_T), _TOKENS),)](
+    _look_up[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
         tokens_SL,
         block_table_SW,
         slots_T,
@@ -32,7 +32,7 @@ def look_up(
         tokens_SL.stride(0),
         block_table_SW.stride(0),
         block_size,
-        TOKENS=_TOKENS,
+        TOKENS=_TOKENS_PER_PROGRAM,
     )
     return token_ids_T, slot_mapping_T
 
@@ -44,21 +44,21 @@ def write_tokens(
     token_ids_R: torch.Tensor,
 ) -> None:
     """As `write_tokens_reference`; all tensors are contiguous."""
-    _write_tokens[(triton.cdiv(len(slots_R), _TOKENS),)](
+    _write_tokens[(triton.cdiv(len(slots_R), _TOKENS_PER_PROGRAM),)](
         tokens_SL,
         slots_R,
         positions_R,
         token_ids_R,
         len(slots_R),
         tokens_SL.stride(0),
-        TOKENS=_TOKENS,
+        TOKENS=_TOKENS_PER_PROGRAM,
     )
 
 
-_INTS = ["num_tokens", "token_stride", "table_stride", "block_size"]
+_VARYING_INTS = ["num_tokens", "token_stride", "table_stride", "block_size"]
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(do_not_specialize=_VARYING_INTS)
 def _look_up(
     tokens_SL: tl.tensor,
     block_table_SW: tl.tensor,
@@ -73,17 +73,19 @@ def _look_up(
     block_size: tl.tensor,
     TOKENS: tl.constexpr,
 ) -> None:
-    t_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live_T = t_T < num_tokens
-    slot_T = tl.load(slots_T + t_T, mask=live_T, other=0).to(tl.int64)
-    position_T = tl.load(positions_T + t_T, mask=live_T, other=0)
-    cached_T = tl.load(num_cached_T + t_T, mask=live_T, other=0)
-    token_T = tl.load(tokens_SL + slot_T * token_stride + position_T, mask=live_T, other=0)
-    entry_T = slot_T * table_stride + position_T // block_size
-    block_T = tl.load(block_table_SW + entry_T, mask=live_T, other=0).to(tl.int64)
-    place_T = block_T * block_size + position_T % block_size
-    tl.store(token_ids_T + t_T, token_T, mask=live_T)
-    tl.store(slot_mapping_T + t_T, tl.where(position_T < cached_T, -1, place_T), mask=live_T)
+    index_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask_T = index_T < num_tokens
+    row_slot_T = tl.load(slots_T + index_T, mask=mask_T, other=0).to(tl.int64)
+    position_T = tl.load(positions_T + index_T, mask=mask_T, other=0)
+    cached_len_T = tl.load(num_cached_T + index_T, mask=mask_T, other=0)
+    token_id_T = tl.load(tokens_SL + row_slot_T * token_stride + position_T, mask=mask_T, other=0)
+    table_offset_T = row_slot_T * table_stride + position_T // block_size
+    block_T = tl.load(block_table_SW + table_offset_T, mask=mask_T, other=0).to(tl.int64)
+    cache_slot_T = block_T * block_size + position_T % block_size
+    tl.store(token_ids_T + index_T, token_id_T, mask=mask_T)
+    tl.store(
+        slot_mapping_T + index_T, tl.where(position_T < cached_len_T, -1, cache_slot_T), mask=mask_T
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "token_stride"])
@@ -96,9 +98,9 @@ def _write_tokens(
     token_stride: tl.tensor,
     TOKENS: tl.constexpr,
 ) -> None:
-    r_R = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live_R = r_R < num_rows
-    slot_R = tl.load(slots_R + r_R, mask=live_R, other=0).to(tl.int64)
-    position_R = tl.load(positions_R + r_R, mask=live_R, other=0)
-    token_R = tl.load(token_ids_R + r_R, mask=live_R, other=0)
-    tl.store(tokens_SL + slot_R * token_stride + position_R, token_R.to(tl.int32), mask=live_R)
+    index_R = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask_R = index_R < num_rows
+    slot_R = tl.load(slots_R + index_R, mask=mask_R, other=0).to(tl.int64)
+    position_R = tl.load(positions_R + index_R, mask=mask_R, other=0)
+    token_id_R = tl.load(token_ids_R + index_R, mask=mask_R, other=0)
+    tl.store(tokens_SL + slot_R * token_stride + position_R, token_id_R.to(tl.int32), mask=mask_R)

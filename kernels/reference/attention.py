@@ -29,10 +29,10 @@ def paged_attention_reference(
     on any device.
     """
     out_THD = torch.zeros_like(q_THD)
-    starts = attn.query_start_B1.tolist()
+    query_starts = attn.query_start_B1.tolist()
     for row, seq_len in enumerate(attn.seq_lens_B.tolist()):
-        start, end = starts[row], starts[row + 1]
-        if start == end:
+        first_query, end_query = query_starts[row], query_starts[row + 1]
+        if first_query == end_query:
             continue
         k_SHD, v_SHD = (
             widened(
@@ -40,11 +40,16 @@ def paged_attention_reference(
             ).repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
             for cache in (k_cache_NPKD, v_cache_NPKD)
         )
-        scores_HQS = torch.einsum("qhd,shd->hqs", q_THD[start:end].to(torch.float32), k_SHD) * scale
-        scores_HQS.masked_fill_(~causal_mask(end - start, seq_len, q_THD.device), -torch.inf)
-        out_THD[start:end] = torch.einsum("hqs,shd->qhd", scores_HQS.softmax(dim=-1), v_SHD).to(
-            q_THD.dtype
+        scores_HQS = (
+            torch.einsum("qhd,shd->hqs", q_THD[first_query:end_query].to(torch.float32), k_SHD)
+            * scale
         )
+        scores_HQS.masked_fill_(
+            ~causal_mask(end_query - first_query, seq_len, q_THD.device), -torch.inf
+        )
+        out_THD[first_query:end_query] = torch.einsum(
+            "hqs,shd->qhd", scores_HQS.softmax(dim=-1), v_SHD
+        ).to(q_THD.dtype)
     return out_THD
 
 

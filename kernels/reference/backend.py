@@ -37,8 +37,8 @@ class ReferenceSampling:
     """`SamplingKernels` in plain PyTorch."""
 
     row_best = staticmethod(sampling.row_best)
-    pack = staticmethod(sampling.pack)
-    unpack = staticmethod(sampling.unpack)
+    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
+    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
     block_weights = staticmethod(sampling.block_weights)
     draw_index = staticmethod(sampling.draw_index)
     pick_column = staticmethod(sampling.pick_column)

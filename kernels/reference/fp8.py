@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-LARGEST = 448.0
+MAX_FP8 = 448.0
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
     """The nearest number of 8 bits, ties to even, uint8."""
-    codes = x.to(torch.float32).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    codes = x.to(torch.float32).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8)
 
 

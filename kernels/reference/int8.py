@@ -20,8 +20,9 @@ import torch
 
 from kernels.interface import Int8Weight
 
-LARGEST = 127
-TINY = 1e-30  # rows without a larger number become zeros, because their factor would overflow
+MAX_CODE = 127
+# Rows without a larger number become zeros, because their factor would overflow.
+MIN_MAGNITUDE = 1e-30
 
 
 def quantize_rows(
@@ -30,12 +31,14 @@ def quantize_rows(
     """(codes, int8 [M, X]; scales, float32 [M]). `largest_M`: largest magnitudes of rows of which
     `x_MX` is only a part.
     """
-    wide_MX = x_MX.to(torch.float32)
-    largest_M = wide_MX.abs().amax(dim=1) if largest_M is None else largest_M.to(torch.float32)
-    # Not LARGEST / largest_M, which torch computes with the reciprocal: that rounds twice.
-    factor_M = torch.where(largest_M > TINY, torch.full_like(largest_M, LARGEST) / largest_M, 0.0)
-    codes_MX = torch.round(wide_MX * factor_M.unsqueeze(1)).to(torch.int8)
-    return codes_MX, largest_M / LARGEST
+    float_MX = x_MX.to(torch.float32)
+    largest_M = float_MX.abs().amax(dim=1) if largest_M is None else largest_M.to(torch.float32)
+    # Not MAX_CODE / largest_M, which torch computes with the reciprocal: that rounds twice.
+    factor_M = torch.where(
+        largest_M > MIN_MAGNITUDE, torch.full_like(largest_M, MAX_CODE) / largest_M, 0.0
+    )
+    codes_MX = torch.round(float_MX * factor_M.unsqueeze(1)).to(torch.int8)
+    return codes_MX, largest_M / MAX_CODE
 
 
 class ReferenceInt8:
@@ -45,7 +48,7 @@ class ReferenceInt8:
         """Nothing to compile."""
         return []
 
-    def pack(self, weight: Int8Weight, /) -> Int8Weight:
+    def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
         """The weight, unchanged."""
         return weight
 

@@ -14,9 +14,9 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """`weight * x / sqrt(mean(x**2) + eps)` over the last dimension, in the dtype of `x`. On any
     device.
     """
-    wide = x.to(torch.float32)
-    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    x_float32 = x.to(torch.float32)
+    scale = torch.rsqrt(x_float32.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return weight * (x_float32 * scale).to(x.dtype)
 
 
 def add_rms_norm_reference(

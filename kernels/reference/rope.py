@@ -63,7 +63,7 @@ def qk_norm_rope_store_reference(
 
 def _rotate(x_THD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
     low_THE, high_THE = x_THD.to(torch.float32).chunk(2, dim=-1)
-    turned = torch.cat(
+    rotated = torch.cat(
         (low_THE * cos_T1E - high_THE * sin_T1E, high_THE * cos_T1E + low_THE * sin_T1E), dim=-1
     )
-    return turned.to(x_THD.dtype)
+    return rotated.to(x_THD.dtype)

@@ -37,7 +37,7 @@ SPLITMIX64 = tuple(
 TOP_P_ONE = 1 << 30
 # Three digits cover the 31 bits of a gap: (lowest bit, number of bits) from the highest down.
 RADIX_PASSES = ((20, 11), (10, 10), (0, 10))
-BLOCK = 128
+BLOCK_COLUMNS = 128
 # The largest top-k whose nearest tokens are listed; beyond it, limits are found by radix descent.
 MAX_LISTED = 256
 INFINITY_BITS = 0x7F800000
@@ -87,7 +87,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return logits_BV.gather(1, columns_B1).squeeze(1), columns_B1.squeeze(1), block_max_BX
 
 
-def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """(float32 value, token id) as one int64: larger is a larger value, or the same value and a
     lower id.
     """
@@ -95,8 +95,8 @@ def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (_ordered(bits) << 32) + (_ID_LIMIT - ids)
 
 
-def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of `pack`."""
+def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) of `pack_value_and_id`."""
     bits = _ordered(packed >> 32)
     return bits.to(torch.int32).view(torch.float32), _ID_LIMIT - (packed & _LOW_32)
 
@@ -124,11 +124,11 @@ def penalize(
     by the penalty, a negative one multiplied. Then, over the output, the frequency penalty per
     occurrence and the presence penalty once.
     """
-    used_RV = counts_RV > 0
+    in_output_RV = counts_RV > 0
     repetition_R1 = repetition_R[:, None]
     repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    logits_RV = torch.where(prompt_RV | used_RV, repeated_RV, logits_RV)
-    return logits_RV - (counts_RV * frequency_R[:, None] + used_RV * presence_R[:, None])
+    logits_RV = torch.where(prompt_RV | in_output_RV, repeated_RV, logits_RV)
+    return logits_RV - (counts_RV * frequency_R[:, None] + in_output_RV * presence_R[:, None])
 
 
 # Gaps and weights
@@ -213,10 +213,10 @@ def listed_limits(
     top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
     top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
     limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_gap_R)
-    kept = [
+    kept_weights = [
         token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)
     ]
-    return limit_R, torch.stack(kept).sum(dim=2)
+    return limit_R, torch.stack(kept_weights).sum(dim=2)
 
 
 def _listed(list_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,10 +225,10 @@ def _listed(list_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _first_gap(
-    gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, wanted_R: torch.Tensor
+    gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, target_R: torch.Tensor
 ) -> torch.Tensor:
-    """The gap at which the running sum reaches `wanted_R`, infinite where it never does."""
-    place_R1 = (amounts_RC.cumsum(dim=1) < wanted_R[:, None]).sum(dim=1, keepdim=True)
+    """The gap at which the running sum reaches `target_R`, infinite where it never does."""
+    place_R1 = (amounts_RC.cumsum(dim=1) < target_R[:, None]).sum(dim=1, keepdim=True)
     return torch.nn.functional.pad(gaps_RC, (0, 1), value=torch.inf).gather(1, place_R1).squeeze(1)
 
 
@@ -236,16 +236,18 @@ def _first_gap(
 
 
 def gap_histogram(
-    gaps: GapRows, within_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
 ) -> torch.Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
-    `within_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
+    `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
     """
     shift, num_bits = RADIX_PASSES[radix_pass]
     gaps_RV = _all_gaps(gaps)
-    heads_RV = gaps_RV.view(torch.int32) >> shift
-    digits_RV = (heads_RV & ((1 << num_bits) - 1)).to(torch.int64)
-    counted_RV = (gaps_RV <= within_R[:, None]) & ((heads_RV >> num_bits) == prefix_R[:, None])
+    gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
+    digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
+    counted_RV = (gaps_RV <= limit_R[:, None]) & (
+        (gap_prefixes_RV >> num_bits) == prefix_R[:, None]
+    )
     amounts_RV = token_weights(gaps_RV) * counted_RV if by_weight else counted_RV.to(torch.int64)
     histogram_RX = torch.zeros(
         len(gaps_RV), 1 << num_bits, dtype=torch.int64, device=gaps_RV.device
@@ -254,17 +256,17 @@ def gap_histogram(
 
 
 def next_digit(
-    histogram_RX: torch.Tensor, wanted_R: torch.Tensor
+    histogram_RX: torch.Tensor, target_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the first bin up to which `wanted_R` is reached, how much of that bin is still wanted)."""
+    """(the first bin up to which `target_R` is reached, how much of that bin is still wanted)."""
     reached_RX = histogram_RX.cumsum(dim=1)
     digit_R1 = (
-        (reached_RX < wanted_R[:, None])
+        (reached_RX < target_R[:, None])
         .sum(dim=1, keepdim=True)
         .clamp_(max=histogram_RX.shape[1] - 1)
     )
-    before_R1 = reached_RX.gather(1, digit_R1) - histogram_RX.gather(1, digit_R1)
-    return digit_R1.squeeze(1), wanted_R - before_R1.squeeze(1)
+    sum_before_R1 = reached_RX.gather(1, digit_R1) - histogram_RX.gather(1, digit_R1)
+    return digit_R1.squeeze(1), target_R - sum_before_R1.squeeze(1)
 
 
 def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int) -> torch.Tensor:
@@ -284,8 +286,8 @@ def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     of 2**-30.
     """
     high_R, low_R = mass_R >> 31, mass_R & _LOW_31
-    rest_R = low_R * top_p_R + (TOP_P_ONE - 1)
-    return (high_R * top_p_R * 2 + (rest_R >> 30)).clamp_(min=1)
+    low_product_R = low_R * top_p_R + (TOP_P_ONE - 1)
+    return (high_R * top_p_R * 2 + (low_product_R >> 30)).clamp_(min=1)
 
 
 # The pick
@@ -323,11 +325,11 @@ def pick_column(
 
     The weights of one block are computed again: the same exponentials of the same logits.
     """
-    columns_RX, rest_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
+    columns_RX, index_in_block_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
     logits_RX = gaps.logits_BV[gaps.rows_R[:, None], columns_RX].to(torch.float32)
     weights_RX = token_weights(token_gaps(logits_RX, gaps.max_R, gaps.temperature_R), limit_R)
-    here_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
-    return torch.where(here_R, find_in_block(weights_RX, columns_RX, rest_R), -1)
+    in_shard_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
+    return torch.where(in_shard_R, find_in_block(weights_RX, columns_RX, index_in_block_R), -1)
 
 
 def find_block(
@@ -340,8 +342,8 @@ def find_block(
     block_R1 = (
         (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
     )
-    before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
-    return _block_columns(block_R1.squeeze(1), num_columns), index_R - before_R1.squeeze(1)
+    sum_before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
+    return _block_columns(block_R1.squeeze(1), num_columns), index_R - sum_before_R1.squeeze(1)
 
 
 def find_in_block(
@@ -357,27 +359,33 @@ def find_in_block(
 
 def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
     """`reduce` over blocks of columns, the last one shorter."""
-    body = values_RC.shape[1] // BLOCK * BLOCK
-    parts = [reduce(values_RC[:, :body].view(len(values_RC), -1, BLOCK), dim=2)] if body else []
-    if body < values_RC.shape[1]:
-        parts.append(reduce(values_RC[:, body:], dim=1, keepdim=True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    whole_blocks_end = values_RC.shape[1] // BLOCK_COLUMNS * BLOCK_COLUMNS
+    reduced = (
+        [reduce(values_RC[:, :whole_blocks_end].view(len(values_RC), -1, BLOCK_COLUMNS), dim=2)]
+        if whole_blocks_end
+        else []
+    )
+    if whole_blocks_end < values_RC.shape[1]:
+        reduced.append(reduce(values_RC[:, whole_blocks_end:], dim=1, keepdim=True))
+    return reduced[0] if len(reduced) == 1 else torch.cat(reduced, dim=1)
 
 
 def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
     """[R, X], the columns of one block per row; a short last block repeats its last column."""
-    columns_RX = block_R[:, None] * BLOCK + torch.arange(BLOCK, device=block_R.device)
+    columns_RX = block_R[:, None] * BLOCK_COLUMNS + torch.arange(
+        BLOCK_COLUMNS, device=block_R.device
+    )
     return columns_RX.clamp_(max=num_columns - 1)
 
 
 def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, words_RW: torch.Tensor, first: int
+    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
 ) -> None:
     """Set the columns of rows `rows_R` whose bit is 0 to minus infinity, in place.
 
-    logits_BV: float32 or bfloat16, contiguous. rows_R: int64, no row twice. words_RW: int32, bits
-    from the lowest of the first word on; column 0 is bit `first`, which is below 32.
+    logits_BV: float32 or bfloat16, contiguous. rows_R: int64, no row twice. mask_words_RW: int32,
+    bits from the lowest of the first word on; column 0 is bit `first_bit`, which is below 32.
     """
-    columns_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) + first
-    bits_RV = words_RW.index_select(1, columns_V >> 5) >> (columns_V & 31).to(torch.int32)
+    columns_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) + first_bit
+    bits_RV = mask_words_RW.index_select(1, columns_V >> 5) >> (columns_V & 31).to(torch.int32)
     logits_BV[rows_R] = logits_BV[rows_R].masked_fill_((bits_RV & 1) == 0, -torch.inf)

@@ -17,7 +17,7 @@ from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from kernels.reference.fp8 import LARGEST, from_fp8, to_fp8, widened
+from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8, widened
 from kernels.select import select_backend
 from tests.kernels.cpu_caches import from_cpu, to_cpu
 from tests.kernels.gpu_device import DEVICE
@@ -50,8 +50,8 @@ def test_the_reference_rounds_to_nearest_and_does_not_overflow() -> None:
     x = x[x.isfinite()]
     finite = from_fp8(EVERY_CODE)
     finite = finite[finite.isfinite()]
-    nearest = (x.clamp(-LARGEST, LARGEST)[:, None] - finite[None, :]).abs().min(dim=1).values
-    assert torch.equal((x.clamp(-LARGEST, LARGEST) - from_fp8(to_fp8(x))).abs(), nearest)
+    nearest = (x.clamp(-MAX_FP8, MAX_FP8)[:, None] - finite[None, :]).abs().min(dim=1).values
+    assert torch.equal((x.clamp(-MAX_FP8, MAX_FP8) - from_fp8(to_fp8(x))).abs(), nearest)
 
 
 @BACKENDS

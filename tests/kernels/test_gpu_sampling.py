@@ -19,7 +19,7 @@ from kernels.gpu import sampling
 from kernels.gpu.sampling import GpuSampling
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference.backend import REFERENCE_SAMPLING as reference
-from kernels.reference.sampling import BLOCK, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
+from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.replaced import Replaced, functions_of
@@ -103,18 +103,22 @@ def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
     int64 [R, V].
     """
     logits = gaps.logits_BV
-    apart = torch.full((len(logits), logits.shape[1] * BLOCK), -torch.inf, dtype=logits.dtype)
-    apart[:, ::BLOCK] = logits
+    apart = torch.full(
+        (len(logits), logits.shape[1] * BLOCK_COLUMNS), -torch.inf, dtype=logits.dtype
+    )
+    apart[:, ::BLOCK_COLUMNS] = logits
     apart_gaps = dataclasses.replace(
         gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_TILE", 32)  # this is four times as fast in the interpreter
+        patch.setattr(
+            sampling, "_BLOCKS_PER_TILE", 32
+        )  # this is four times as fast in the interpreter
         return torch.as_tensor(gpu.block_weights(apart_gaps, limit)[0])
 
 
 def block_sums(values: torch.Tensor) -> torch.Tensor:
-    return torch.stack([part.sum(dim=1) for part in values.split(BLOCK, dim=1)], dim=1)
+    return torch.stack([part.sum(dim=1) for part in values.split(BLOCK_COLUMNS, dim=1)], dim=1)
 
 
 # The best token
@@ -206,9 +210,11 @@ def test_packed_numbers_are_those_of_the_reference() -> None:
     values = torch.tensor([0.0, -0.0, 1.5, -1.5, torch.inf, -torch.inf, 1e-45, -1e-45, 3e38] * 5)
     ids = torch.randint(2**31 - 1, (45,), generator=torch.Generator().manual_seed(0))
     ids[:2] = torch.tensor([0, 2**31 - 1])
-    packed = reference.pack(values, ids)
-    assert torch.equal(gpu.pack(values, ids), packed)
-    for got, want in zip(gpu.unpack(packed), reference.unpack(packed), strict=True):
+    packed = reference.pack_value_and_id(values, ids)
+    assert torch.equal(gpu.pack_value_and_id(values, ids), packed)
+    for got, want in zip(
+        gpu.unpack_value_and_id(packed), reference.unpack_value_and_id(packed), strict=True
+    ):
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))  # zeros have no sign
 
 
@@ -298,12 +304,12 @@ def test_histogram_does_not_depend_on_how_rows_are_spread(
 
 
 def test_blocks_whose_best_token_lies_beyond_the_limit_are_not_read() -> None:
-    gaps = make_rows(make_logits("equal", 3 * BLOCK, torch.float32), [0])
+    gaps = make_rows(make_logits("equal", 3 * BLOCK_COLUMNS, torch.float32), [0])
     gaps.block_max_BX[:, 1] = -50.0  # larger than any block of such tokens could have
     limit, prefix = torch.full((1,), 9.5), torch.zeros(1, dtype=torch.int32)
     sums, _ = gpu.block_weights(gaps, limit)
     assert (sums > 0).tolist() == [[True, False, True]]
-    assert int(gpu.gap_histogram(gaps, limit, prefix, 0, False).sum()) == 2 * BLOCK
+    assert int(gpu.gap_histogram(gaps, limit, prefix, 0, False).sum()) == 2 * BLOCK_COLUMNS
 
 
 # The whole width, whole steps

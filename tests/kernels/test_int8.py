@@ -31,7 +31,7 @@ def weight_of(size_out: int, size_in: int) -> Int8Weight:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = weight_of(*shape)
-    packed, generator = OURS.pack(weight), torch.Generator().manual_seed(2)
+    packed, generator = OURS.pack_weight(weight), torch.Generator().manual_seed(2)
     if has_dot_products() and shape[1] % 4 == 0:
         assert packed.address is not None
     for rows in (*range(1, 10), max_rows(), max_rows() + 1, 100):
@@ -43,7 +43,7 @@ def test_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.d
 def test_few_rows_and_many_are_different_code_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed = OURS.pack(weight_of(192, 320))
+    packed = OURS.pack_weight(weight_of(192, 320))
     if packed.address is None:
         pytest.skip("products of few rows are oneDNN's on this processor")
     x = torch.randn(max_rows(), 320).bfloat16()
@@ -54,7 +54,7 @@ def test_few_rows_and_many_are_different_code_with_the_same_bits(
 
 
 def test_rows_of_zeros_and_of_tiny_numbers_are_zero() -> None:
-    packed = OURS.pack(weight_of(64, 64))
+    packed = OURS.pack_weight(weight_of(64, 64))
     x = torch.zeros(3, 64)
     x[1, 5], x[2] = 1e-31, 1e-42
     for rows in (x, x.repeat(max_rows(), 1)):
@@ -66,7 +66,7 @@ def test_extreme_codes_do_not_saturate() -> None:
     would overflow.
     """
     codes = torch.full((64, 4096), -127, dtype=torch.int8)
-    packed = OURS.pack(Int8Weight(codes_YX=codes, scale_Y=torch.ones(64)))
+    packed = OURS.pack_weight(Int8Weight(codes_YX=codes, scale_Y=torch.ones(64)))
     for rows in (1, max_rows() + 1):
         for sign in (1.0, -1.0):
             out = OURS.linear(torch.full((rows, 4096), 127 * sign), packed, None)

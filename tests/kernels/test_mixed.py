@@ -40,7 +40,7 @@ def test_products_are_exact_to_rounding(
     size_out: int, size_in: int, with_bias: bool, threads: int
 ) -> None:
     weight, bias = make_weight(size_out, size_in), normal(size_out, seed=1) if with_bias else None
-    packed = MIXED.pack(weight.clone())
+    packed = MIXED.pack_weight(weight.clone())
     for rows in ROWS:
         x = normal(rows, 2 * size_in, seed=2)[:, ::2]  # not contiguous
         wanted = x.double() @ weight[:size_out].double().t()
@@ -54,7 +54,10 @@ def test_products_are_exact_to_rounding(
 def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
     size_out: int, size_in: int
 ) -> None:
-    packed, x = MIXED.pack(make_weight(size_out, size_in)), normal(max(ROWS), size_in, seed=1)
+    packed, x = (
+        MIXED.pack_weight(make_weight(size_out, size_in)),
+        normal(max(ROWS), size_in, seed=1),
+    )
     try:
         found = []
         for threads in (1, 2, 3):
@@ -76,7 +79,7 @@ def test_every_value_of_bfloat16_is_multiplied_as_it_is(rows: int) -> None:
     values = values[~values.isnan()]
     weight = torch.zeros(-(-len(values) // PANEL) * PANEL, 1, dtype=torch.bfloat16)
     weight[: len(values), 0] = values
-    product = MIXED.linear(torch.ones(rows, 1), MIXED.pack(weight), len(values), None)
+    product = MIXED.linear(torch.ones(rows, 1), MIXED.pack_weight(weight), len(values), None)
     assert torch.equal(product, values.to(torch.float32).expand(rows, -1))
 
 
@@ -84,7 +87,7 @@ def test_every_value_of_bfloat16_is_multiplied_as_it_is(rows: int) -> None:
 def test_rows_are_found_in_the_packed_weight(size_out: int, size_in: int, threads: int) -> None:
     weight = make_weight(size_out, size_in)
     room = weight.clone()
-    packed = MIXED.pack(room)
+    packed = MIXED.pack_weight(room)
     assert packed.data_ptr() == room.data_ptr(), "packed in its own memory"
     ids = torch.randint(0, size_out, (50,), generator=torch.Generator().manual_seed(3))
     for chosen in (ids, ids[:0]):

@@ -90,11 +90,11 @@ def test_packed_candidates_order_by_value_then_lower_id() -> None:
     ).tolist()
     pairs = [(value, token) for value in exact for token in (2**31 - 1, 5, 0)]
     values, ids = torch.tensor([v for v, _ in pairs]), torch.tensor([t for _, t in pairs])
-    packed = kernels.pack(values, ids)
+    packed = kernels.pack_value_and_id(values, ids)
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i][0], -pairs[i][1]))
     assert packed[order].tolist() == sorted(packed.tolist())
     assert len(set(packed.tolist())) == len(pairs) - 3  # both zeros count as the same value
-    back_values, back_ids = kernels.unpack(packed)
+    back_values, back_ids = kernels.unpack_value_and_id(packed)
     assert back_values.tolist() == values.tolist()
     assert back_ids.tolist() == ids.tolist()
 

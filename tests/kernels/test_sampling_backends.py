@@ -17,7 +17,13 @@ import torch
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference.backend import REFERENCE_SAMPLING as reference
-from kernels.reference.sampling import BLOCK, MAX_LISTED, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
+from kernels.reference.sampling import (
+    BLOCK_COLUMNS,
+    MAX_LISTED,
+    RADIX_PASSES,
+    TOP_P_ONE,
+    WEIGHT_ONE,
+)
 from kernels.select import select_backend
 
 set_num_threads = select_backend("cpu").set_num_threads
@@ -134,7 +140,8 @@ def test_best_is_the_lowest_column_of_the_largest_number(
             assert int(column_B[row]) == int(numbers[row].argmax())
         assert 0 <= int(column_B[row]) < num_columns
     blocks = [
-        numbers[:, start : start + BLOCK].max(axis=1) for start in range(0, num_columns, BLOCK)
+        numbers[:, start : start + BLOCK_COLUMNS].max(axis=1)
+        for start in range(0, num_columns, BLOCK_COLUMNS)
     ]
     assert np.array_equal(block_max.numpy(), np.stack(blocks, axis=1))
 
@@ -169,7 +176,8 @@ def test_sums_are_those_of_each_token_alone(
         sums, total = kernels.block_weights(rows, limit)
         assert torch.equal(total, weights.sum(dim=1))
         want = [
-            weights[:, start : start + BLOCK].sum(dim=1) for start in range(0, num_columns, BLOCK)
+            weights[:, start : start + BLOCK_COLUMNS].sum(dim=1)
+            for start in range(0, num_columns, BLOCK_COLUMNS)
         ]
         assert torch.equal(sums, torch.stack(want, dim=1))
 
@@ -180,12 +188,12 @@ def test_weight_has_the_same_bits_at_every_place_of_a_block_of_every_length(
     kernels: SamplingKernels, dtype: torch.dtype
 ) -> None:
     """In the body of a vector loop, in its tail, and alone."""
-    logits = make_logits("normal", BLOCK, dtype, num_rows=1)
+    logits = make_logits("normal", BLOCK_COLUMNS, dtype, num_rows=1)
     limit = torch.tensor([torch.inf])
     rows = make_rows(logits)
     alone = weights_alone(kernels, rows, limit)[0]
     for start in (0, 1, 5):
-        for length in range(1, BLOCK - start + 1):
+        for length in range(1, BLOCK_COLUMNS - start + 1):
             part = logits[:, start : start + length].contiguous()
             cut = dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
             assert int(kernels.block_weights(cut, limit)[1]) == int(
@@ -241,7 +249,7 @@ def test_pick_walks_the_running_sum_of_the_weights(
             running[:, place]
             for place in (
                 0,
-                min(BLOCK - 1, num_columns - 1),
+                min(BLOCK_COLUMNS - 1, num_columns - 1),
                 *range(num_columns // 2, num_columns, 40),
             )
         ]

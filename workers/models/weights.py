@@ -150,7 +150,7 @@ class MixedWeight:
         return functional.embedding(ids_T, self._values_YX).to(torch.float32)
 
     def packed(self) -> Weight:
-        self._packed = self._kernels.pack(self._values_YX)
+        self._packed = self._kernels.pack_weight(self._values_YX)
         return self
 
     def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
@@ -199,7 +199,7 @@ class QuantizedWeight:
         return (codes_TX.to(torch.float32) * scale_T1).to(self.dtype)
 
     def packed(self) -> Weight:
-        weight = self.kernels.pack(self.weight)
+        weight = self.kernels.pack_weight(self.weight)
         if weight is self.weight:
             return self
         return QuantizedWeight(

@@ -239,9 +239,9 @@ class Sampler:
         """
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
         best_B = self._group.all_reduce_max(
-            self._kernels.pack(max_B, columns_B + self._vocab_start)
+            self._kernels.pack_value_and_id(max_B, columns_B + self._vocab_start)
         )
-        return *self._kernels.unpack(best_B), block_max_BX
+        return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
     def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
         limit_R, kept_NR = self._limits(gaps, rows.filters)

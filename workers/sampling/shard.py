@@ -135,7 +135,7 @@ class VocabularyShard:
         num_local = min(num_top, num_columns)
         local_LM = torch.cat(
             [
-                sampling.pack(logits_LV[part], ids_V).topk(num_local, dim=1).values
+                sampling.pack_value_and_id(logits_LV[part], ids_V).topk(num_local, dim=1).values
                 for part in self.parts(len(logits_LV))
             ]
         )
@@ -143,4 +143,4 @@ class VocabularyShard:
             local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min
         )
         all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return sampling.unpack(all_LM.topk(num_top, dim=1).values)
+        return sampling.unpack_value_and_id(all_LM.topk(num_top, dim=1).values)

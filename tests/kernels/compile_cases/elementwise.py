@@ -20,8 +20,8 @@ def _rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
         kernel=elementwise._rms_norm,
         num_warps=elementwise._num_warps(block),
         signature=pointers
-        | {"row_stride": "i32:16", "eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
-        constexprs={"E": features, "BLOCK": block},
+        | {"row_stride": "i32:16", "eps": "fp32", "E": "constexpr", "TILE_FEATURES": "constexpr"},
+        constexprs={"E": features, "TILE_FEATURES": block},
     )
 
 
@@ -33,8 +33,10 @@ def _add_rms_norm(features: int, dtype: str = "bf16") -> CompileCase:
         name=f"add_rms_norm-{features}-{dtype}",
         kernel=elementwise._add_rms_norm,
         num_warps=elementwise._num_warps(block),
-        signature=pointers | strides | {"eps": "fp32", "E": "constexpr", "BLOCK": "constexpr"},
-        constexprs={"E": features, "BLOCK": block},
+        signature=pointers
+        | strides
+        | {"eps": "fp32", "E": "constexpr", "TILE_FEATURES": "constexpr"},
+        constexprs={"E": features, "TILE_FEATURES": block},
     )
 
 
@@ -43,9 +45,10 @@ def _silu_and_mul(features: int, dtype: str = "bf16") -> CompileCase:
     return CompileCase(
         name=f"silu_and_mul-{features}-{dtype}",
         kernel=elementwise._silu_and_mul,
-        num_warps=elementwise._num_warps(elementwise._BLOCK),
-        signature=pointers | {"row_stride": "i32:16", "F": "constexpr", "BLOCK": "constexpr"},
-        constexprs={"F": features, "BLOCK": elementwise._BLOCK},
+        num_warps=elementwise._num_warps(elementwise._FEATURES_PER_PROGRAM),
+        signature=pointers
+        | {"row_stride": "i32:16", "F": "constexpr", "TILE_FEATURES": "constexpr"},
+        constexprs={"F": features, "TILE_FEATURES": elementwise._FEATURES_PER_PROGRAM},
     )
 
 
@@ -54,7 +57,7 @@ def _heads(head_dim: int, **counts: int) -> tuple[dict[str, str], dict[str, Any]
     values = counts | {
         "D": head_dim,
         "HALF": next_power_of_2(head_dim // 2),
-        "HEADS": elementwise._HEADS,
+        "HEADS": elementwise._HEADS_PER_PROGRAM,
     }
     return dict.fromkeys(values, "constexpr"), values
 

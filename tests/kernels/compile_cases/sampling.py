@@ -9,7 +9,7 @@ from kernels.reference.sampling import MAX_LISTED
 from tests.kernels.compile_cases import CompileCase
 
 _ROWS = {"rows_R": "*i64", "max_R": "*fp32", "temperature_R": "*fp32"}
-_TILE = {"TILE": sampling._TILE}
+_TILE = {"TILE": sampling._BLOCKS_PER_TILE}
 _WIDTH = {"WIDTH": sampling._MIN_WIDTH}
 
 
@@ -62,7 +62,7 @@ def _cases_over(logits: str) -> list[CompileCase]:
         types = dict.fromkeys(constexprs, "constexpr")
         sums = {"limit_R": "*fp32", "sums_RX": "*i64", "num_columns": "i32:16"}
         bins = {
-            "within_R": "*fp32",
+            "limit_R": "*fp32",
             "prefix_R": "*i32",
             "histogram_RSX": "*i64",
             "num_columns": "i32:16",
@@ -111,13 +111,13 @@ _DRAW_INDEX = CompileCase(
     kernel=sampling._draw_index,
     signature={"seeds_R": "*i64", "positions_R": "*i64", "kept_NR": "*i64", "index_R": "*i64"}
     | {"num_rows": "i32", "num_ranks": "i32", "rank": "i32", "ROWS": "constexpr"},
-    constexprs={"ROWS": sampling._ROWS},
+    constexprs={"ROWS": sampling._ROWS_PER_PROGRAM},
     num_warps=1,
 )
 
 _PACK = CompileCase(
     name="pack",
-    kernel=sampling._pack,
+    kernel=sampling._pack_value_and_id,
     signature={
         "values": "*fp32",
         "ids": "*i64",
@@ -125,12 +125,12 @@ _PACK = CompileCase(
         "num_rows": "i32",
         "ROWS": "constexpr",
     },
-    constexprs={"ROWS": sampling._ROWS},
+    constexprs={"ROWS": sampling._ROWS_PER_PROGRAM},
     num_warps=1,
 )
 _UNPACK = CompileCase(
     name="unpack",
-    kernel=sampling._unpack,
+    kernel=sampling._unpack_value_and_id,
     signature={
         "packed": "*i64",
         "values": "*fp32",
@@ -138,13 +138,13 @@ _UNPACK = CompileCase(
         "num_rows": "i32",
         "ROWS": "constexpr",
     },
-    constexprs={"ROWS": sampling._ROWS},
+    constexprs={"ROWS": sampling._ROWS_PER_PROGRAM},
     num_warps=1,
 )
 _MAKE_LIST = CompileCase(
     name="make_list",
     kernel=sampling._make_list,
-    signature={"nearest_RK": "*fp32", "top_k_R": "*i64", "within_RX": "*i64", "list_RK": "*i64"}
+    signature={"nearest_RK": "*fp32", "top_k_R": "*i64", "counts_RX": "*i64", "list_RK": "*i64"}
     | {"max_top_k": "i32", "num_blocks": "i32", "WIDTH": "constexpr", "LISTED": "constexpr"},
     constexprs=_WIDTH | {"LISTED": MAX_LISTED},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.gpu import tables
 from tests.kernels.compile_cases import CompileCase
 
-_TOKENS = {"TOKENS": tables._TOKENS}
+_TOKENS = {"TOKENS": tables._TOKENS_PER_PROGRAM}
 
 CASES = [
     CompileCase(
