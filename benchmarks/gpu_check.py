@@ -120,16 +120,21 @@ def _ceilings(check: Check) -> Row:
     }
 
 
+class _OneOfTwo(TensorParallelGroup):
+    """A rank that is connected with itself alone. It claims to be one of two, because a group of
+    one does nothing.
+    """
+
+    def _connect(self, ranks: Sequence[int], timeout_s: float) -> TorchTransport:
+        return super()._connect([self.rank], timeout_s)
+
+
 def _process_group(check: Check) -> Row:
     """The collective operations of ranks, called by a single rank: sums, a maximum and a gather; on
     a GPU within a graph.
     """
     rendezvous = open_rendezvous("127.0.0.1", _GROUP_TIMEOUT_S)
-    backend = TorchTransport.connect(
-        [0], 0, rendezvous.address, check.device, _GROUP_TIMEOUT_S, "rank 0"
-    )
-    # It claims to be one of two ranks, because a group of one does nothing.
-    group = TensorParallelGroup(0, 2, check.device, backend=backend)
+    group = _OneOfTwo(0, 2, check.device)
     summed, largest = (
         check.normal(64, 1024),
         torch.arange(64, dtype=torch.int64, device=check.device),
@@ -143,7 +148,7 @@ def _process_group(check: Check) -> Row:
 
     graph = None
     try:
-        group.barrier()
+        group.join(rendezvous.address, _GROUP_TIMEOUT_S)
         graph = CudaDevice(check.device).capture(run) if check.on_gpu else None
         for _ in range(2):
             want_summed, want_largest = check.normal(64, 1024), largest + 1

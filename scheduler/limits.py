@@ -48,8 +48,8 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
         remedy = "max_model_len" if model_is_shorter else "num_kv_blocks or the memory of the cache"
         raise RequestError(
             f"the prompt has {request.num_prompt_tokens} tokens; at most {max_total_tokens - 1} are"
-            f" possible, one less than {bound_name} allows for prompt and output. Shorten the prompt"
-            f" or raise {remedy}",
+            f" possible, one less than {bound_name} allows for prompt and output. Shorten the"
+            f" prompt or raise {remedy}",
             "prompt",
         )
     check_vocabulary(token_ids, limits.vocab_size)
