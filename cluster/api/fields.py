@@ -135,13 +135,14 @@ OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
     "n": (lambda value: value == 1, "this path makes one output"),
     "modalities": WITHOUT_EFFECT["modalities"],
     "echo": (_is_empty, "only /v1/completions repeats the prompt"),
+    # 0 asks for those of the prompt's own tokens.
+    "prompt_logprobs": (
+        lambda value: value is False,
+        "prompts are not scored by this path; /v1/completions does",
+    ),
     **dict.fromkeys(
         ("logprobs", "top_logprobs", "return_token_ids"),
         (_is_empty, "not part of answers here; ask /v1/chat/completions"),
-    ),
-    "prompt_logprobs": (
-        lambda value: value is False,  # 0 asks for those of the prompt's own tokens
-        "not part of answers here; ask /v1/chat/completions",
     ),
     **dict.fromkeys(
         ("logit_bias", "stop_token_ids", "min_tokens", "cache_salt"),

@@ -392,8 +392,8 @@ class OnlyWholePromptsAreScored(Scheduler):
 
     def _plan(self, step: _Step) -> StepPlan:
         admitted = [seq for seq, _ in step.admitted]
-        by_row = step.scored_by_row.items()
-        step.scored_by_row = {row: seq for row, seq in by_row if seq in admitted}
+        scored = step.scored_by_row.items()
+        step.scored_by_row = {row: seq for row, seq in scored if seq in admitted}
         return super()._plan(step)
 
 
