@@ -10,6 +10,7 @@ from tests.scheduler.planted_bugs import PLANTED
 from tests.scheduler.simulator import run_seed
 
 MAX_SEEDS = 60
+OF_THE_BUG = re.compile(r"^(seed \d+: )?(AttributeError|NameError|TypeError|KeyError)\b")
 WRONG_TOKEN = re.compile(r"token \d+ is \d+, expected")
 
 
@@ -19,6 +20,8 @@ def first_violation(name: str, *, look_inside: bool = True) -> tuple[int, str] |
         try:
             run_seed(seed, PLANTED[name], look_inside=look_inside)
         except AssertionError as error:
+            # A bug that raises itself was not noticed by a law: it names what is no longer there.
+            assert not OF_THE_BUG.search(str(error)), f"{name} does not fit the code: {error}"
             return seed, str(error)
     return None
 

@@ -218,20 +218,18 @@ def test_a_call_that_a_stop_string_cuts_off_is_no_text_and_not_to_be_carried_out
             streamed.append((call.function.name, call.function.arguments))
         reason = choice.finish_reason or reason
     assert (content, streamed, reason) == (whole.message.content, calls, "stop")
+    functions: Any = [{"type": "function"} | FUNCTION]
     response: Any = client.responses.create(
-        model="tiny", input="Hi", tools=[{"type": "function"} | FUNCTION], extra_body={"stop": stop}
+        model="tiny", input="Hi", tools=functions, extra_body={"stop": stop}
     )
     assert response.output_text == "Sure, why not."
     items = [item for item in response.output if item.type == "function_call"]
     assert [(item.name, item.arguments, item.status) for item in items] == [
         (*call, "incomplete") for call in calls
     ]
+    functions = [{"name": "add", "input_schema": SCHEMA}]
     message: Any = claude.messages.create(
-        model="tiny",
-        messages=[USER],
-        tools=[{"name": "add", "input_schema": SCHEMA}],
-        max_tokens=500,
-        stop_sequences=[stop],
+        model="tiny", messages=[USER], tools=functions, max_tokens=500, stop_sequences=[stop]
     )
     assert message.stop_reason == "stop_sequence" and message.content[1].text == "Sure, why not."
     assert [block.type for block in message.content[2:]] == ["tool_use"] * len(calls)
