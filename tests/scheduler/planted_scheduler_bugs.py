@@ -382,7 +382,7 @@ class ScoresAreLostWithAnEpoch(Scheduler):
 
     def start_epoch(self) -> list[Sequence]:
         for submitted in self.submitted:
-            for seq in submitted.scored:
+            for seq in submitted.scored_sequences:
                 seq.next_scored = min(seq.num_computed + 1, seq.num_prompt_tokens)
         return super().start_epoch()
 
@@ -392,7 +392,9 @@ class OnlyWholePromptsAreScored(Scheduler):
 
     def _plan(self, step: _Step) -> StepPlan:
         admitted = [seq for seq, _ in step.admitted]
-        step.scored = {row: seq for row, seq in step.scored.items() if seq in admitted}
+        step.scored_by_row = {
+            row: seq for row, seq in step.scored_by_row.items() if seq in admitted
+        }
         return super()._plan(step)
 
 
