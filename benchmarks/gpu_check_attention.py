@@ -150,7 +150,7 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
 def _large_tile(check: Check, dim: int, _: Launch) -> Launch:
     """Of prefill, as it is chosen for many tokens."""
     on_hopper = check.on_gpu and torch.cuda.get_device_capability(check.device)[0] == 9
-    return prefill_launch(check.dtype, dim, large=True, on_hopper=on_hopper)
+    return prefill_launch(check.dtype, dim, large_tile=True, on_hopper=on_hopper)
 
 
 def _attention_fp8(check: Check, kernels: Kernels) -> None:

@@ -186,12 +186,12 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None or not plan.masked:
             return plan
-        constrained = [
+        with_grammar = [
             seq for seq in self.scheduler.submitted[-1].sampling_sequences if seq.grammar
         ]
-        if with_known_tokens := [seq for seq in constrained if seq.num_pending == 1]:
+        if with_known_tokens := [seq for seq in with_grammar if seq.num_pending == 1]:
             self.grammars.masks(with_known_tokens, 0.0)
-        for seq in constrained:
+        for seq in with_grammar:
             if not self.grammars.is_quick(seq):
                 self.scheduler.hold(seq)
                 self._held_sequences[seq.request_id] = seq

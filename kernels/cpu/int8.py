@@ -80,11 +80,13 @@ class CpuInt8:
         scale_T = torch.empty(num_rows)
         out_TY = torch.empty(num_rows, size_out, dtype=x_TX.dtype)
         x, codes, scales = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(scale_T)
-        scale_Y, out = as_array(weight.scale_Y), as_array(out_TY)
+        scale_Y, out_array = as_array(weight.scale_Y), as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
         if weight.address is not None and num_rows <= max_rows():
             row_stride, excess = row_bytes(size_in), as_array(weight.excess_Y)
-            _few_rows(x, codes, scales, weight.address, row_stride, excess, scale_Y, bias, out)
+            _few_rows(
+                x, codes, scales, weight.address, row_stride, excess, scale_Y, bias, out_array
+            )
             return out_TY
         _quantize(x, codes, scales)
         sums_TY = torch.ops.onednn.qlinear_pointwise(
@@ -93,7 +95,7 @@ class CpuInt8:
             *(None, 1.0, 0, torch.float32),
             *("none", [], ""),
         )
-        _scale(as_array(sums_TY), scales, scale_Y, bias, out)
+        _scale(as_array(sums_TY), scales, scale_Y, bias, out_array)
         return out_TY
 
 

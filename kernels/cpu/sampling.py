@@ -399,18 +399,18 @@ def _keep_nearest(heap: Array, gaps: Array) -> None:
 @exact_jit
 def _sort_heap(heap: Array) -> None:
     """Ascending order, in place. numba's own sort takes seconds to compile."""
-    for end in range(len(heap) - 1, 0, -1):
-        largest_gap, last_gap = heap[0], heap[end]
-        _sift_down(heap[:end], last_gap)
-        heap[end] = largest_gap
+    for heap_end in range(len(heap) - 1, 0, -1):
+        largest_gap, last_gap = heap[0], heap[heap_end]
+        _sift_down(heap[:heap_end], last_gap)
+        heap[heap_end] = largest_gap
 
 
 @exact_jit
 def _count_equal(gaps: Array, gap: Any) -> int:
-    count = 0
+    num_equal = 0
     for i in range(len(gaps)):
-        count += gaps[i] == gap
-    return count
+        num_equal += gaps[i] == gap
+    return num_equal
 
 
 @exact_jit
@@ -500,7 +500,7 @@ def _top_p_target(mass: Any, top_p: Any) -> Any:
 @exact_jit
 def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
-    num_kept_entries, num_tokens, mass = 0, np.int64(0), np.int64(0)
+    num_kept_entries, num_tokens, kept_mass = 0, np.int64(0), np.int64(0)
     while num_kept_entries < len(entries) and num_tokens < top_k:
         num_tokens += entries[num_kept_entries] & _LOW_32
         num_kept_entries += 1
@@ -508,9 +508,9 @@ def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= limit:
         num_kept_entries += 1
     for i in range(num_kept_entries):
-        mass += _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+        kept_mass += _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
     if top_p < TOP_P_ONE:
-        missing_mass = _top_p_target(mass, top_p)
+        missing_mass = _top_p_target(kept_mass, top_p)
         for i in range(num_kept_entries):
             missing_mass -= _weight(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
             if missing_mass <= 0:

@@ -151,9 +151,9 @@ def _weighted(x, scale, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rms_norm(
+def _rms_norm(  # type: ignore[no-untyped-def]
     x_TE, weight_E, out_TE, row_stride, eps, E: tl.constexpr, TILE_FEATURES: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, TILE_FEATURES)
     x = tl.load(x_TE + token * row_stride + e, mask=e < E, other=0.0).to(tl.float32)

@@ -327,9 +327,11 @@ def _disabled_features(module: ModuleType) -> set[str]:
         config = importlib.import_module(module.__name__.replace("_interface", "_config"))
     except ModuleNotFoundError:
         return set()
-    prefix = "FLASHATTENTION_DISABLE_"
+    flag_prefix = "FLASHATTENTION_DISABLE_"
     return {
-        flag.removeprefix(prefix) for flag, is_set in config.CONFIG["build_flags"].items() if is_set
+        flag.removeprefix(flag_prefix)
+        for flag, is_set in config.CONFIG["build_flags"].items()
+        if is_set
     }
 
 

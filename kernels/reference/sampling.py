@@ -91,8 +91,8 @@ def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """(float32 value, token id) as one int64: larger is a larger value, or the same value and a
     lower id.
     """
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
-    return (_ordered(bits) << 32) + (_ID_LIMIT - ids)
+    value_bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
+    return (_ordered(value_bits) << 32) + (_ID_LIMIT - ids)
 
 
 def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,7 +166,7 @@ def test_sums_are_those_of_each_token_alone(
 def test_weights_are_the_reference_s_up_to_rounding_however_rows_are_chosen_and_spread(
     monkeypatch: pytest.MonkeyPatch, rows: list[int], num_programs: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(sampling, "_PROGRAMS", num_programs)
+    monkeypatch.setattr(sampling, "_MAX_PROGRAMS", num_programs)
     gaps = make_rows(make_logits("normal", 3001, dtype), rows)
     assert_same_best(gpu.row_best(gaps.logits_BV), reference.row_best(gaps.logits_BV))
     for limit in (limits_of(gaps, torch.inf), limits_of(gaps, 3.0, -1.0, 9.5)):
@@ -294,8 +294,8 @@ def test_histograms_count_the_gaps_within_by_their_digits(
 def test_histogram_does_not_depend_on_how_rows_are_spread(
     monkeypatch: pytest.MonkeyPatch, num_programs: int
 ) -> None:
-    monkeypatch.setattr(sampling, "_PROGRAMS", num_programs)
-    monkeypatch.setattr(sampling, "_COPIES", min(num_programs, 2))
+    monkeypatch.setattr(sampling, "_MAX_PROGRAMS", num_programs)
+    monkeypatch.setattr(sampling, "_NUM_HISTOGRAMS", min(num_programs, 2))
     gaps = make_rows(make_logits("masked", 3001, torch.float32), [3, 1])
     within, prefix = torch.full((2,), torch.inf), torch.zeros(2, dtype=torch.int32)
     want = reference.gap_histogram(gaps, within, prefix, 0, False)

@@ -392,8 +392,9 @@ class OnlyWholePromptsAreScored(Scheduler):
 
     def _plan(self, step: _Step) -> StepPlan:
         admitted = [seq for seq, _ in step.admitted]
-        scored = step.scored_by_row.items()
-        step.scored_by_row = {row: seq for row, seq in scored if seq in admitted}
+        step.scored_by_row = {
+            row: seq for row, seq in step.scored_by_row.items() if seq in admitted
+        }
         return super()._plan(step)
 
 
