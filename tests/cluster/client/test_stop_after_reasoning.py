@@ -66,6 +66,9 @@ def of_pieces(pieces: Sequence[str], stop: Sequence[str], state: State) -> str:
     """As `searched`; of several stop strings that one piece completes, the earliest wins."""
     for count in range(len(pieces) + 1):
         text = "".join(pieces[:count])
+        may_be_marker = state is State.UNDECIDED and THINK.startswith(text.lstrip())
+        if may_be_marker and count < len(pieces):
+            continue  # whether this is reasoning is not known yet
         ended = [searched(text, [each], state) for each in stop]
         if any(len(each) < len(text) for each in ended) or (text and count == len(pieces)):
             shortest = min(ended, key=len, default=text)
