@@ -143,8 +143,6 @@ OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
         ("logprobs", "top_logprobs", "return_token_ids"),
         (_is_empty, "not part of answers here; ask /v1/chat/completions"),
     ),
-    # 0 asks for those of the prompt's own tokens.
-    "prompt_logprobs": (lambda _: False, "not part of answers here; ask /v1/chat/completions"),
     **dict.fromkeys(
         ("logit_bias", "stop_token_ids", "min_tokens", "cache_salt"),
         (_is_empty, "this path does not honor it; /v1/chat/completions does"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -218,8 +218,9 @@ def test_a_call_that_a_stop_string_cuts_off_is_no_text_and_not_to_be_carried_out
             streamed.append((call.function.name, call.function.arguments))
         reason = choice.finish_reason or reason
     assert (content, streamed, reason) == (whole.message.content, calls, "stop")
+    functions: Any = [{"type": "function"} | FUNCTION]
     response: Any = client.responses.create(
-        model="tiny", input="Hi", tools=[{"type": "function"} | FUNCTION], extra_body={"stop": stop}
+        model="tiny", input="Hi", tools=functions, extra_body={"stop": stop}
     )
     assert response.output_text == "Sure, why not."
     items = [item for item in response.output if item.type == "function_call"]
@@ -229,7 +230,7 @@ def test_a_call_that_a_stop_string_cuts_off_is_no_text_and_not_to_be_carried_out
     message: Any = claude.messages.create(
         model="tiny",
         messages=[USER],
-        tools=[{"name": "add", "input_schema": SCHEMA}],
+        tools=cast(Any, [{"name": "add", "input_schema": SCHEMA}]),
         max_tokens=500,
         stop_sequences=[stop],
     )

@@ -103,7 +103,7 @@ def test_fields_that_change_nothing_here_are_accepted(
 
 def test_some_of_the_tools_may_be_allowed(server: Server) -> None:
     tools = [FUNCTION, FUNCTION | {"name": "subtract"}]
-    choice = {"type": "allowed_tools", "mode": "auto"}
+    choice: dict[str, Any] = {"type": "allowed_tools", "mode": "auto"}
     choice |= {"tools": [{"type": "function", "name": "subtract"}]}
     answer = post(server, {"tools": tools, "tool_choice": choice})
     assert answer.status_code == 200 and answer.json()["tool_choice"] == choice
