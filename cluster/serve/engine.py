@@ -1,8 +1,9 @@
 """One of several engines: a deployment without an API, whose driver is leased per request.
 
 A lease is a stream of one item: it yields the driver at once and stays open until the request ends,
-so that Ray Serve sees an ordinary request that runs. Tokens do not pass through here: the owner of
-the lease polls the driver.
+so that Ray Serve sees an ordinary request that runs. Its holder cancels it; nobody does so for a
+holder that is killed, so the engine asks from time to time whether that lives. Tokens do not pass
+through here: the owner of the lease polls the driver.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import ActorDiedError, RayError
 
 from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.api.metrics import engine_families
@@ -35,6 +37,7 @@ from scheduler.records import StepRecord
 NAME = "engine"
 DRIVER_TIMEOUT_S = 0.1  # another engine may be available at once
 LAST_DRIVER_TIMEOUT_S = 10.0
+HOLDER_CHECK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class EngineReplica:
         # One call at a time, whoever waits for its result.
         self._finding: asyncio.Future[Any] | None = None
         self._asking: asyncio.Future[EngineStats] | None = None
+        self._holders: dict[Any, asyncio.Future[None]] = {}  # a watch of each actor with leases
         self._reporting = asyncio.create_task(
             report_from_time_to_time(self._replica, self._families)
         )
@@ -119,7 +123,17 @@ class EngineReplica:
         driver = self._finding.result() if is_there else None
         yield Lease(replica=self._replica, driver=driver)
         if driver is not None:
-            await asyncio.Event().wait()
+            await self._loss_of(wanted.holder)
+
+    def _loss_of(self, holder: Any | None) -> asyncio.Future[Any]:
+        """Done when the actor that holds leases is dead; never for a program that is no actor."""
+        if holder is None:
+            return asyncio.get_running_loop().create_future()
+        if holder not in self._holders:
+            watch = asyncio.ensure_future(_until_dead(holder))
+            watch.add_done_callback(lambda _: self._holders.pop(holder))
+            self._holders[holder] = watch
+        return asyncio.shield(self._holders[holder])
 
     async def stats(self) -> EngineStats:
         """The engine's counters. Raises `OverloadedError` if it does not answer in time."""
@@ -145,3 +159,15 @@ class EngineReplica:
 
     async def _families(self) -> Any:
         return engine_families(await self.stats())
+
+
+async def _until_dead(actor: Any) -> None:
+    """Returns when an actor is dead; one that does not answer lives."""
+    while True:
+        await asyncio.sleep(HOLDER_CHECK_S)
+        try:
+            await actor.__ray_ready__.remote()
+        except ActorDiedError:
+            return
+        except RayError:  # it could not be asked
+            continue

@@ -63,10 +63,12 @@ class EnginePool:
         block_size: int,
         answer_limit_s: float,
         lease_limit_s: float,
+        holder: Any | None = None,
     ) -> None:
         """`answer_limit_s`: how long an engine may take to answer, `lease_limit_s`: how long a
-        request may wait until one takes it.
+        request may wait until one takes it. `holder`: the actor in which this is, if it is one.
         """
+        self._holder = holder
         self._engines = engines
         self._leases = engines.options(method_name="lease", stream=True)
         self._block_size = block_size
@@ -187,7 +189,9 @@ class EnginePool:
             with self._lock:
                 self._table.ended(held)  # at the engine of an earlier lease
             choose = functools.partial(self._choose, held, hashes, of_session, tuple(avoid))
-            call = held.lease = LeaseCall(self._leases.remote(Wanted(tuple(avoid), choose)))
+            call = held.lease = LeaseCall(
+                self._leases.remote(Wanted(tuple(avoid), choose, self._holder))
+            )
             if held.generation.done.done():  # `_release` may have been faster
                 call.end()
             try:

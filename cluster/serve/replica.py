@@ -78,7 +78,11 @@ class ApiReplica:
         else:
             limits = await _limits_of(engines, timeouts.first_engine_s)
             self._pool = link = EnginePool(
-                engines, limits.block_size, timeouts.stuck_s, timeouts.lease_s
+                engines,
+                limits.block_size,
+                timeouts.stuck_s,
+                timeouts.lease_s,
+                holder=ray.get_runtime_context().current_actor,
             )
         send = self._pool.send if self._pool is not None else None
         self._client = Client(setup.request_builder(limits), link, send)

@@ -19,13 +19,15 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 class Wanted:
     """What a lease is for. avoid: replicas that have just failed; choose: from the names of all
     replicas to one of them, called by the router's thread. It stays in the process that asks.
+    holder: the actor that will hold the lease, None if it is no actor.
     """
 
     avoid: tuple[str, ...] = ()
     choose: Callable[[Collection[str]], str] | None = None
+    holder: Any | None = None
 
     def __reduce__(self) -> tuple[type[Wanted], tuple[Any, ...]]:
-        return Wanted, (self.avoid,)
+        return Wanted, (self.avoid, None, self.holder)
 
 
 class LeaseRouter(RequestRouter):
