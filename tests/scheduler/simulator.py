@@ -284,7 +284,7 @@ class Simulation:
 
     def _start_epoch(self, *, by_poison: bool) -> None:
         """The ranks start again, while clients come and go."""
-        for sequence in self.scheduler.running:
+        for sequence in (*self.scheduler.running, *self._waiting_in_flight()):
             client = self.clients[sequence.request_id]
             client.num_losses += not by_poison
             client.num_tokens_at_loss = len(client.tokens)
@@ -302,6 +302,13 @@ class Simulation:
             assert sequence.finish_reason == "error"
             client.ended = True
             self.report.convicted += 1
+
+    def _waiting_in_flight(self) -> list[Sequence]:
+        """Those that wait again, preempted or held, while a step of theirs is in flight."""
+        if not self.scheduler.submitted:
+            return []
+        oldest_step_id = self.scheduler.submitted[0].step_id
+        return [seq for seq in self.scheduler.waiting if seq.last_step_id >= oldest_step_id]
 
     def _arrive(self) -> None:
         while self.arriving and self.arriving[0].arrival_s <= self.clock_s:
