@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
     paths = sorted(args.folder.glob("*.txt"))
+    if not paths:
+        parser.error(f"there is no .txt file in {args.folder}")
     conversations = [
         [
             {"role": "system", "content": INSTRUCTION},

@@ -28,7 +28,8 @@ def main() -> int:
     names = options.only or [program.name for program in PROGRAMS]
     programs = [program for program in PROGRAMS if program.name in names]
     if unknown := set(names) - {program.name for program in programs}:
-        sys.exit(f"no such program: {', '.join(sorted(unknown))}")
+        all_names = ", ".join(program.name for program in PROGRAMS)
+        sys.exit(f"no such program: {', '.join(sorted(unknown))}; there are {all_names}")
     outcomes: dict[str, Outcome] = {}
     for program in programs:
         began_s = time.monotonic()
