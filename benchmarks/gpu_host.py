@@ -176,7 +176,7 @@ def _stages(
         seq.num_output_tokens < 2 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)
     ):
         engine.step()
-    ModelRunner.run = noted  # type: ignore[method-assign]
+    ModelRunner.run = noted  # type: ignore[method-assign, assignment]
     profiler = cProfile.Profile()
     try:
         executor.launch_s.clear()
