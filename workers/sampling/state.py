@@ -117,7 +117,8 @@ class SamplingBatch:
 
 class KeptRows:
     """The parameters of up to `max_rows` rows in arrays that stay in one place, and tensors like
-    them, so that sampling can be a graph. Rows that no step has written are valid too.
+    them, so that sampling can be a graph. Rows of padding are sampled with what an earlier step
+    wrote for them, or with what is written here: always with numbers that every kind takes.
     """
 
     def __init__(self, max_rows: int, keep: Put) -> None:
@@ -135,8 +136,8 @@ class KeptRows:
         self._tensors = {name: keep(values_S) for name, values_S in self.of_slots.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
-        """The first `num_rows` rows, of this kind or greedy; those that are listed have a top-k of
-        at most `MAX_KEPT_TOP_K`.
+        """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
+        `MAX_KEPT_TOP_K`.
         """
         tensors = {name: tensor[:num_rows] for name, tensor in self._tensors.items()}
         filters = Filters(
@@ -269,9 +270,10 @@ class SamplingState:
             return None
         kind_B = self._ints["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
-        is_usual = kind in USUAL_KINDS and ((kind_B == kind) | (kind_B == GREEDY)).all()
+        has_kind_B = kind_B == kind
+        is_usual = kind in USUAL_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
         if kind == LISTED and is_usual:
-            is_usual = self._ints["top_k"][slots_B].max() <= MAX_KEPT_TOP_K
+            is_usual = self._ints["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
         return kind if is_usual else None
 
     def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
@@ -282,9 +284,11 @@ class SamplingState:
         kept.positions_S[:num_rows] = positions_B
         is_drawn_B = kept.of_slots["temperature"][:num_rows] > 0
         kept.is_drawn_S[:num_rows] = is_drawn_B
-        # Greedy rows go through the filters of the others, and need numbers that filters take.
+        # Greedy rows, and later the padding in their place, go through the filters of the others
+        # and need numbers that filters take.
         kept.of_slots["temperature"][:num_rows][~is_drawn_B] = 1
-        np.maximum(kept.of_slots["top_k"][:num_rows], 1, out=kept.of_slots["top_k"][:num_rows])
+        top_k_B = kept.of_slots["top_k"][:num_rows]
+        np.clip(top_k_B, 1, MAX_KEPT_TOP_K, out=top_k_B)
 
     def check(self) -> None:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,3 +127,40 @@ def test_the_largest_list_of_a_graph_gives_the_tokens_of_the_list_a_step_needs(
     rows = rows_of(pair, *[{"temperature": 1.5, "top_k": k} for k in tops])
     for _ in range(6):
         assert sampled_by(pair, rows, 3 if not rows[0].output else 1) is not None
+
+
+def test_padding_takes_no_top_k_from_greedy_rows_of_an_earlier_step(make: MakeRunner) -> None:
+    """A greedy row may have any top-k, more than the list of a graph has entries."""
+    pair = Pair(make, 8)
+    rows = rows_of(pair, *[GREEDY | {"top_k": 90}] * 4, *[LISTED] * 3)
+    greedy, listed = rows[:4], rows[4:]
+    assert sampled_by(pair, greedy, 3) is not None
+    assert sampled_by(pair, listed, 3) is not None, "a graph with room for four rows"
+
+
+def test_a_greedy_row_with_a_long_list_is_sampled_by_a_graph_beside_others(
+    make: MakeRunner,
+) -> None:
+    pair = Pair(make, 4)
+    rows = rows_of(pair, LISTED, GREEDY | {"top_k": 90})
+    sampled_by(pair, rows, 3)
+    assert sampled_by(pair, rows) is not None
+
+
+@pytest.mark.parametrize("name", USUAL | OTHERS)
+def test_all_ranks_sample_a_step_the_same_way(name: str) -> None:
+    """Else their sums would not pair up: even where only one shard has the tokens that a row names,
+    and where a shard is all padding.
+    """
+    shards = [
+        state.SamplingState(100, start, start + 40, 4, torch.device("cpu"))
+        for start in (0, 40, 80, 120)
+    ]
+    for shard in shards:
+        shard.admit(2, Sampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
+    kinds = [shard.usual_kind(np.array([2])) for shard in shards]
+    assert kinds == [list(USUAL).index(name) if name in USUAL else None] * 4
+    for shard in shards:
+        shard.release(2)
+        shard.admit(1, Sampling(seed=0, max_tokens=100, temperature=0.0), 3)
+    assert {shard.usual_kind(np.array([1])) for shard in shards} == {state.GREEDY}
