@@ -345,3 +345,16 @@ def test_the_stand_in_replays_on_the_tensors_it_saw() -> None:
     source.fill_(5)
     graph.replay()
     assert target.tolist() == [11, 11]
+
+
+def test_a_replay_of_the_stand_in_spoils_what_other_graphs_computed() -> None:
+    """And nothing that lay outside of them."""
+    gpu, source, kept = FakeGpu(), torch.ones(2), torch.zeros(2)
+    computed: list[torch.Tensor] = []
+    first = gpu.capture(lambda: computed.append(kept.copy_(source + 1) + 1))
+    second = gpu.capture(lambda: source + 2, first)
+    first.replay()
+    assert computed[-1].tolist() == [3, 3]
+    second.replay()
+    assert computed[-1].tolist() != [3, 3]
+    assert kept.tolist() == [2, 2] and source.tolist() == [1, 1]
