@@ -54,8 +54,8 @@ class StepUploads:
     """
 
     def keep(self, array: Array) -> torch.Tensor:
-        """A tensor like the array, which has the array's content once that was sent. The array is
-        sent with every step, so whoever keeps it writes into it. Only before anything is put.
+        """A tensor like the array, which has the array's content after each `send`. Every step
+        sends the array, so its owner changes it in place. Call this before anything is put.
         """
         return torch.from_numpy(array)
 

@@ -3,10 +3,9 @@
 Owns the KV cache, the batch state and the sampler; the model is passed in.
 `run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
 are computed only for the last token of sampling rows, and for prompts whose log probabilities are
-wanted. Where the device has graphs, the model is
-one graph in a decode step and in a step with prompts of few tokens, and sampling is another. Never
-talks to the driver. Legend: T tokens
-of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
+wanted. Where the device has graphs, the model is one graph in a decode step and in a step with
+prompts of few tokens, and sampling is another. Never talks to the driver. Legend: T tokens of the
+step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ from workers.sampling.prompt_logprobs import (
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
-# What a step sends: three numbers per token; per row the tables of the batch, and its parameters
-# for sampling. Rare parameters, like a logit bias, may need more and are sent on their own.
+# What a step sends: three numbers per token; per row its numbers in the batch and its parameters
+# for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
+# like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
 _BYTES_PER_ROW = 288
 _Forward = Callable[[], tuple[torch.Tensor, ScoredTokens | None]]
@@ -152,7 +152,7 @@ class ModelRunner:
         forward = self._stage(rows, self.scorer.stage(plan, rows, self.uploads.put))
         mask_s = 0.0
 
-        def mask_in_time() -> StepMask:
+        def timed_mask() -> StepMask:
             nonlocal mask_s
             asked = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
@@ -160,9 +160,7 @@ class ModelRunner:
             mask_s = time.perf_counter() - asked
             return mask
 
-        sample = self.next_tokens.stage(
-            rows, self.uploads.put, mask_in_time if plan.masked else None
-        )
+        sample = self.next_tokens.stage(rows, self.uploads.put, timed_mask if plan.masked else None)
         self.uploads.send()
         prepared = time.perf_counter()
         hidden_RE, scored = forward()
@@ -222,7 +220,9 @@ class ModelRunner:
         return forward
 
     def _graph_of(self, rows: StepRows) -> Callable[[], None] | None:
-        """Put what a graph of these rows reads; what replays it, or None if none fits."""
+        """Put what the graph of these rows reads. Returns what replays it, or None if no graph
+        fits.
+        """
         if self.graphs is not None and self.graphs.fit(rows):
             return self.graphs.stage(rows)
         if self.mixed_graphs is not None and self.mixed_graphs.fit(rows):

@@ -65,8 +65,8 @@ class MixedGraphs:
         uploads: StepUploads,
         hidden_SE: torch.Tensor,
     ) -> None:
-        """`uploads`: those of each step, which begin with what `stage` puts. `hidden_SE`, of
-        `max_rows`, gets the hidden states.
+        """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
+        `hidden_SE`, of `max_rows`, gets the hidden states.
         """
         self._model, self._cache, self._state, self._device = model, cache, state, device
         self._uploads, self._hidden_SE = uploads, hidden_SE

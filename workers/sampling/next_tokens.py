@@ -1,13 +1,13 @@
 """From hidden states to the next tokens: logits, sampling, and the tokens written where the next
 step reads them.
 
-Where the device has graphs, all of it is one graph if every row is sampled in one of the usual
-ways, greedily, with a temperature, or with a small top-k beside it; launched one by one, it is some
-10 to 30 kernels, which take the host longer than a small model takes the GPU. A batch uses the
-next larger captured size; a row of padding is sampled like the others and written nowhere. Whatever
-else rows ask for, penalties, masks, log probabilities, is launched kernel by kernel.
-Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest, R sampling rows,
-E hidden size.
+Where the device has graphs, all of it is one graph if every row is sampled in a usual way:
+greedily, with a temperature alone, or with a temperature and a small top-k. Without a graph it is
+10 to 30 kernels, and launching them takes the host longer than a small model takes the GPU. A batch
+uses the next larger captured size; a row of padding is sampled like the others, and its token is
+written nowhere. A step whose rows ask for anything else, such as penalties, masks or log
+probabilities, is launched kernel by kernel. Owns its static tensors. Legend: B rows of a captured
+batch, S rows of the largest, R sampling rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class NextTokens:
         slots_R = rows.sampling_slots_R.astype(np.int64)
         self._slots_S[:num_rows] = slots_R
         self._positions_S[:num_rows] = rows.sampling_positions_R
-        usable = self.graphs and wait_for_mask is None
-        kind = self._sampler.usual_kind(slots_R) if usable else None
+        may_replay = bool(self.graphs) and wait_for_mask is None
+        kind = self._sampler.usual_kind(slots_R) if may_replay else None
         if kind is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
-            self._positions_S[num_rows:size] = 0  # so that the row is not written
+            self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing
             self._sampler.fill(self._kept, slots_R, rows.sampling_positions_R.astype(np.int64))
             return partial(self._replay, size, kind, num_rows)
         batch = self._sampler.batch(slots_R, rows.sampling_positions_R.astype(np.int64), put)

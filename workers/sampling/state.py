@@ -50,7 +50,7 @@ class Filters:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRows:
     """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None if they are
-    the whole batch; in that case `is_drawn_R`, bool, may except rows, which take the best token.
+    the whole batch; in that case `is_drawn_R`, bool, may exempt rows, which take the best token.
 
     seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
         sampled.
@@ -124,7 +124,7 @@ class KeptRows:
     def __init__(self, max_rows: int, keep: Put) -> None:
         self.positions_S = np.zeros(max_rows, np.int64)
         self.is_drawn_S = np.zeros(max_rows, np.bool_)
-        self.of_slots: dict[str, npt.NDArray[Any]] = {
+        self.parameters: dict[str, npt.NDArray[Any]] = {
             "seed": np.zeros(max_rows, np.int64),
             "top_k": np.ones(max_rows, np.int64),
             "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
@@ -133,7 +133,7 @@ class KeptRows:
             "bound": np.full(max_rows, math.inf, np.float32),
         }
         self._positions_S, self._is_drawn_S = keep(self.positions_S), keep(self.is_drawn_S)
-        self._tensors = {name: keep(values_S) for name, values_S in self.of_slots.items()}
+        self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
         """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
@@ -279,15 +279,15 @@ class SamplingState:
     def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
         """Write the parameters of these rows, which have a `usual_kind`."""
         num_rows = len(slots_B)
-        for name, values_S in kept.of_slots.items():
+        for name, values_S in kept.parameters.items():
             values_S[:num_rows] = self._tables[name][slots_B]
         kept.positions_S[:num_rows] = positions_B
-        is_drawn_B = kept.of_slots["temperature"][:num_rows] > 0
+        is_drawn_B = kept.parameters["temperature"][:num_rows] > 0
         kept.is_drawn_S[:num_rows] = is_drawn_B
         # Greedy rows, and later the padding in their place, go through the filters of the others
         # and need numbers that filters take.
-        kept.of_slots["temperature"][:num_rows][~is_drawn_B] = 1
-        top_k_B = kept.of_slots["top_k"][:num_rows]
+        kept.parameters["temperature"][:num_rows][~is_drawn_B] = 1
+        top_k_B = kept.parameters["top_k"][:num_rows]
         np.clip(top_k_B, 1, MAX_KEPT_TOP_K, out=top_k_B)
 
     def check(self) -> None:
