@@ -54,8 +54,8 @@ class FakeGraph:
         self.num_replays += 1
         for graph in self._others:
             if graph is not self:
-                for storage in graph.own_memory:
-                    storage.fill_(_SPOILED)
+                for memory in graph.own_memory:
+                    memory.fill_(_SPOILED)
         for function, args, kwargs, old in self._operations:
             new = function(*args, **kwargs)
             for before, after in zip(_tensors(old), _tensors(new), strict=True):
@@ -198,8 +198,10 @@ class FakeGpu(Device):
         return call
 
 
-def _computed(operations: list[Operation]) -> list[torch.UntypedStorage]:
-    """The memory that the operations allocate: what they return and did not get from outside."""
+def _computed(operations: list[Operation]) -> list[torch.Tensor]:
+    """The memory that the operations allocate, as bytes: what they return and did not get from
+    outside.
+    """
     outside: set[int] = set()
     computed: dict[int, torch.UntypedStorage] = {}
     for _, args, kwargs, out in operations:
@@ -212,7 +214,7 @@ def _computed(operations: list[Operation]) -> list[torch.UntypedStorage]:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in outside:
                 computed[storage.data_ptr()] = storage
-    return list(computed.values())
+    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in computed.values()]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
