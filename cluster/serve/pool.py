@@ -148,7 +148,9 @@ class EnginePool:
         with self._lock:
             self._held |= {id(each.generation): each for each in held}
         for each in held:
-            each.generation.done.add_done_callback(functools.partial(self._release, each))
+            # The future keeps its callbacks, so none of them may keep the generation.
+            key = id(each.generation)
+            each.generation.done.add_done_callback(functools.partial(self._release, key))
         return held
 
     # -- placing -----------------------------------------------------------------------------------
@@ -288,10 +290,10 @@ class EnginePool:
                     )
                 )
 
-    def _release(self, held: _Held, done: Future[None]) -> None:
+    def _release(self, key: int, done: Future[None]) -> None:
         """Called when a request has ended, or its caller was canceled."""
         with self._lock:
-            self._held.pop(id(held.generation), None)
+            held = self._held.pop(key)
             self._table.ended(held)
             frontend = held.frontend
         if done.cancelled() and frontend is not None:

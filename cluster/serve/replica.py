@@ -23,6 +23,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.access import Access
+from cluster.api.allocator import return_large_blocks
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.connections import server_config
 from cluster.api.limits import ApiLimits
@@ -62,6 +63,7 @@ class ApiReplica:
         """
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return_large_blocks()
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)

@@ -21,6 +21,7 @@ from typing import Any
 
 import zstandard
 
+from cluster.api.allocator import return_large_blocks
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from scheduler.bounds import MIB
 from scheduler.messages import Request
@@ -379,6 +380,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_large_blocks()
     names = args.names or [*ENCODED, *REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 

@@ -150,7 +150,13 @@ def good_streams(port: int, num_streams: int, seconds: float) -> Timings:
 
 
 class Memory(threading.Thread):
-    """The largest resident memory, in MiB, of each process of a session that serves; by name."""
+    """Resident memory, in MiB, of each process of a session that serves: when idle, and its largest
+    in each minute from the start of this thread.
+
+    Processes are told apart by their ids. Ray adds the method that an actor runs to its title, and
+    an actor under another title than when idle would count with its whole memory, not its rise.
+    Shared pages count too: they do not grow, so the private memory rises by the same.
+    """
 
     _SERVING = ("ray::Driver", "ray::ServeReplica", "ray::ProxyActor")
 
@@ -158,31 +164,40 @@ class Memory(threading.Thread):
         super().__init__(daemon=True)
         self._session = session
         self.idle_mib = self.now()
-        self.peak_mib = dict(self.idle_mib)
+        self.mib_of_minutes: dict[str, list[float]] = {name: [] for name in self.idle_mib}
 
     def run(self) -> None:
+        began_s = time.monotonic()
         while True:
+            minute = int((time.monotonic() - began_s) / 60)
             for name, mib in self.now().items():
-                self.peak_mib[name] = max(mib, self.peak_mib.get(name, 0.0))
+                minutes = self.mib_of_minutes.setdefault(name, [])
+                minutes += [0.0] * (minute + 1 - len(minutes))
+                minutes[minute] = max(mib, minutes[minute])
             time.sleep(0.2)
 
     def now(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        """By the title without a method, and the id of the process."""
+        mib: dict[str, float] = {}
         for path in Path("/proc").iterdir():
             try:
                 if not path.name.isdigit() or os.getsid(int(path.name)) != self._session:
                     continue
-                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
+                title = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
                 pages = int((path / "statm").read_text().split()[1])
             except OSError:  # it has ended
                 continue
-            if name.startswith(self._SERVING):
-                found[f"{name} {path.name}"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        return found
+            if title.startswith(self._SERVING):
+                name = f"{title.partition('.')[0]} {path.name}"
+                mib[name] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return mib
 
     def rise_mib(self) -> float:
         """The largest rise of any process, or its whole memory if it was not there when idle."""
-        return max(mib - self.idle_mib.get(name, 0.0) for name, mib in self.peak_mib.items())
+        return max(
+            max(minutes, default=0.0) - self.idle_mib.get(name, 0.0)
+            for name, minutes in self.mib_of_minutes.items()
+        )
 
 
 def main() -> None:
@@ -211,6 +226,11 @@ def main() -> None:
             "tokens_beside": beside.num_tokens,
             "failed": alone.num_failed + beside.num_failed,
             "rise_mib": round(memory.rise_mib()),
+            "idle_mib": {name: round(mib) for name, mib in memory.idle_mib.items()},
+            "mib_of_minutes": {
+                name: [round(mib) for mib in minutes]
+                for name, minutes in memory.mib_of_minutes.items()
+            },
             "recoveries": recoveries,
             "answers": {name: dict(count) for name, count in attack.answers.items()},
         }
