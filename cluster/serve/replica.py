@@ -23,11 +23,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.access import Access
-from cluster.api.allocator import return_large_blocks
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.connections import server_config
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
+from cluster.client.allocator import return_large_blocks
 from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
