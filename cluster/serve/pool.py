@@ -301,9 +301,10 @@ class EnginePool:
         self._cancel(held)
 
     def _cancel(self, held: _Held) -> None:
-        if held.lease is not None:
+        lease, held.lease = held.lease, None  # it refers to the request
+        if lease is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
-                self._loop.call_soon_threadsafe(held.lease.end)
+                self._loop.call_soon_threadsafe(lease.end)
 
     def _news(self) -> None:
         for callback in self._callbacks:
