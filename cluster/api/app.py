@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,14 +22,14 @@ from starlette.types import Receive, Scope, Send
 from cluster.api import metrics as metrics_module
 from cluster.api import page
 from cluster.api.access import Access
-from cluster.api.document import openapi
+from cluster.api.document import POST, openapi
 from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import ApiMetrics, Family, engine_families
 from cluster.api.replies import json_pieces
-from cluster.api.runner import MESSAGES_PATH, Runner
+from cluster.api.runner import Runner
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
 from cluster.client.client import Client
@@ -78,13 +77,7 @@ class Api:
             keep_billing_header=keep_billing_header,
             refuse_unknown=refuse_unknown_fields,
         )
-        self.runner = Runner(
-            client,
-            self._served,
-            self.limits,
-            self.metrics,
-            refuse_unknown_fields=refuse_unknown_fields,
-        )
+        self.runner = Runner(client, self._served, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
         self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
@@ -92,8 +85,7 @@ class Api:
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._tracing = Workers("traces", 1, MAX_TRACING)
-        # A thread of its own: in the common pool, the work would wait behind a burst of requests.
-        self._asking = ThreadPoolExecutor(1, "stats")
+        self._asking = Workers("stats", 1)
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
         self._router = self._make_router(version)
@@ -118,8 +110,7 @@ class Api:
             "/debug/trace": self._trace,
             "/v1/models/{name:path}": self._model,
         }
-        posts = self.runner.endpoints()
-        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes = [Route(path, self.runner, methods=["POST"]) for path in POST]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (asked | fixed).items()]
         return Router(routes, redirect_slashes=False, default=self._refuse_path)
 
@@ -129,8 +120,7 @@ class Api:
             await self._router(scope, receive, send)
         if scope["type"] != "http":
             return
-        limit_s = self.limits.slow_reader_timeout_s
-        exchange = Exchange(scope, receive, send, limit_s, echo_id=self._echo_request_id)
+        exchange = Exchange(scope, receive, send, echo_id=self._echo_request_id)
         status = 499
         try:
             await self._dispatch(exchange)
@@ -167,13 +157,12 @@ class Api:
 
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
         """Answer with an error, as an event if the stream has begun."""
-        with contextlib.suppress(Gone):
-            if exchange.writer is not None and exchange.status is not None:
-                await exchange.event(exchange.writer.error(error), more=False)
-                return
-            is_messages = exchange.path.startswith(MESSAGES_PATH)
-            body = messages_body_of(error) if is_messages else body_of(error)
-            await exchange.answer(JsonResponse(body, status_of(error), headers_of(error)))
+        if exchange.writer is not None and exchange.status is not None:
+            await exchange.event(exchange.writer.error(error), more=False)
+            return
+        is_messages = exchange.path.startswith("/v1/messages")
+        body = messages_body_of(error) if is_messages else body_of(error)
+        await exchange.answer(JsonResponse(body, status_of(error), headers_of(error)))
 
     async def _model(self, request: Request) -> Response:
         self._served.check_name(request.path_params["name"])
@@ -205,16 +194,16 @@ class Api:
         return Response(await self._tracing.run(write), media_type="application/json")
 
     async def _show_metrics(self, _: Request) -> Response:
-        many = await self.gather_metrics() if self.gather_metrics else [await self.families()]
-        body = metrics_module.render(metrics_module.merge(many))
+        gathered = await self.gather_metrics() if self.gather_metrics else [await self.families()]
+        body = metrics_module.render(metrics_module.merge(gathered))
         return Response(body, media_type=metrics_module.CONTENT_TYPE)
 
     async def families(self) -> list[Family]:
         """The metrics of this process, and those of its engine if it answers."""
-        found = self.metrics.families()
+        families = self.metrics.families()
         with contextlib.suppress(EaglerayError):
-            found += engine_families(await self.stats())
-        return found
+            families += engine_families(await self.stats())
+        return families
 
     async def stats(self) -> EngineStats:
         """The engine's counters, at most `STATS_AGE_S` old. Raises `EaglerayError` for an engine
@@ -223,10 +212,7 @@ class Api:
         now_s = time.monotonic()
         if self._stats is None or now_s - self._stats_at_s > STATS_AGE_S:
             self._stats_at_s = now_s
-            loop = asyncio.get_running_loop()
-            self._stats = asyncio.ensure_future(
-                loop.run_in_executor(self._asking, self._client.stats)
-            )
+            self._stats = asyncio.ensure_future(self._asking.run(self._client.stats))
         try:
             return await asyncio.wait_for(asyncio.shield(self._stats), API_STATS_TIMEOUT_S)
         except TimeoutError:

@@ -12,13 +12,11 @@ from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
 from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generate,
     TokenizeRequest,
-    Tool,
 )
 from cluster.api.structure import structure_of
 from cluster.client.outputs import Generation
@@ -72,15 +70,18 @@ class Job:
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
 
+    @property
+    def num_alternatives(self) -> int:
+        """How many log probabilities the outputs may have."""
+        return self.num_outputs * (self.params.max_tokens or 1) * _num_scores(self.params.logprobs)
+
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        num_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
-            count = _num_prompt_tokens(generations)
-            check("repeated prompt", count, "prompts in each output", "n")
-        if self.num_scores:
-            count = _num_prompt_tokens(generations) * self.num_scores
-            count += _num_alternatives(self.num_outputs, self.params)
-            check("alternatives", count, "prompts and outputs together", "logprobs")
+            check("repeated prompt", num_tokens, "prompts in each output", "n")
+        num_scores = num_tokens * self.num_scores + self.num_alternatives
+        check("alternatives", num_scores, "prompts and outputs together", "logprobs")
 
     def num_written(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
@@ -95,10 +96,7 @@ def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict
     request = request.narrowed()
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "a chat")
-    variables = _variables(request, tokenizer)
-    tools = _callable_tools(request)
-    prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
-    _add_ending(prompt, request)
+    prompt = _conversation(request, tokenizer, max_messages)
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
     return prompt
@@ -109,8 +107,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     request = request.narrowed()
     prompt = chat_prompt(request, served, max_messages)
     tokenizer = _needed(served.tokenizer, "a chat")
-    tools = _callable_tools(request)
-    structure = structure_of(request, tools or [])
+    structure = structure_of(request)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
@@ -119,82 +116,65 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
             "top_logprobs",
         )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    longest = served.builder.limits.max_total_tokens
+    defaults, longest = served.builder.defaults, served.builder.limits.max_total_tokens
     if logprobs is not None:  # a client that names no length gets as many as are possible
-        num_outputs = request.n or served.builder.defaults.n or 1
+        num_outputs = request.n or defaults.n or 1
         longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + logprobs))))
-    params = request.sampling(
-        max_tokens=_first(
-            request.max_completion_tokens,
-            request.max_tokens,
-            served.builder.defaults.max_tokens,
-            longest,
-        ),
-        logprobs=logprobs,
-        structure=structure,
+    max_tokens = _first(
+        request.max_completion_tokens, request.max_tokens, defaults.max_tokens, longest
     )
+    params = request.sampling(max_tokens=max_tokens, logprobs=logprobs, structure=structure)
 
     def make_writer(generations: list[Generation]) -> Writer:
-        rendered = generations[0].prompt or ""
-        state = state_after(rendered)
-        ids = bool(request.return_token_ids)
         return ChatWriter(
             served.name,
             generations,
             tokenizer,
-            state=state,
-            tools=bool(tools),
-            token_ids=ids,
+            state=state_after(generations[0].prompt or ""),
+            tools=bool(request.tools),
+            token_ids=bool(request.return_token_ids),
             prompt_top=request.prompt_logprobs,
         )
 
-    params = served.builder.parameters(params)
-    repeats_prompt, num_scores = (
-        bool(request.return_token_ids),
-        _num_scores(request.prompt_logprobs),
-    )
-    return _job([prompt], params, request, make_writer, repeats_prompt, num_scores)
+    return _job(request, served, [prompt], params, make_writer)
 
 
-def completion_job(request: CompletionRequest, served: Served) -> Job:
+def completion_job(request: CompletionRequest, served: Served, _: int) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
-    echo_top = request.logprobs if request.echo and served.tokenizer is not None else None
+    echo = bool(request.echo)
+    echo_top = request.logprobs if echo and served.tokenizer is not None else None
     max_tokens = _first(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
-    is_only_prompt = bool(request.echo) and max_tokens == 0
+    is_only_prompt = echo and max_tokens == 0
     params = request.sampling(
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
         prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
     )
-    many: list[Any] = [request.prompt]
+    contents: list[Any] = [request.prompt]
     if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
-        many = list(request.prompt)
+        contents = list(request.prompt)
     salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
     prompts: list[Prompt] = [
-        {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} | salt
-        for prompt in many
+        {"prompt" if isinstance(content, str) else "prompt_token_ids": content} | salt
+        for content in contents
     ]
 
     def make_writer(generations: list[Generation]) -> Writer:
-        echo, ids = bool(request.echo), bool(request.return_token_ids)
         return CompletionWriter(
             served.name,
             generations,
             served.tokenizer,
             echo=echo,
-            token_ids=ids,
+            token_ids=bool(request.return_token_ids),
             echo_top=echo_top,
             prompt_top=request.prompt_logprobs,
         )
 
-    params = served.builder.parameters(params)
-    repeats_prompt = bool(request.echo or request.return_token_ids)
-    num_scores = _num_scores(echo_top) + _num_scores(request.prompt_logprobs)
-    return _job(prompts, params, request, make_writer, repeats_prompt, num_scores)
+    return _job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
 
 
 def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
@@ -203,17 +183,13 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
     tokenizer = _needed(served.tokenizer, "tokenizing")
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
-    if request.messages is None:
+    if request.prompt is None:
+        token_ids = served.builder.encode(_conversation(request, tokenizer, max_messages))
+    else:
         for name in ("tools", "chat_template_kwargs", "continue_final_message"):
             if getattr(request, name):
                 raise RequestError(f"{name} needs messages", name)
-        assert request.prompt is not None
         token_ids = served.builder.encode(request.prompt)
-    else:
-        variables = _variables(request, tokenizer)
-        prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
-        _add_ending(prompt, request)
-        token_ids = served.builder.encode(prompt)
     return {
         "tokens": token_ids,
         "count": len(token_ids),
@@ -221,7 +197,7 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
     }
 
 
-def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+def detokenize(request: DetokenizeRequest, served: Served, _: int) -> dict[str, Any]:
     """The answer of `/detokenize`."""
     served.check_name(request.model)
     tokenizer = _needed(served.tokenizer, "detokenizing")
@@ -241,45 +217,38 @@ def model_card(served: Served) -> dict[str, Any]:
 
 
 def _job(
+    request: Generate,
+    served: Served,
     prompts: list[Prompt],
     params: SamplingParams,
-    request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
-    repeats_prompt: bool,
-    num_scores: int,
+    *,
+    echo: bool = False,
+    echo_top: int | None = None,
 ) -> Job:
-    _check_alternatives(len(prompts) * (params.n or 1), params)
-    streamed = bool(request.stream)
-    if request.stream_options is not None and not streamed:
+    """`echo`: each output repeats its prompt, with `echo_top` alternatives per token."""
+    params = served.builder.parameters(params)
+    job = Job(
+        prompts=prompts,
+        params=params,
+        streamed=bool(request.stream),
+        includes_usage=request.includes_usage,
+        make_writer=make_writer,
+        repeats_prompt=echo or bool(request.return_token_ids),
+        num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
+    )
+    outputs = f"{job.num_outputs} outputs of {params.max_tokens} tokens"
+    place = f"{outputs} with {params.logprobs} others"
+    check("alternatives", job.num_alternatives, place, "logprobs")
+    if request.stream_options is not None and not job.streamed:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if streamed and request.prompt_logprobs is not None:
+    if job.streamed and request.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not part of streams; leave out stream, or ask /v1/completions for"
             " echo with logprobs, which streams have",
             "prompt_logprobs",
         )
-    return Job(
-        prompts=prompts,
-        params=params,
-        streamed=streamed,
-        includes_usage=request.includes_usage,
-        make_writer=make_writer,
-        repeats_prompt=repeats_prompt,
-        num_scores=num_scores,
-    )
-
-
-def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
-    """Raise `RequestError` if the answer may have too many log probabilities."""
-    place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-    check("alternatives", _num_alternatives(num_outputs, params), place, "logprobs")
-
-
-def _num_alternatives(num_outputs: int, params: SamplingParams) -> int:
-    """How many log probabilities outputs may have."""
-    if params.logprobs is None:
-        return 0
-    return num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
+    return job
 
 
 def _num_scores(num_top: int | None) -> int:
@@ -290,6 +259,30 @@ def _num_scores(num_top: int | None) -> int:
 def _num_prompt_tokens(generations: list[Generation]) -> int:
     """Those of all outputs together."""
     return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
+
+
+def _conversation(
+    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, max_messages: int
+) -> dict[str, Any]:
+    """The prompt. Raises `RequestError` for too many messages, and for fields that disagree."""
+    messages = request.messages or []
+    check("messages", len(messages), "messages", most=max_messages)
+    if request.add_generation_prompt is bool(request.continue_final_message):
+        raise RequestError(
+            "add_generation_prompt is false where continue_final_message is true, and true"
+            " otherwise; leave it out",
+            "add_generation_prompt",
+        )
+    as_text = tokenizer.takes_arguments_as_text
+    prompt: dict[str, Any] = {
+        "messages": [message.for_template(arguments_as_text=as_text) for message in messages],
+        "chat_template_kwargs": _variables(request, tokenizer),
+    }
+    if request.tools:
+        prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+    if request.continue_final_message:
+        prompt["continue_final_message"] = True
+    return prompt
 
 
 def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -308,43 +301,6 @@ def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> 
     if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
         raise RequestError(f"{field}: this model always thinks; leave the field out", field)
     return variables
-
-
-def _callable_tools(request: ChatRequest) -> list[Tool] | None:
-    return request.tools if request.tool_choice != "none" else None
-
-
-def _conversation(
-    messages: list[ChatMessage],
-    tools: list[Tool] | None,
-    variables: dict[str, Any],
-    tokenizer: Tokenizer,
-    max_messages: int,
-) -> dict[str, Any]:
-    if len(messages) > max_messages:
-        raise RequestError(
-            f"there are {len(messages)} messages; at most {max_messages} are possible", "messages"
-        )
-    as_text = tokenizer.takes_arguments_as_text
-    prompt: dict[str, Any] = {
-        "messages": [message.for_template(arguments_as_text=as_text) for message in messages],
-        "chat_template_kwargs": variables,
-    }
-    if tools:
-        prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
-    return prompt
-
-
-def _add_ending(prompt: dict[str, Any], request: ChatRequest | TokenizeRequest) -> None:
-    """Whether the last message is complete. Raises `RequestError` if the two fields disagree."""
-    if request.add_generation_prompt is bool(request.continue_final_message):
-        raise RequestError(
-            "add_generation_prompt is false where continue_final_message is true, and true"
-            " otherwise; leave it out",
-            "add_generation_prompt",
-        )
-    if request.continue_final_message:
-        prompt["continue_final_message"] = True
 
 
 def _first(*values: int | None) -> int:

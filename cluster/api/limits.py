@@ -37,11 +37,13 @@ class ApiLimits:
 
 
 class Admission:
-    """Counts open outputs. Used from one event loop only."""
+    """Counts open outputs, and the bytes of bodies from their receipt until their requests are
+    built or refused. Used from one event loop only.
+    """
 
     def __init__(self, limits: ApiLimits) -> None:
         self.limits = limits
-        self.num_open = 0
+        self.num_open = self.num_body_bytes = 0
         self.is_draining = False
 
     @contextlib.contextmanager
@@ -74,25 +76,6 @@ class Admission:
             )
 
 
-class Uploads:
-    """Counts the bytes of bodies, from their receipt until their requests are built or refused.
-    Used from one event loop only.
-    """
-
-    def __init__(self, limits: ApiLimits) -> None:
-        self.limits = limits
-        self.num_bytes = 0
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Upload]:
-        """Count a body until the block or the upload ends."""
-        upload = Upload(self)
-        try:
-            yield upload
-        finally:
-            upload.end()
-
-
 class Upload:
     """One body while it comes.
 
@@ -101,8 +84,8 @@ class Upload:
     earns no long pause: all that waits for a body holds memory that other bodies cannot have.
     """
 
-    def __init__(self, uploads: Uploads) -> None:
-        self._uploads, self._limits = uploads, uploads.limits
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._limits = admission, admission.limits
         self._began_s = time.monotonic()
         self.deadline_s = self._began_s + self._limits.body_time_s
         self.num_bytes = 0
@@ -126,13 +109,11 @@ class Upload:
         too large and this one is not small.
         """
         self.num_bytes += num_bytes
-        self._uploads.num_bytes += num_bytes
+        self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
         limits = self._limits
-        if (
-            self.num_bytes > limits.small_body_bytes
-            and self._uploads.num_bytes > limits.max_bodies_bytes
-        ):
+        is_room = self._admission.num_body_bytes <= limits.max_bodies_bytes
+        if not is_room and self.num_bytes > limits.small_body_bytes:
             raise OverloadedError(
                 f"{limits.max_bodies_bytes // MIB} MiB of other requests are being received; try"
                 f" again later, or with at most {limits.small_body_bytes} bytes"
@@ -141,9 +122,9 @@ class Upload:
             self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Count the body no longer."""
-        self._uploads.num_bytes -= self.num_bytes
+        self._admission.num_body_bytes -= self.num_bytes
         self.num_bytes = 0
 
     @property

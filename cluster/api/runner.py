@@ -7,26 +7,24 @@ holds the event loop and little memory is used at a time.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
-from cluster.api.document import POST
+from cluster.api.document import COMPUTED, JOBS, POST
 from cluster.api.encoding import decode, encoding_of
-from cluster.api.endpoints import Job, Served, chat_job, completion_job, detokenize, tokenize
+from cluster.api.endpoints import Job, Served
 from cluster.api.exchange import Exchange
-from cluster.api.limits import Admission, ApiLimits, Upload, Uploads
-from cluster.api.messages.adapter import count_tokens, messages_job
+from cluster.api.limits import Admission, ApiLimits, Upload
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
 from cluster.api.replies import Writer, json_pieces
-from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.schema import Model
 from cluster.api.structure import loosened_headers
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
@@ -36,7 +34,6 @@ from cluster.client.outputs import Generation
 from cluster.client.streams import Item
 
 Result = TypeVar("Result")
-Convert = Callable[[Any, Served, int], Result]  # of a request, with the most messages it may have
 
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
 # many take 20 ms.
@@ -51,101 +48,61 @@ MAX_TOKENIZING = 16  # requests that may wait for them
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 # Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
 SESSION_HEADERS = (b"x-session-id", b"session-id", b"x-claude-code-session-id")
-MESSAGES_PATH = "/v1/messages"
-
-# By path: what makes a job, or an answer, of a request in the form that `document.py` names.
-JOBS: dict[str, Convert[Job]] = {
-    "/v1/chat/completions": chat_job,
-    "/v1/completions": lambda request, served, _: completion_job(request, served),
-    "/v1/responses": responses_job,
-    MESSAGES_PATH: messages_job,
-}
-COMPUTED: dict[str, Convert[dict[str, Any]]] = {
-    f"{MESSAGES_PATH}/count_tokens": count_tokens,
-    "/v1/responses/input_tokens": count_input,
-    "/tokenize": tokenize,
-    "/detokenize": lambda request, served, _: detokenize(request, served),
-}
-
-
-class Endpoint:
-    """An ASGI application for a path that takes JSON. Starlette wraps `send` for functions, which
-    each part of a stream would have to pass.
-    """
-
-    def __init__(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["exchange"]
-        check_content_type(exchange.headers)
-        await self._answer(exchange)
 
 
 class Runner:
-    """Answers the requests of one API process. Used from one event loop only."""
+    """Answers POST requests of one API process. Used from one event loop only."""
 
     def __init__(
-        self,
-        client: Client,
-        served: Served,
-        limits: ApiLimits,
-        metrics: ApiMetrics,
-        *,
-        refuse_unknown_fields: bool,
+        self, client: Client, served: Served, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
-        self.uploads = Uploads(limits)
         self.tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
         self._reading = Workers("reading", READERS)
         self._writing = Workers("writing", WRITERS)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
-        self._refuse_unknown_fields = refuse_unknown_fields
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
 
-    def endpoints(self) -> dict[str, Endpoint]:
-        """What answers each path."""
-        answers = dict.fromkeys(JOBS, Endpoint(self._generate))
-        return answers | dict.fromkeys(COMPUTED, Endpoint(self._compute))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Starlette wraps `send` for functions, which each part of a stream would have to
+        pass, but not for this object.
+        """
+        exchange: Exchange = scope["exchange"]
+        check_content_type(exchange.headers)
+        with closing(Upload(self.admission)) as upload:
+            answer = self._generate if exchange.path in JOBS else self._compute
+            await answer(exchange, upload)
 
-    async def _generate(self, exchange: Exchange) -> None:
+    async def _generate(self, exchange: Exchange, upload: Upload) -> None:
         """Run the job of the request in the body. While the server is full, no body is parsed: a
         refusal must take as little as possible from the requests that run.
         """
-        headers = exchange.headers
-        names = (headers[name] for name in SESSION_HEADERS if name in headers)
-        session = next(names, b"")[:200].decode("latin-1")
+        convert = JOBS[exchange.path].convert
 
         def job_of(request: Model) -> Job:
-            return JOBS[exchange.path](request, self._served, self._limits.max_messages)
+            return convert(request, self._served, self._limits.max_messages)
 
-        with self.uploads.begin() as upload:
-            job = await self._read(exchange, upload, job_of, self.admission.check_room)
+        job = await self._read(exchange, upload, job_of, self.admission.check_room)
+        session = next(filter(None, map(exchange.headers.get, SESSION_HEADERS)), None)
+        for prompt in job.prompts if session else ():
+            assert isinstance(prompt, dict)
+            prompt["session_id"] = session[:200].decode("latin-1")
+        await exchange.unless_left(self._run(exchange, upload, job))
 
-            def make_writer(generations: list[Generation]) -> Writer:
-                upload.end()  # the prompts are token ids now
-                return job.make_writer(generations)
-
-            for prompt in job.prompts if session else ():
-                assert isinstance(prompt, dict)
-                prompt["session_id"] = session
-            counted_job = dataclasses.replace(job, make_writer=make_writer)
-            await exchange.unless_left(self._run(exchange, counted_job))
-
-    async def _compute(self, exchange: Exchange) -> None:
+    async def _compute(self, exchange: Exchange, upload: Upload) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread. Raises
         `OverloadedError`, before a body is parsed, if too many such requests wait.
         """
+        convert = COMPUTED[exchange.path].convert
         before = self.tokenizing.check_room
-        with self.uploads.begin() as upload:
-            request = await self._read(exchange, upload, lambda request: request, before)
+        request = await self._read(exchange, upload, lambda request: request, before)
 
-            def answer() -> bytes:
-                made = COMPUTED[exchange.path](request, self._served, self._limits.max_messages)
-                return b"".join(json_pieces(made))
+        def answer() -> bytes:
+            made = convert(request, self._served, self._limits.max_messages)
+            return b"".join(json_pieces(made))
 
-            data = await self.tokenizing.run(answer)
+        data = await self.tokenizing.run(answer)
         await exchange.answer(Response(data, media_type="application/json"))
 
     async def _read(
@@ -159,7 +116,7 @@ class Runner:
         complete. A large body is read in a thread, and an encoded one is decoded there. The answer
         will name the fields that are ignored.
         """
-        unknown = Unknown(refuse=self._refuse_unknown_fields)
+        unknown = Unknown(refuse=self._served.refuse_unknown)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body(upload)
         before()
@@ -169,7 +126,7 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            request = read(POST[exchange.path][0], body, self._limits.max_messages, unknown)
+            request = read(POST[exchange.path].model, body, self._limits.max_messages, unknown)
             result = convert(request)
             if isinstance(result, Job):
                 unknown.names |= dict.fromkeys(result.ignored)
@@ -182,20 +139,28 @@ class Runner:
                 exchange.answer_headers[HEADER] = header_of(unknown.names)
                 self._ignored_fields.note(unknown.names)
 
-    async def _run(self, exchange: Exchange, job: Job) -> None:
+    async def _run(self, exchange: Exchange, upload: Upload, job: Job) -> None:
         """Nothing is awaited between the last write and the end of the admission: a client may send
         its next request as soon as it has its answer.
         """
         with self.admission.admit(job.num_outputs):
-            await (self._stream if job.streamed else self._answer_whole)(exchange, job)
+            answer = self._stream if job.streamed else self._answer_whole
+            await answer(exchange, upload, job)
 
-    async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
+    def _writer(
+        self, exchange: Exchange, upload: Upload, job: Job, generations: list[Generation]
+    ) -> Writer:
+        """What writes the answer, now that the prompts are token ids. Raises as `Job.check`."""
+        upload.close()
+        job.check(generations)
+        exchange.answer_headers |= loosened_headers(generations)
+        return job.make_writer(generations)
+
+    async def _answer_whole(self, exchange: Exchange, upload: Upload, job: Job) -> None:
         timing = Timing(self._metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
-            job.check(generations)
-            exchange.answer_headers |= loosened_headers(generations)
-            writer = job.make_writer(generations)
+            writer = self._writer(exchange, upload, job, generations)
         except BaseException:
             self._client.abort(generations)
             raise
@@ -213,12 +178,10 @@ class Runner:
         data = write() if is_short else await self._writing.run(write)
         await exchange.answer(Response(data, media_type="application/json"))
 
-    async def _stream(self, exchange: Exchange, job: Job) -> None:
+    async def _stream(self, exchange: Exchange, upload: Upload, job: Job) -> None:
         timing = Timing(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
-            job.check(generations)
-            exchange.answer_headers |= loosened_headers(generations)
-            exchange.writer = writer = job.make_writer(generations)
+            exchange.writer = writer = self._writer(exchange, upload, job, generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))
             try:
