@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.api import metrics as metrics_module
 from cluster.api import page
 from cluster.api.access import Access
-from cluster.api.document import POST, openapi
+from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse
@@ -74,6 +74,7 @@ class Api:
             created=int(time.time()),
             builder=client.builder,
             tokenizer=tokenizer,
+            max_messages=self.limits.max_messages,
             keep_billing_header=keep_billing_header,
             refuse_unknown=refuse_unknown_fields,
         )
@@ -136,10 +137,7 @@ class Api:
             self.metrics.requests_of(path if path in self._paths else "other", status).inc()
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._access.check_site(exchange.headers)
-        if exchange.path not in OPEN_PATHS:
-            self._access.check_fetch(exchange.headers)
-            self._access.check_key(exchange.headers)
+        self._access.check(exchange.headers, is_open=exchange.path in OPEN_PATHS)
         try:
             await self._router(exchange.scope, exchange.receive, exchange.send)
         except HTTPException as refusal:  # by Starlette's route: of its methods, this is none
@@ -160,7 +158,7 @@ class Api:
         if exchange.writer is not None and exchange.status is not None:
             await exchange.event(exchange.writer.error(error), more=False)
             return
-        is_messages = exchange.path.startswith("/v1/messages")
+        is_messages = exchange.path.startswith(MESSAGES_PATH)
         body = messages_body_of(error) if is_messages else body_of(error)
         await exchange.answer(JsonResponse(body, status_of(error), headers_of(error)))
 

@@ -22,35 +22,28 @@ from cluster.api.schema import (
 )
 
 Result = TypeVar("Result")
+MESSAGES_PATH = "/v1/messages"
 REFERENCE = "#/components/schemas/{model}"
 
 
 class Post(NamedTuple, Generic[Result]):
-    """What a path takes, and what makes a job or an answer of it. That gets the request, and the
-    most messages it may have.
-    """
+    """What a path takes, and what makes a job or an answer of it."""
 
     model: type[Model]
-    convert: Callable[[Any, Served, int], Result]
+    convert: Callable[[Any, Served], Result]
     summary: str
 
 
 JOBS: dict[str, Post[Job]] = {
     "/v1/chat/completions": Post(ChatRequest, chat_job, "Answer a conversation."),
     "/v1/completions": Post(CompletionRequest, completion_job, "Continue one or many prompts."),
-    "/v1/responses": Post(
-        ResponsesRequest, responses_job, "Answer a conversation, as items of a response."
-    ),
-    "/v1/messages": Post(
-        MessagesRequest, messages_job, "Answer a conversation, as Anthropic's API does."
-    ),
+    "/v1/responses": Post(ResponsesRequest, responses_job, "The same, as items of a response."),
+    MESSAGES_PATH: Post(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
 }
 COMPUTED: dict[str, Post[dict[str, Any]]] = {
-    "/v1/responses/input_tokens": Post(
-        ResponsesRequest, count_input, "Number of tokens of such a conversation."
-    ),
-    "/v1/messages/count_tokens": Post(
-        CountTokensRequest, count_tokens, "Number of tokens of a conversation."
+    "/v1/responses/input_tokens": Post(ResponsesRequest, count_input, "Number of its tokens."),
+    f"{MESSAGES_PATH}/count_tokens": Post(
+        CountTokensRequest, count_tokens, "Number of its tokens."
     ),
     "/tokenize": Post(TokenizeRequest, tokenize, "Token ids of a text or a conversation."),
     "/detokenize": Post(DetokenizeRequest, detokenize, "Text of token ids."),
@@ -84,15 +77,16 @@ def openapi(version: str) -> dict[str, Any]:
     """The document."""
     models = [(model, "validation") for model in (Error, *(model for model, *_ in POST.values()))]
     _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {}
+    paths: dict[str, Any] = {
+        path: {"get": {"summary": summary, "responses": _responses()}}
+        for path, summary in GET.items()
+    }
     for path, (model, _, summary) in POST.items():
         reference = REFERENCE.format(model=model.__name__)
         body = {"content": {"application/json": {"schema": {"$ref": reference}}}, "required": True}
         paths[path] = {
             "post": {"summary": summary, "requestBody": body, "responses": _responses("400", "413")}
         }
-    for path, summary in GET.items():
-        paths[path] = {"get": {"summary": summary, "responses": _responses()}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Eagleray", "version": version},

@@ -39,6 +39,7 @@ class Served:
     created: int
     builder: RequestBuilder
     tokenizer: Tokenizer | None
+    max_messages: int = most("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
 
@@ -51,6 +52,14 @@ class Served:
                 parameter="model",
                 code="model_not_found",
             )
+
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """The tokenizer. Raises `RequestError` for a checkpoint without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{purpose} needs a tokenizer, and this checkpoint has none", "messages"
+            )
+        return self.tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +100,21 @@ class Job:
         return num_tokens * alternatives + _num_prompt_tokens(generations) * of_prompt
 
 
-def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def chat_prompt(request: ChatRequest, served: Served) -> dict[str, Any]:
     """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
     request = request.narrowed()
     served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "a chat")
-    prompt = _conversation(request, tokenizer, max_messages)
+    prompt = _conversation(request, served, "a chat")
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
     return prompt
 
 
-def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
+def chat_job(request: ChatRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     request = request.narrowed()
-    prompt = chat_prompt(request, served, max_messages)
-    tokenizer = _needed(served.tokenizer, "a chat")
+    prompt = chat_prompt(request, served)
+    tokenizer = served.tokenizer_for("a chat")
     structure = structure_of(request)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -139,7 +147,7 @@ def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
     return _job(request, served, [prompt], params, make_writer)
 
 
-def completion_job(request: CompletionRequest, served: Served, _: int) -> Job:
+def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
     echo = bool(request.echo)
@@ -177,14 +185,13 @@ def completion_job(request: CompletionRequest, served: Served, _: int) -> Job:
     return _job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
 
 
-def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def tokenize(request: TokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "tokenizing")
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is None:
-        token_ids = served.builder.encode(_conversation(request, tokenizer, max_messages))
+        token_ids = served.builder.encode(_conversation(request, served, "tokenizing"))
     else:
         for name in ("tools", "chat_template_kwargs", "continue_final_message"):
             if getattr(request, name):
@@ -197,10 +204,10 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
     }
 
 
-def detokenize(request: DetokenizeRequest, served: Served, _: int) -> dict[str, Any]:
+def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer of `/detokenize`."""
     served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "detokenizing")
+    tokenizer = served.tokenizer_for("detokenizing")
     served.builder.check_ids("tokens", request.tokens)
     return {"prompt": tokenizer.decode(request.tokens)}
 
@@ -262,11 +269,11 @@ def _num_prompt_tokens(generations: list[Generation]) -> int:
 
 
 def _conversation(
-    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, max_messages: int
+    request: ChatRequest | TokenizeRequest, served: Served, purpose: str
 ) -> dict[str, Any]:
     """The prompt. Raises `RequestError` for too many messages, and for fields that disagree."""
-    messages = request.messages or []
-    check("messages", len(messages), "messages", most=max_messages)
+    tokenizer, messages = served.tokenizer_for(purpose), request.messages or []
+    check("messages", len(messages), "messages", most=served.max_messages)
     if request.add_generation_prompt is bool(request.continue_final_message):
         raise RequestError(
             "add_generation_prompt is false where continue_final_message is true, and true"
@@ -305,9 +312,3 @@ def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> 
 
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
-
-
-def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-    if tokenizer is None:
-        raise RequestError(f"{what} needs a tokenizer, and this checkpoint has none", "messages")
-    return tokenizer

@@ -50,11 +50,14 @@ class Exchange:
         # With "app", Starlette's routes raise what they refuse.
         routed = {"path": self.path, "root_path": "", "app": None, "exchange": self}
         self.scope: Scope = {**scope, **routed}
-        self.headers = {name.lower(): value for name, value in scope["headers"]}
+        self.headers = {
+            name.decode("latin-1"): value.decode("latin-1").strip()
+            for name, value in scope["headers"]
+        }
         self.answer_headers: dict[str, str] = {}
         if echo_id:
-            given_id = self.headers.get(b"x-request-id") or secrets.token_hex(16).encode()
-            self.answer_headers["x-request-id"] = given_id[:200].decode("latin-1")
+            given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
+            self.answer_headers["x-request-id"] = given_id[:200]
         self.status: int | None = None
         self.writer: Writer | None = None
         self.written_s = 0.0
@@ -65,7 +68,7 @@ class Exchange:
         """The body of the request. Raises `HttpError` 413 for one that is too long, 408 for one
         that takes too long, `OverloadedError` for one too many, and `Gone`.
         """
-        upload.check_length(int(self.headers.get(b"content-length", 0)))
+        upload.check_length(int(self.headers.get("content-length", 0)))
         parts, more = [], True
         while more:
             try:
@@ -86,7 +89,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI's `send`. It adds `answer_headers`, and takes the body from answers to HEAD."""
-        message = message.copy()
+        message = {**message}
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message).update(self.answer_headers)

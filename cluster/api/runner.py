@@ -47,7 +47,7 @@ TOKENIZERS = 1  # threads of `/tokenize` and its like
 MAX_TOKENIZING = 16  # requests that may wait for them
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 # Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
-SESSION_HEADERS = (b"x-session-id", b"session-id", b"x-claude-code-session-id")
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 
 
 class Runner:
@@ -78,29 +78,28 @@ class Runner:
         """Run the job of the request in the body. While the server is full, no body is parsed: a
         refusal must take as little as possible from the requests that run.
         """
-        convert = JOBS[exchange.path].convert
 
         def job_of(request: Model) -> Job:
-            return convert(request, self._served, self._limits.max_messages)
+            return JOBS[exchange.path].convert(request, self._served)
 
         job = await self._read(exchange, upload, job_of, self.admission.check_room)
-        session = next(filter(None, map(exchange.headers.get, SESSION_HEADERS)), None)
+        headers = exchange.headers
+        session = next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:200]
         for prompt in job.prompts if session else ():
             assert isinstance(prompt, dict)
-            prompt["session_id"] = session[:200].decode("latin-1")
+            prompt["session_id"] = session
         await exchange.unless_left(self._run(exchange, upload, job))
 
     async def _compute(self, exchange: Exchange, upload: Upload) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread. Raises
         `OverloadedError`, before a body is parsed, if too many such requests wait.
         """
-        convert = COMPUTED[exchange.path].convert
-        before = self.tokenizing.check_room
-        request = await self._read(exchange, upload, lambda request: request, before)
+        check_room = self.tokenizing.check_room
+        request = await self._read(exchange, upload, lambda request: request, check_room)
 
         def answer() -> bytes:
-            made = convert(request, self._served, self._limits.max_messages)
-            return b"".join(json_pieces(made))
+            values = COMPUTED[exchange.path].convert(request, self._served)
+            return b"".join(json_pieces(values))
 
         data = await self.tokenizing.run(answer)
         await exchange.answer(Response(data, media_type="application/json"))
@@ -110,16 +109,16 @@ class Runner:
         exchange: Exchange,
         upload: Upload,
         convert: Callable[[Model], Result],
-        before: Callable[[], None],
+        check_room: Callable[[], None],
     ) -> Result:
-        """What `convert` makes of the request in the body; `before` is called when the body is
+        """What `convert` makes of the request in the body. `check_room` is called when that is
         complete. A large body is read in a thread, and an encoded one is decoded there. The answer
         will name the fields that are ignored.
         """
         unknown = Unknown(refuse=self._served.refuse_unknown)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body(upload)
-        before()
+        check_room()
         if encoding:
             num_sent, most = len(body), self._limits.max_body_bytes
             body = await self._reading.run(partial(decode, body, encoding, most))

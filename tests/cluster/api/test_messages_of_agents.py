@@ -65,7 +65,7 @@ def after_tool(*content: dict[str, Any]) -> dict[str, Any]:
 def job_for(server: Server, fields: dict[str, Any]) -> Any:
     body = {"model": "tiny", "max_tokens": 50, "messages": [USER]} | fields
     request = read(MessagesRequest, json.dumps(body).encode())
-    return messages_job(request, server.api._served, max_messages=10)
+    return messages_job(request, server.api._served)
 
 
 @pytest.mark.parametrize("path", ["", "/count_tokens"])
@@ -282,4 +282,4 @@ def test_a_model_whose_thinking_cannot_be_switched_answers_all_the_same(
     effort = {"effort": "high"}
     body = {"messages": [USER], "thinking": {"type": thinking}, "output_config": effort}
     request = read(CountTokensRequest, json.dumps(body).encode())
-    assert count_tokens(request, served, 10)["input_tokens"] > 0
+    assert count_tokens(request, served)["input_tokens"] > 0

@@ -321,7 +321,7 @@ def test_namespaces_have_the_bounds_of_tools(
 ) -> None:
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
-        responses_job(read(ResponsesRequest, body), server.api._served, 10)
+        responses_job(read(ResponsesRequest, body), server.api._served)
 
 
 SPOKEN = (
