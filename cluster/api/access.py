@@ -63,19 +63,17 @@ class Access:
                 " or with --api-key",
                 code="host_not_allowed",
             )
-        if origin and not self._is_origin_allowed(origin, host):
+        if origin:
+            is_allowed = self._is_origin_allowed(origin, host)
+            site, remedy = origin[:200], "Serve with --allowed-origins for it"
+        else:
+            is_allowed = is_open or headers.get("sec-fetch-site", "").lower() != "cross-site"
+            site, remedy = "another site", "Open the address by itself"
+        if not is_allowed:
             raise HttpError(
                 403,
-                f"a web page of {origin[:200]} may not use this server, which has no API key. Serve"
-                " with --allowed-origins for it, or with --api-key",
-                code="origin_not_allowed",
-            )
-        is_fetched = headers.get("sec-fetch-site", "").lower() == "cross-site" and not origin
-        if is_fetched and not is_open:
-            raise HttpError(
-                403,
-                "a web page of another site may not use this server, which has no API key. Open the"
-                " address by itself, or serve with --api-key",
+                f"a web page of {site} may not use this server, which has no API key. {remedy},"
+                " or serve with --api-key",
                 code="origin_not_allowed",
             )
 

@@ -24,7 +24,7 @@ from cluster.api import page
 from cluster.api.access import Access
 from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
-from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
+from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import ApiMetrics, Family, engine_families
@@ -33,7 +33,6 @@ from cluster.api.runner import Runner
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
 from cluster.client.client import Client
-from cluster.client.tokenizer import Tokenizer
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
@@ -53,36 +52,23 @@ class Api:
     def __init__(
         self,
         client: Client,
-        tokenizer: Tokenizer | None,
+        served: Served,
         *,
-        model_name: str,
         version: str,
         access: Access | None = None,
         limits: ApiLimits | None = None,
-        keep_billing_header: bool = False,
         echo_request_id: bool = True,
-        refuse_unknown_fields: bool = False,
     ) -> None:
-        """`access`: by default anybody may send requests. `keep_billing_header`: as in
-        `ServeConfig`. `echo_request_id`: off where a proxy in front adds `x-request-id` itself.
-        `refuse_unknown_fields`: none is ignored.
+        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
+        front adds `x-request-id` itself.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
-        self._served = Served(
-            name=model_name,
-            created=int(time.time()),
-            builder=client.builder,
-            tokenizer=tokenizer,
-            max_messages=self.limits.max_messages,
-            keep_billing_header=keep_billing_header,
-            refuse_unknown=refuse_unknown_fields,
-        )
-        self.runner = Runner(client, self._served, self.limits, self.metrics)
+        self.runner = Runner(client, served, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
         self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
-        self._client = client
+        self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._tracing = Workers("traces", 1, MAX_TRACING)
@@ -117,10 +103,8 @@ class Api:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "lifespan":
-            await self._router(scope, receive, send)
         if scope["type"] != "http":
-            return
+            return await self._router(scope, receive, send)
         exchange = Exchange(scope, receive, send, echo_id=self._echo_request_id)
         status = 499
         try:
@@ -129,8 +113,9 @@ class Api:
         except Gone:
             pass
         except Exception as error:
-            status = status_of(error)
-            await self._refuse(exchange, error)
+            refusal = http_error(error)
+            status = refusal.status
+            await self._refuse(exchange, refusal)
         finally:
             route = exchange.scope.get("route")
             path = exchange.path if route is None else route.path_format
@@ -153,14 +138,14 @@ class Api:
         paths = ", ".join(self._paths)
         raise HttpError(404, f"there is nothing at {scope['path'][:200]!r}; paths are {paths}")
 
-    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+    async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         """Answer with an error, as an event if the stream has begun."""
         if exchange.writer is not None and exchange.status is not None:
             await exchange.event(exchange.writer.error(error), more=False)
             return
         is_messages = exchange.path.startswith(MESSAGES_PATH)
         body = messages_body_of(error) if is_messages else body_of(error)
-        await exchange.answer(JsonResponse(body, status_of(error), headers_of(error)))
+        await exchange.answer(JsonResponse(body, error.status, error.headers))
 
     async def _model(self, request: Request) -> Response:
         self._served.check_name(request.path_params["name"])

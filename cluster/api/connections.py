@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from cluster.api.app import Api
-from cluster.api.errors import HttpError, body_of, headers_of, status_of
+from cluster.api.errors import HttpError, body_of, http_error
 from cluster.api.exchange import JsonResponse
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
@@ -74,13 +74,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) <= self.max_connections or self._drop_oldest():
-            self.without_request[self] = None
-            self._close_after(self.head_timeout_s)
-        else:
-            most = self.max_connections
-            reason = f"at most {most} connections are possible, and all have requests; try again"
-            self._refuse(OverloadedError(f"{reason} later"))
+        if len(self.connections) > self.max_connections:
+            if not self.without_request:
+                most = self.max_connections
+                reason = f"at most {most} connections are possible, and all have requests"
+                self._refuse(OverloadedError(f"{reason}; try again later"))
+                return
+            oldest = next(iter(self.without_request))
+            del self.without_request[oldest]
+            oldest.transport.abort()
+        self.without_request[self] = None
+        self._close_after(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
@@ -149,10 +153,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_head = self._has_head_begun = True
         self._head_bytes = self._num_headers = self._unfinished_bytes = self._bare_bytes = 0
 
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count_head(len(name) + len(value) + 4)
@@ -161,6 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._asks_for_upgrade():
             return
+        self._count_head(len(self.url))
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
@@ -196,23 +197,13 @@ class BoundedProtocol(HttpToolsProtocol):
         end up in the middle of another.
         """
         if not self._is_answering:
-            headers = {"connection": "close"} | headers_of(error)
-            answer = JsonResponse(body_of(error), status_of(error), headers)
+            refusal = http_error(error)
+            headers = {"connection": "close"} | refusal.headers
+            answer = JsonResponse(body_of(refusal), refusal.status, headers)
             lines = [b"%s: %s\r\n" % header for header in answer.raw_headers]
             head = b"".join([STATUS_LINE[answer.status_code], *lines])
             self.transport.write(head + b"\r\n" + answer.body)
         self._close()
-
-    def _drop_oldest(self) -> bool:
-        """Drop the connection that has gone without a complete request for the longest time. False
-        if all have one.
-        """
-        oldest = next(iter(self.without_request), None)
-        if oldest is None:
-            return False
-        del self.without_request[oldest]
-        oldest.transport.abort()
-        return True
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -4,8 +4,9 @@ answer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.api.completion_replies import CompletionWriter
@@ -36,9 +37,9 @@ class Served:
     """The model that is served."""
 
     name: str
-    created: int
     builder: RequestBuilder
     tokenizer: Tokenizer | None
+    created: int = field(default_factory=lambda: int(time.time()))
     max_messages: int = most("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
@@ -296,17 +297,17 @@ def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> 
     """The variables of the template. Thinking is a hint where the template cannot switch it. Raises
     `RequestError` if it is to be off and the model always thinks.
     """
-    variables, field = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
+    variables, source = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
     if THINKING_SWITCH not in variables:
         if request.enable_thinking is not None:
-            variables[THINKING_SWITCH], field = request.enable_thinking, "enable_thinking"
+            variables[THINKING_SWITCH], source = request.enable_thinking, "enable_thinking"
         elif request.reasoning_effort is not None:
             variables[THINKING_SWITCH] = request.reasoning_effort != "none"
-            field = "reasoning_effort"
+            source = "reasoning_effort"
     if THINKING_SWITCH in tokenizer.template_variables:
         return variables
     if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
-        raise RequestError(f"{field}: this model always thinks; leave the field out", field)
+        raise RequestError(f"{source}: this model always thinks; leave the field out", source)
     return variables
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.api.errors import HttpError
-from scheduler.bounds import HTTP, MIB, most
+from scheduler.bounds import HTTP, MIB
 from scheduler.errors import OverloadedError, RequestError
 
 BYTES_PER_S = 8192  # of a body, at least
@@ -28,7 +28,6 @@ class ApiLimits:
     max_body_bytes: int = HTTP["body"].most
     max_bodies_bytes: int = HTTP["bodies"].most
     small_body_bytes: int = HTTP["small body"].most
-    max_messages: int = most("messages")
     max_outputs: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0

@@ -125,7 +125,7 @@ class Runner:
             upload.add(len(body) - num_sent)
 
         def make() -> Result:
-            request = read(POST[exchange.path].model, body, self._limits.max_messages, unknown)
+            request = read(POST[exchange.path].model, body, self._served.max_messages, unknown)
             result = convert(request)
             if isinstance(result, Job):
                 unknown.names |= dict.fromkeys(result.ignored)

@@ -178,7 +178,7 @@ def test_a_line_stands_for_what_a_user_shows_and_the_answer_names_it(
     ],
 )
 def test_a_server_can_refuse_what_the_model_cannot_get(fields: dict[str, Any], name: str) -> None:
-    with serve(script, refuse_unknown_fields=True) as running:
+    with serve(script, refuse_unknown=True) as running:
         answer = post(running, fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{name}: the model cannot get this")

@@ -36,7 +36,7 @@ def served_with(folder: Path, template: str) -> Served:
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
     builder = RequestBuilder(MODEL, tokenizer, SamplingParams(), LIMITS, 0)
-    return Served(name="tiny", created=0, builder=builder, tokenizer=tokenizer)
+    return Served(name="tiny", builder=builder, tokenizer=tokenizer)
 
 
 def prompt_of(served: Served, fields: dict[str, Any]) -> list[int]:
