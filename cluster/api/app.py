@@ -25,10 +25,9 @@ from cluster.api.access import Access
 from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
-from cluster.api.exchange import Exchange, Gone, JsonResponse
+from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import ApiMetrics, Family, engine_families
-from cluster.api.replies import json_pieces
 from cluster.api.runner import Runner
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
@@ -36,8 +35,6 @@ from cluster.client.client import Client
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
-
-Gather = Callable[[], Awaitable[list[list[Family]]]]
 
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
@@ -67,7 +64,8 @@ class Api:
         self.runner = Runner(client, served, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
-        self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
+        # Of all processes that serve, including this one.
+        self.gather_metrics: Callable[[], Awaitable[list[list[Family]]]] | None = None
         self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
@@ -170,11 +168,9 @@ class Api:
             seconds = float(text)
         except ValueError:
             raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
-
-        def write() -> bytes:
-            return b"".join(json_pieces(chrome_trace(self._client.records(seconds))))
-
-        return Response(await self._tracing.run(write), media_type="application/json")
+        return await json_response(
+            lambda: chrome_trace(self._client.records(seconds)), self._tracing
+        )
 
     async def _show_metrics(self, _: Request) -> Response:
         gathered = await self.gather_metrics() if self.gather_metrics else [await self.families()]

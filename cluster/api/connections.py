@@ -32,16 +32,13 @@ _FRAME = 8
 
 
 class _OldCycle(RequestResponseCycle):
-    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer whose
-    length is not said ends with the connection, as the base has it with every answer.
+    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer ends with
+    the connection, so each part may have any length.
     """
 
     async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            if b"content-length" not in dict(message["headers"]):
-                self.chunked_encoding = False
-        elif message["type"] == "http.response.body" and not self.expected_content_length:
-            self.expected_content_length = len(message["body"])
+        self.chunked_encoding = False
+        self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cluster.api.completion_replies import CompletionWriter
@@ -67,10 +68,9 @@ class Served:
 class Job:
     """What to run for a request, and how to answer."""
 
+    request: Generate
     prompts: list[Prompt]
     params: SamplingParams
-    streamed: bool
-    includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
     num_scores: int = 0  # log probabilities of each token of the prompt, in each output
@@ -171,18 +171,15 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
         {"prompt" if isinstance(content, str) else "prompt_token_ids": content} | salt
         for content in contents
     ]
-
-    def make_writer(generations: list[Generation]) -> Writer:
-        return CompletionWriter(
-            served.name,
-            generations,
-            served.tokenizer,
-            echo=echo,
-            token_ids=bool(request.return_token_ids),
-            echo_top=echo_top,
-            prompt_top=request.prompt_logprobs,
-        )
-
+    make_writer = partial(
+        CompletionWriter,
+        served.name,
+        tokenizer=served.tokenizer,
+        echo=echo,
+        token_ids=bool(request.return_token_ids),
+        echo_top=echo_top,
+        prompt_top=request.prompt_logprobs,
+    )
     return _job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
 
 
@@ -237,10 +234,9 @@ def _job(
     """`echo`: each output repeats its prompt, with `echo_top` alternatives per token."""
     params = served.builder.parameters(params)
     job = Job(
+        request=request,
         prompts=prompts,
         params=params,
-        streamed=bool(request.stream),
-        includes_usage=request.includes_usage,
         make_writer=make_writer,
         repeats_prompt=echo or bool(request.return_token_ids),
         num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
@@ -248,9 +244,9 @@ def _job(
     outputs = f"{job.num_outputs} outputs of {params.max_tokens} tokens"
     place = f"{outputs} with {params.logprobs} others"
     check("alternatives", job.num_alternatives, place, "logprobs")
-    if request.stream_options is not None and not job.streamed:
+    if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if job.streamed and request.prompt_logprobs is not None:
+    if request.stream and request.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not part of streams; leave out stream, or ask /v1/completions for"
             " echo with logprobs, which streams have",

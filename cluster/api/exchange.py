@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -16,7 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.errors import HttpError
 from cluster.api.limits import Upload
-from cluster.api.replies import Writer, encode_json
+from cluster.api.replies import Writer, encode_json, json_pieces
+from cluster.api.workers import Workers
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -32,6 +33,14 @@ class JsonResponse(JSONResponse):
         return encode_json(content).encode()
 
 
+async def json_response(
+    make: Callable[[], object], workers: Workers, *, at_once: bool = False
+) -> Response:
+    """An answer with what `make` returns, made and written as `Workers.run` does it."""
+    data = await workers.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
+    return Response(data, media_type="application/json")
+
+
 class Gone(Exception):
     """The client has left."""
 
@@ -40,7 +49,7 @@ class Exchange:
     """One request and its answer.
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
-    the answer, whatever that becomes. status: None until the answer has begun. writer: that of a
+    the answer, whatever that becomes. upload: set where a body is wanted. status: None until the answer has begun. writer: that of a
     stream. written_s: when something was last written.
     """
 
@@ -58,16 +67,18 @@ class Exchange:
         if echo_id:
             given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
             self.answer_headers["x-request-id"] = given_id[:200]
+        self.upload: Upload
         self.status: int | None = None
         self.writer: Writer | None = None
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
         self.receive, self._send = receive, send
 
-    async def body(self, upload: Upload) -> bytes:
-        """The body of the request. Raises `HttpError` 413 for one that is too long, 408 for one
+    async def body(self) -> bytes:
+        """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too long, 408 for one
         that takes too long, `OverloadedError` for one too many, and `Gone`.
         """
+        upload = self.upload
         upload.check_length(int(self.headers.get("content-length", 0)))
         parts, more = [], True
         while more:

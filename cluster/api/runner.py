@@ -11,20 +11,19 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
 from cluster.api.document import COMPUTED, JOBS, POST
 from cluster.api.encoding import decode, encoding_of
 from cluster.api.endpoints import Job, Served
-from cluster.api.exchange import Exchange
+from cluster.api.exchange import Exchange, json_response
 from cluster.api.limits import Admission, ApiLimits, Upload
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
-from cluster.api.replies import Writer, json_pieces
+from cluster.api.replies import Writer
 from cluster.api.schema import Model
 from cluster.api.structure import loosened_headers
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
@@ -32,8 +31,6 @@ from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
 from cluster.client.streams import Item
-
-Result = TypeVar("Result")
 
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
 # many take 20 ms.
@@ -70,96 +67,76 @@ class Runner:
         """
         exchange: Exchange = scope["exchange"]
         check_content_type(exchange.headers)
-        with closing(Upload(self.admission)) as upload:
-            answer = self._generate if exchange.path in JOBS else self._compute
-            await answer(exchange, upload)
+        with closing(Upload(self.admission)) as exchange.upload:
+            await (self._generate if exchange.path in JOBS else self._compute)(exchange)
 
-    async def _generate(self, exchange: Exchange, upload: Upload) -> None:
-        """Run the job of the request in the body. While the server is full, no body is parsed: a
-        refusal must take as little as possible from the requests that run.
-        """
-
-        def job_of(request: Model) -> Job:
-            return JOBS[exchange.path].convert(request, self._served)
-
-        job = await self._read(exchange, upload, job_of, self.admission.check_room)
+    async def _generate(self, exchange: Exchange) -> None:
+        """Run the job of the request in the body."""
+        job: Job = await self._read(exchange, self.admission.check_room)
         headers = exchange.headers
         session = next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:200]
         for prompt in job.prompts if session else ():
             assert isinstance(prompt, dict)
             prompt["session_id"] = session
-        await exchange.unless_left(self._run(exchange, upload, job))
 
-    async def _compute(self, exchange: Exchange, upload: Upload) -> None:
-        """Answer a request with what the tokenizer makes of it, in a thread. Raises
-        `OverloadedError`, before a body is parsed, if too many such requests wait.
-        """
-        check_room = self.tokenizing.check_room
-        request = await self._read(exchange, upload, lambda request: request, check_room)
+        async def run() -> None:
+            # Nothing is awaited between the last write and the end of the admission: a client may
+            # send its next request as soon as it has its answer.
+            with self.admission.admit(job.num_outputs):
+                await (self._stream if job.request.stream else self._answer_whole)(exchange, job)
 
-        def answer() -> bytes:
-            values = COMPUTED[exchange.path].convert(request, self._served)
-            return b"".join(json_pieces(values))
+        await exchange.unless_left(run())
 
-        data = await self.tokenizing.run(answer)
-        await exchange.answer(Response(data, media_type="application/json"))
+    async def _compute(self, exchange: Exchange) -> None:
+        """Answer a request with what the tokenizer makes of it, in a thread."""
+        request: Model = await self._read(exchange, self.tokenizing.check_room)
+        convert = partial(COMPUTED[exchange.path].convert, request, self._served)
+        await exchange.answer(await json_response(convert, self.tokenizing))
 
-    async def _read(
-        self,
-        exchange: Exchange,
-        upload: Upload,
-        convert: Callable[[Model], Result],
-        check_room: Callable[[], None],
-    ) -> Result:
-        """What `convert` makes of the request in the body. `check_room` is called when that is
-        complete. A large body is read in a thread, and an encoded one is decoded there. The answer
-        will name the fields that are ignored.
+    async def _read(self, exchange: Exchange, check_room: Callable[[], None]) -> Any:
+        """The job that the request in the body asks for, or the request to compute something. A
+        large body is read in a thread, and an encoded one is decoded there. The answer will name
+        the fields that are ignored.
+
+        Where `check_room` raises `OverloadedError`, no body is parsed: a refusal must take as
+        little as possible from the requests that run.
         """
         unknown = Unknown(refuse=self._served.refuse_unknown)
         encoding = encoding_of(exchange.headers)
-        body = await exchange.body(upload)
+        body = await exchange.body()
         check_room()
         if encoding:
             num_sent, most = len(body), self._limits.max_body_bytes
             body = await self._reading.run(partial(decode, body, encoding, most))
-            upload.add(len(body) - num_sent)
+            exchange.upload.add(len(body) - num_sent)
 
-        def make() -> Result:
+        def make() -> Model | Job:
             request = read(POST[exchange.path].model, body, self._served.max_messages, unknown)
-            result = convert(request)
-            if isinstance(result, Job):
-                unknown.names |= dict.fromkeys(result.ignored)
-            return result
+            if exchange.path in COMPUTED:
+                return request
+            job = JOBS[exchange.path].convert(request, self._served)
+            unknown.names |= dict.fromkeys(job.ignored)
+            return job
 
         try:
-            return make() if len(body) <= READ_INLINE_BYTES else await self._reading.run(make)
+            return await self._reading.run(make, at_once=len(body) <= READ_INLINE_BYTES)
         finally:
             if unknown.names:
                 exchange.answer_headers[HEADER] = header_of(unknown.names)
                 self._ignored_fields.note(unknown.names)
 
-    async def _run(self, exchange: Exchange, upload: Upload, job: Job) -> None:
-        """Nothing is awaited between the last write and the end of the admission: a client may send
-        its next request as soon as it has its answer.
-        """
-        with self.admission.admit(job.num_outputs):
-            answer = self._stream if job.streamed else self._answer_whole
-            await answer(exchange, upload, job)
-
-    def _writer(
-        self, exchange: Exchange, upload: Upload, job: Job, generations: list[Generation]
-    ) -> Writer:
+    def _writer(self, exchange: Exchange, job: Job, generations: list[Generation]) -> Writer:
         """What writes the answer, now that the prompts are token ids. Raises as `Job.check`."""
-        upload.close()
+        exchange.upload.close()
         job.check(generations)
         exchange.answer_headers |= loosened_headers(generations)
         return job.make_writer(generations)
 
-    async def _answer_whole(self, exchange: Exchange, upload: Upload, job: Job) -> None:
+    async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self._metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
-            writer = self._writer(exchange, upload, job, generations)
+            writer = self._writer(exchange, job, generations)
         except BaseException:
             self._client.abort(generations)
             raise
@@ -169,18 +146,13 @@ class Runner:
                 raise output.error
             self._metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
         timing.end()
-
-        def write() -> bytes:
-            return b"".join(json_pieces(writer.body()))
-
         is_short = job.num_written(generations) <= WRITE_INLINE_TOKENS
-        data = write() if is_short else await self._writing.run(write)
-        await exchange.answer(Response(data, media_type="application/json"))
+        await exchange.answer(await json_response(writer.body, self._writing, at_once=is_short))
 
-    async def _stream(self, exchange: Exchange, upload: Upload, job: Job) -> None:
+    async def _stream(self, exchange: Exchange, job: Job) -> None:
         timing = Timing(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
-            exchange.writer = writer = self._writer(exchange, upload, job, generations)
+            exchange.writer = writer = self._writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))
             try:
@@ -193,7 +165,7 @@ class Runner:
             finally:
                 keeping.cancel()
             timing.end()
-            await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
+            await exchange.event(writer.end(includes_usage=job.request.includes_usage), more=False)
 
 
 async def _in_turns(writer: Writer, items: list[Item]) -> bytes:

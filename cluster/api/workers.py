@@ -32,10 +32,13 @@ class Workers:
                 " are possible; try again later"
             )
 
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: Callable[[], Result], *, at_once: bool = False) -> Result:
         """What `work` returns. Raises `OverloadedError` instead of waiting in a full queue. If this
         is canceled, the work leaves the queue; once it runs, it counts until it has ended.
+        `at_once`: without a thread, as it is little.
         """
+        if at_once:
+            return work()
         self.check_room()
         call = self._threads.submit(work)
         self.calls.add(call)

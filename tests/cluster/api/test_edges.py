@@ -338,9 +338,9 @@ def test_headers_that_are_added_go_with_every_answer(
 ) -> None:
     original = Exchange.body
 
-    async def body(exchange: Exchange, upload: Any) -> bytes:
+    async def body(exchange: Exchange) -> bytes:
         exchange.answer_headers["x-added"] = "a, b"
-        return await original(exchange, upload)
+        return await original(exchange)
 
     monkeypatch.setattr(Exchange, "body", body)
     for sent in (BODY, STREAM, b"{"):
