@@ -113,7 +113,12 @@ class Api:
         except Exception as error:
             refusal = http_error(error)
             status = refusal.status
-            await self._refuse(exchange, refusal)
+            if exchange.writer is not None and exchange.status is not None:
+                await exchange.event(exchange.writer.error(refusal), more=False)
+            else:
+                is_messages = exchange.path.startswith(MESSAGES_PATH)
+                body = messages_body_of(refusal) if is_messages else body_of(refusal)
+                await exchange.answer(JsonResponse(body, status, refusal.headers))
         finally:
             route = exchange.scope.get("route")
             path = exchange.path if route is None else route.path_format
@@ -135,15 +140,6 @@ class Api:
     async def _refuse_path(self, scope: Scope, receive: Receive, send: Send) -> None:
         paths = ", ".join(self._paths)
         raise HttpError(404, f"there is nothing at {scope['path'][:200]!r}; paths are {paths}")
-
-    async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
-        """Answer with an error, as an event if the stream has begun."""
-        if exchange.writer is not None and exchange.status is not None:
-            await exchange.event(exchange.writer.error(error), more=False)
-            return
-        is_messages = exchange.path.startswith(MESSAGES_PATH)
-        body = messages_body_of(error) if is_messages else body_of(error)
-        await exchange.answer(JsonResponse(body, error.status, error.headers))
 
     async def _model(self, request: Request) -> Response:
         self._served.check_name(request.path_params["name"])

@@ -4,12 +4,13 @@ pipelined requests and slow clients.
 A connection that sends no complete head in time is closed, as is one whose request goes on after
 its answer; a head that is too large is answered with 431. The time of a body is the matter of
 `exchange.py`, which knows whether it wants one. A connection that takes nothing of its answer for
-some time is dropped: closing it would wait for that.
+some time is dropped by the system.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, ClassVar
 
 import httptools
@@ -57,7 +58,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
-        self._unsent_timer: asyncio.TimerHandle | None = None
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
@@ -71,6 +71,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if option := getattr(socket, "TCP_USER_TIMEOUT", None):  # of Linux alone
+            timeout_ms = int(1000 * self.slow_reader_timeout_s)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, timeout_ms)
         if len(self.connections) > self.max_connections:
             if not self.without_request:
                 most = self.max_connections
@@ -86,13 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
         self._stop_timer()
-        if self._unsent_timer is not None:
-            self._unsent_timer.cancel()
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_unsent()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._is_answering):
@@ -109,7 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unfinished_bytes > HTTP["head"].most:
                 self._refuse(_head_too_large())
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
-            self._close()
+            self.transport.close()
 
     def _feed(self, data: bytes) -> None:
         """Parse, as the base does it, but read a request that asks for another protocol as if it
@@ -187,7 +184,6 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._is_reading_body:
                 self._close_after(self.rest_timeout_s)
         super().on_response_complete()
-        self._watch_unsent()
 
     def _refuse(self, error: EaglerayError) -> None:
         """Close the connection, for which there is no exchange, with an answer, unless this would
@@ -200,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
             lines = [b"%s: %s\r\n" % header for header in answer.raw_headers]
             head = b"".join([STATUS_LINE[answer.status_code], *lines])
             self.transport.write(head + b"\r\n" + answer.body)
-        self._close()
+        self.transport.close()
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -209,39 +205,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_after(self, limit_s: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(limit_s, self._close)
+        self._timer = self.loop.call_later(limit_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _close(self) -> None:
-        """Close the connection once what has been written is sent."""
-        self.transport.close()
-        self._watch_unsent()
-
-    def _watch_unsent(self) -> None:
-        """Drop the connection if from now on, it takes nothing of what has been written."""
-        if self._unsent_timer is not None:
-            self._unsent_timer.cancel()
-            self._unsent_timer = None
-        if num_bytes := self.transport.get_write_buffer_size():
-            self._unsent_timer = self.loop.call_later(
-                self.slow_reader_timeout_s, self._check_unsent, num_bytes
-            )
-
-    def _check_unsent(self, num_before: int) -> None:
-        """While a stream may add to what is unsent, that need not become less. But then it is
-        little: above a mark, writing is paused.
-        """
-        may_grow = self._is_answering and not self.flow.write_paused
-        is_closing = self.transport.is_closing()
-        num_bytes = self.transport.get_write_buffer_size()
-        if num_bytes >= num_before and (is_closing or not may_grow):
-            self.transport.abort()
-        else:
-            self._watch_unsent()
 
 
 def _head_too_large() -> HttpError:

@@ -75,17 +75,18 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = [(model, "validation") for model in (Error, *(model for model, *_ in POST.values()))]
+    models = [(model, "validation") for model in (Error, *(post.model for post in POST.values()))]
     _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
+    refusal = {"description": "An error.", "content": _content(Error)}
+    statuses = dict.fromkeys(("400", "401", "404", "413", "503"), refusal)
+    responses = {"200": {"description": "The answer."}} | statuses
     paths: dict[str, Any] = {
-        path: {"get": {"summary": summary, "responses": _responses()}}
-        for path, summary in GET.items()
+        path: {"get": {"summary": summary, "responses": responses}} for path, summary in GET.items()
     }
-    for path, (model, _, summary) in POST.items():
-        reference = REFERENCE.format(model=model.__name__)
-        body = {"content": {"application/json": {"schema": {"$ref": reference}}}, "required": True}
+    for path, post in POST.items():
+        body = {"content": _content(post.model), "required": True}
         paths[path] = {
-            "post": {"summary": summary, "requestBody": body, "responses": _responses("400", "413")}
+            "post": {"summary": post.summary, "requestBody": body, "responses": responses}
         }
     return {
         "openapi": "3.1.0",
@@ -98,11 +99,6 @@ def openapi(version: str) -> dict[str, Any]:
     }
 
 
-def _responses(*errors: str) -> dict[str, Any]:
-    reference = REFERENCE.format(model="Error")
-    failed = {
-        "description": "An error.",
-        "content": {"application/json": {"schema": {"$ref": reference}}},
-    }
-    wrong = dict.fromkeys((*errors, "401", "404", "503"), failed)
-    return {"200": {"description": "The answer."}} | wrong
+def _content(model: type[BaseModel]) -> dict[str, Any]:
+    reference = REFERENCE.format(model=model.__name__)
+    return {"application/json": {"schema": {"$ref": reference}}}

@@ -68,9 +68,10 @@ class Served:
 class Job:
     """What to run for a request, and how to answer."""
 
-    request: Generate
     prompts: list[Prompt]
     params: SamplingParams
+    streamed: bool
+    includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
     num_scores: int = 0  # log probabilities of each token of the prompt, in each output
@@ -234,9 +235,10 @@ def _job(
     """`echo`: each output repeats its prompt, with `echo_top` alternatives per token."""
     params = served.builder.parameters(params)
     job = Job(
-        request=request,
         prompts=prompts,
         params=params,
+        streamed=bool(request.stream),
+        includes_usage=request.includes_usage,
         make_writer=make_writer,
         repeats_prompt=echo or bool(request.return_token_ids),
         num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),

@@ -49,8 +49,8 @@ class Exchange:
     """One request and its answer.
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
-    the answer, whatever that becomes. upload: set where a body is wanted. status: None until the answer has begun. writer: that of a
-    stream. written_s: when something was last written.
+    the answer, whatever that becomes. upload: set where a body is wanted. status: None until the
+    answer has begun. writer: that of a stream. written_s: when something was last written.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
@@ -75,8 +75,8 @@ class Exchange:
         self.receive, self._send = receive, send
 
     async def body(self) -> bytes:
-        """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too long, 408 for one
-        that takes too long, `OverloadedError` for one too many, and `Gone`.
+        """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
+        long, 408 for one that takes too long, `OverloadedError` for one too many, and `Gone`.
         """
         upload = self.upload
         upload.check_length(int(self.headers.get("content-length", 0)))

@@ -83,7 +83,7 @@ class Runner:
             # Nothing is awaited between the last write and the end of the admission: a client may
             # send its next request as soon as it has its answer.
             with self.admission.admit(job.num_outputs):
-                await (self._stream if job.request.stream else self._answer_whole)(exchange, job)
+                await (self._stream if job.streamed else self._answer_whole)(exchange, job)
 
         await exchange.unless_left(run())
 
@@ -165,7 +165,7 @@ class Runner:
             finally:
                 keeping.cancel()
             timing.end()
-            await exchange.event(writer.end(includes_usage=job.request.includes_usage), more=False)
+            await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
 
 
 async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
