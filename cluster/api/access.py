@@ -47,8 +47,18 @@ class Access:
         """
         if self.api_key is None:
             self._check_site(headers, is_open)
-        elif not is_open:
-            self._check_key(headers, self.api_key)
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # where Anthropic's clients send it
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        if not (is_right or is_open):
+            raise HttpError(
+                401,
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
 
     def _check_site(self, headers: Headers, is_open: bool) -> None:
         """What a page has a browser fetch from another site, such as an image, has no `Origin`. The
@@ -75,18 +85,6 @@ class Access:
                 f"a web page of {site} may not use this server, which has no API key. {remedy},"
                 " or serve with --api-key",
                 code="origin_not_allowed",
-            )
-
-    def _check_key(self, headers: Headers, key: str) -> None:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # where Anthropic's clients send it
-        if not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
-            raise HttpError(
-                401,
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
             )
 
     def _is_host_allowed(self, host: str) -> bool:

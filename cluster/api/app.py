@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from cluster.api import metrics as metrics_module
 from cluster.api import page
 from cluster.api.access import Access
 from cluster.api.document import MESSAGES_PATH, POST, openapi
@@ -27,7 +26,7 @@ from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
 from cluster.api.limits import ApiLimits
-from cluster.api.metrics import ApiMetrics, Family, engine_families
+from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
@@ -80,11 +79,10 @@ class Api:
 
     def _make_router(self, version: str) -> Router:
         """The table of paths; those that are asked for most often come first."""
-        card = model_card(self._served)
         fixed: dict[str, Response] = {
             "/live": JsonResponse({}),
             "/version": JsonResponse({"version": version}),
-            "/v1/models": JsonResponse({"object": "list", "data": [card]}),
+            "/v1/models": JsonResponse({"object": "list", "data": [model_card(self._served)]}),
             "/openapi.json": JsonResponse(openapi(version)),
         }
         for path, (body, kind) in page.load().items():
@@ -129,8 +127,7 @@ class Api:
         try:
             await self._router(exchange.scope, exchange.receive, exchange.send)
         except HTTPException as refusal:  # by Starlette's route: of its methods, this is none
-            assert refusal.headers is not None
-            methods = sorted(refusal.headers["Allow"].split(", "))
+            methods = sorted((refusal.headers or {})["Allow"].split(", "))
             allow = {"allow": ", ".join([*methods, "OPTIONS"])}
             if exchange.method != "OPTIONS":
                 reason = f"{exchange.path[:200]} takes {methods[0]}, not {exchange.method}"
@@ -170,8 +167,7 @@ class Api:
 
     async def _show_metrics(self, _: Request) -> Response:
         gathered = await self.gather_metrics() if self.gather_metrics else [await self.families()]
-        body = metrics_module.render(metrics_module.merge(gathered))
-        return Response(body, media_type=metrics_module.CONTENT_TYPE)
+        return Response(render(merge(gathered)), media_type=CONTENT_TYPE)
 
     async def families(self) -> list[Family]:
         """The metrics of this process, and those of its engine if it answers."""

@@ -58,9 +58,7 @@ class Served:
     def tokenizer_for(self, purpose: str) -> Tokenizer:
         """The tokenizer. Raises `RequestError` for a checkpoint without one."""
         if self.tokenizer is None:
-            raise RequestError(
-                f"{purpose} needs a tokenizer, and this checkpoint has none", "messages"
-            )
+            raise RequestError(f"{purpose} needs a tokenizer; the checkpoint has none", "messages")
         return self.tokenizer
 
 
@@ -117,14 +115,11 @@ def chat_job(request: ChatRequest, served: Served) -> Job:
     request = request.narrowed()
     prompt = chat_prompt(request, served)
     tokenizer = served.tokenizer_for("a chat")
-    structure = structure_of(request)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
-        raise RequestError(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
-            "top_logprobs",
-        )
+        reason = f"must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
+        raise RequestError(f"top_logprobs {reason}", "top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults, longest = served.builder.defaults, served.builder.limits.max_total_tokens
     if logprobs is not None:  # a client that names no length gets as many as are possible
@@ -133,7 +128,9 @@ def chat_job(request: ChatRequest, served: Served) -> Job:
     max_tokens = _first(
         request.max_completion_tokens, request.max_tokens, defaults.max_tokens, longest
     )
-    params = request.sampling(max_tokens=max_tokens, logprobs=logprobs, structure=structure)
+    params = request.sampling(
+        max_tokens=max_tokens, logprobs=logprobs, structure=structure_of(request)
+    )
 
     def make_writer(generations: list[Generation]) -> Writer:
         return ChatWriter(
@@ -164,13 +161,12 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
         structure=request.structure(),
         prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
     )
-    contents: list[Any] = [request.prompt]
-    if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
-        contents = list(request.prompt)
+    prompt: Any = request.prompt
+    is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
     salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
     prompts: list[Prompt] = [
         {"prompt" if isinstance(content, str) else "prompt_token_ids": content} | salt
-        for content in contents
+        for content in ([prompt] if is_one else prompt)
     ]
     make_writer = partial(
         CompletionWriter,
@@ -243,8 +239,7 @@ def _job(
         repeats_prompt=echo or bool(request.return_token_ids),
         num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
     )
-    outputs = f"{job.num_outputs} outputs of {params.max_tokens} tokens"
-    place = f"{outputs} with {params.logprobs} others"
+    place = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
     check("alternatives", job.num_alternatives, place, "logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")

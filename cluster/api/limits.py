@@ -50,11 +50,10 @@ class Admission:
         """Reserve room for the outputs of one request. Raises `OverloadedError` when there is none
         now, `RequestError` for a request that can never have room.
         """
-        limits = self.limits
-        if num_outputs > limits.max_outputs:
+        if num_outputs > self.limits.max_outputs:
             raise RequestError(
                 f"the request asks for {num_outputs} outputs (prompts times n); at most"
-                f" {limits.max_outputs} are possible. Send several requests",
+                f" {self.limits.max_outputs} are possible. Send several requests",
                 "n",
             )
         self.check_room(num_outputs)
@@ -110,12 +109,11 @@ class Upload:
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        limits = self._limits
-        is_room = self._admission.num_body_bytes <= limits.max_bodies_bytes
-        if not is_room and self.num_bytes > limits.small_body_bytes:
+        small, most = self._limits.small_body_bytes, self._limits.max_bodies_bytes
+        if self.num_bytes > small and self._admission.num_body_bytes > most:
             raise OverloadedError(
-                f"{limits.max_bodies_bytes // MIB} MiB of other requests are being received; try"
-                f" again later, or with at most {limits.small_body_bytes} bytes"
+                f"{most // MIB} MiB of other requests are being received; try again later, or with"
+                f" at most {small} bytes"
             )
         self.deadline_s = min(
             self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s

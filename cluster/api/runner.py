@@ -35,8 +35,6 @@ from cluster.client.streams import Item
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
 # many take 20 ms.
 READ_INLINE_BYTES = 16_384
-READERS = 2
-WRITERS = 2
 # An answer of more tokens, alternatives and repeated prompt tokens is written in a thread. So many
 # take about 5 ms.
 WRITE_INLINE_TOKENS = 1024
@@ -55,8 +53,8 @@ class Runner:
     ) -> None:
         self.admission = Admission(limits)
         self.tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
-        self._reading = Workers("reading", READERS)
-        self._writing = Workers("writing", WRITERS)
+        self._reading = Workers("reading", 2)
+        self._writing = Workers("writing", 2)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
