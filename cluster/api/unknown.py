@@ -55,8 +55,8 @@ class Unknown:
         without_effect: Mapping[str, tuple[Asks, str]] = MappingProxyType({}),
         refused: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Remove from an object at `place` what is not in `field_names`. Raises `RequestError` for what
-        cannot be ignored, and `HttpError`.
+        """Remove from an object at `place` what is not in `field_names`. Raises `RequestError` for
+        what cannot be ignored, and `HttpError`.
         """
         for name in [name for name in values if name not in field_names]:
             value = values.pop(name)
