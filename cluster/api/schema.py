@@ -336,8 +336,12 @@ class ChatRequest(Generate):
     continue_final_message: bool | None = None
 
     def narrowed(self) -> ChatRequest:
-        """The request with the allowed tools alone. Raises `RequestError` if there are others."""
+        """The request with the tools alone that may be called. Raises `RequestError` if a tool is
+        allowed that is not among them.
+        """
         choice = self.tool_choice
+        if choice == "none" and self.tools:
+            return self.model_copy(update={"tools": None})
         if not isinstance(choice, AllowedTools):
             return self
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}

@@ -27,9 +27,9 @@ def loosened_headers(generations: list[Generation]) -> dict[str, str]:
     return {LOOSENED_HEADER: ", ".join(names[:shown] + others)} if names else {}
 
 
-def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs | None:
-    """`tools`: those that may be called. Raises `RequestError` for requests that cannot be met."""
-    wanted, choice = request.structure(), request.tool_choice
+def structure_of(request: ChatRequest) -> StructuredOutputs | None:
+    """Of a request whose tools may all be called. Raises `RequestError` if it cannot be met."""
+    wanted, choice, tools = request.structure(), request.tool_choice, request.tools
     if not tools:
         if choice == "required" or isinstance(choice, NamedTool):
             raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")

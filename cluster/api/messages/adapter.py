@@ -31,7 +31,7 @@ from scheduler.errors import RequestError
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def messages_job(request: MessagesRequest, served: Served, max_messages: int) -> Job:
+def messages_job(request: MessagesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     chat = _chat(request, served, omissions)
@@ -43,7 +43,7 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
         "top_p": request.top_p,
         "top_k": request.top_k,
     }
-    job = chat_job(ChatRequest.model_validate(chat), served, max_messages)
+    job = chat_job(ChatRequest.model_validate(chat), served)
     has_tools = bool(chat["tools"]) and chat["tool_choice"] != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -53,12 +53,12 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_tokens(request: CountTokensRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_tokens(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
     chat = ChatRequest.model_validate(
         _chat(request, served, Omissions(refuse=served.refuse_unknown))
     )
-    prompt = chat_prompt(chat, served, max_messages)
+    prompt = chat_prompt(chat, served)
     return {"input_tokens": len(served.builder.encode(prompt))}
 
 

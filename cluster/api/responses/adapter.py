@@ -32,12 +32,12 @@ _SAME = (
 )
 
 
-def responses_job(request: ResponsesRequest, served: Served, max_messages: int) -> Job:
+def responses_job(request: ResponsesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
     chat = ChatRequest.model_validate(_chat(request, table, omissions))
-    job = chat_job(chat, served, max_messages)
+    job = chat_job(chat, served)
     has_tools = bool(table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -57,12 +57,12 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_input(request: ResponsesRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_input(request: ResponsesRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
     chat = ChatRequest.model_validate(_chat(request, table, omissions))
-    num_tokens = len(served.builder.encode(chat_prompt(chat, served, max_messages)))
+    num_tokens = len(served.builder.encode(chat_prompt(chat, served)))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 

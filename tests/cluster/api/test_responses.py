@@ -170,7 +170,7 @@ def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> Non
 def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> None:
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     request = read(ResponsesRequest, json.dumps(asked).encode())
-    [prompt] = responses_job(request, server.api._served, max_messages=10).prompts
+    [prompt] = responses_job(request, server.api._served).prompts
     assert isinstance(prompt, dict)
     assert prompt["chat_template_kwargs"] == {"enable_thinking": thinks}
 

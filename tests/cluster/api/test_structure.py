@@ -30,7 +30,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 def structure(**fields: Any) -> StructuredOutputs | None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | fields).encode()
     request = read(ChatRequest, body)
-    return structure_of(request, request.tools or [])
+    return structure_of(request.narrowed())
 
 
 def tag(**fields: Any) -> Any:
