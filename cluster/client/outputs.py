@@ -237,6 +237,10 @@ class Generation:
     def request_ids(self) -> list[str]:
         return [output.request.request_id for output in self.outputs]
 
+    @property
+    def unfinished(self) -> list[OutputFollower]:
+        return [output for output in self.outputs if output.completion.finish_reason is None]
+
     def rename(self, suffix: str) -> None:
         """Give the engine requests other ids, before they are sent to another engine: one that they
         left may still run them under the old ids when they come back to it.

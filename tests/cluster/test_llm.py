@@ -238,7 +238,7 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cluster.client.frontend.call", interrupt)
+        patch.setattr("cluster.client.driver_handle.call", interrupt)
         # Too large to go inline.
         llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))
     ray.get(submitted[0])
