@@ -13,7 +13,6 @@ from scheduler.params import SamplingParams
 from workers.models.local import MODEL_PATTERNS, TOKENIZER_PATTERNS, download
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
