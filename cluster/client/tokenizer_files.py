@@ -20,7 +20,9 @@ from scheduler.bounds import shown
 from scheduler.errors import ConfigError
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# With these, `tokenizer.json` alone says how text is cut; with Llama's if its tokens are bytes.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _QWEN2_CLASSES = (None, "Qwen2Tokenizer", "Qwen2TokenizerFast")
 # What transformers' Qwen2 class builds, regardless of `tokenizer.json`.
 _QWEN2_SPLIT = (
@@ -29,13 +31,7 @@ _QWEN2_SPLIT = (
 )
 _QWEN2_SPECIAL = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 # Settings that change ids or text, which must be off.
-_SETTINGS = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "split_special_tokens",
-    "clean_up_tokenization_spaces",
-)
+_SETTINGS = ("add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces")
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -72,23 +68,30 @@ def read(path: Path) -> TokenizerFiles:
         config_file = path / "tokenizer_config.json"
         config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
         stored = json.loads(file.read_text("utf-8"))
+        decoder = stored.get("decoder") or {}
+        is_byte_level = "ByteLevel" in [
+            part.get("type") for part in (decoder, *decoder.get("decoders", ()))
+        ]
         is_qwen2 = config.get("tokenizer_class") in _QWEN2_CLASSES
         config = (_QWEN2_SPECIAL if is_qwen2 else {}) | config
         special_tokens = {
             name: _text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
         }
-        _check_class(config, stored, is_qwen2=is_qwen2)
+        _check_class(config, is_byte_level=is_byte_level)
+        if is_qwen2 and not _is_qwen2_pipeline(stored):
+            raise ConfigError(
+                "its tokenizer.json does not cut text as its class, Qwen2Tokenizer, does; to cut"
+                f" text as that file says, set tokenizer_class to {_GENERIC_CLASSES[0]!r}"
+            )
         _check_added_tokens(config, stored, special_tokens)
         backend = Backend.from_file(str(file))
         backend.no_truncation()  # left over from a training
         backend.no_padding()
-        decoder = stored.get("decoder") or {}
         return TokenizerFiles(
             backend=backend,
             template=_template(path, config, special_tokens),
             eos_token=special_tokens.get("eos_token"),
-            is_byte_level="ByteLevel"
-            in [part.get("type") for part in (decoder, *decoder.get("decoders", ()))],
+            is_byte_level=is_byte_level,
         )
     except TemplateError as error:
         raise ConfigError(f"the chat template in {path} cannot be read: {error}") from error
@@ -96,38 +99,20 @@ def read(path: Path) -> TokenizerFiles:
         raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 
-def _check_class(config: dict[str, Any], stored: dict[str, Any], *, is_qwen2: bool) -> None:
-    """Raise `ConfigError` unless `tokenizer.json` alone determines the ids of a text."""
+def _check_class(config: dict[str, Any], *, is_byte_level: bool) -> None:
+    """Raise `ConfigError` for a class or a setting that says more than `tokenizer.json`."""
     name = config.get("tokenizer_class")
-    if not is_qwen2 and name not in _GENERIC_CLASSES:
+    possible = (*_QWEN2_CLASSES, *_GENERIC_CLASSES, *(_LLAMA_CLASSES if is_byte_level else ()))
+    if name not in possible:
         raise ConfigError(
             f"its tokenizer_class is {shown(name)}; possible are"
-            f" {', '.join(filter(None, (*_QWEN2_CLASSES, *_GENERIC_CLASSES)))}"
+            f" {', '.join(filter(None, possible))}"
         )
     if "auto_map" in config:
         raise ConfigError("its auto_map names code of the checkpoint, which is not run")
-    if is_qwen2 and not _is_qwen2_pipeline(stored):
-        raise ConfigError(
-            "its tokenizer.json does not cut text as its class, Qwen2Tokenizer, does; to cut text"
-            f" as that file says, set tokenizer_class to {_GENERIC_CLASSES[0]!r}"
-        )
     for setting in _SETTINGS:
         if config.get(setting):
             raise ConfigError(f"its {setting} is {shown(config[setting])}; only false is possible")
-    if _adds_tokens(stored.get("post_processor")):
-        raise ConfigError(
-            "its post_processor in tokenizer.json adds tokens to every text; take it out"
-        )
-
-
-def _adds_tokens(processor: dict[str, Any] | None) -> bool:
-    """Whether a post-processor may add tokens to a text. transformers writes templates without."""
-    if processor is None or processor["type"] == "ByteLevel":
-        return False
-    if processor["type"] == "Sequence":
-        return any(map(_adds_tokens, processor["processors"]))
-    is_template = processor["type"] == "TemplateProcessing"
-    return not is_template or any("SpecialToken" in part for part in processor["single"])
 
 
 def _is_qwen2_pipeline(stored: dict[str, Any]) -> bool:
