@@ -1,34 +1,24 @@
-"""Converts a request of the API to prompts and sampling parameters, and chooses the writer of its
-answer.
+"""What a request of the API becomes: a job, of prompts, sampling parameters and the writer of the
+answer. Completions are here; `chats.py` makes jobs of chats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
-from cluster.api.replies import ChatWriter, Writer
-from cluster.api.schema import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generate,
-    TokenizeRequest,
-    Tool,
-)
-from cluster.api.structure import structure_of
+from cluster.api.replies import Writer
+from cluster.api.schema import CompletionRequest, DetokenizeRequest, Generate
 from cluster.client.outputs import Generation
-from cluster.client.prompts import Prompt
+from cluster.client.prompts import ParsedPrompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import THINKING_SWITCH, state_after
-from scheduler.bounds import check, most
+from scheduler.bounds import check
 from scheduler.errors import RequestError
-from scheduler.params import MAX_LOGPROBS, SamplingParams
+from scheduler.params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -43,6 +33,14 @@ class Served:
     tokenizer: Tokenizer | None
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
+
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """Raises `RequestError` if there is none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{purpose} needs a tokenizer, and this checkpoint has none", "messages"
+            )
+        return self.tokenizer
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model."""
@@ -59,7 +57,7 @@ class Served:
 class Job:
     """What to run for a request, and how to answer."""
 
-    prompts: list[Prompt]
+    prompts: list[ParsedPrompt]
     params: SamplingParams
     streamed: bool
     includes_usage: bool
@@ -71,6 +69,11 @@ class Job:
     @property
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
+
+    def of_session(self, session_id: str) -> Job:
+        """The job, to be run where other requests of the session are."""
+        prompts = [replace(prompt, session_id=session_id) for prompt in self.prompts]
+        return replace(self, prompts=prompts)
 
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
@@ -90,77 +93,11 @@ class Job:
         return num_tokens * alternatives + _num_prompt_tokens(generations) * of_prompt
 
 
-def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
-    """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
-    request = request.narrowed()
-    served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "a chat")
-    variables = _variables(request, tokenizer)
-    tools = _callable_tools(request)
-    prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
-    _add_ending(prompt, request)
-    if request.cache_salt is not None:
-        prompt["cache_salt"] = request.cache_salt
-    return prompt
-
-
-def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
-    """Raises `RequestError`, and `HttpError` for another model."""
-    request = request.narrowed()
-    prompt = chat_prompt(request, served, max_messages)
-    tokenizer = _needed(served.tokenizer, "a chat")
-    tools = _callable_tools(request)
-    structure = structure_of(request, tools or [])
-    if request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
-        raise RequestError(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
-            "top_logprobs",
-        )
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    longest = served.builder.limits.max_total_tokens
-    if logprobs is not None:  # a client that names no length gets as many as are possible
-        num_outputs = request.n or served.builder.defaults.n or 1
-        longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + logprobs))))
-    params = request.sampling(
-        max_tokens=_first(
-            request.max_completion_tokens,
-            request.max_tokens,
-            served.builder.defaults.max_tokens,
-            longest,
-        ),
-        logprobs=logprobs,
-        structure=structure,
-    )
-
-    def make_writer(generations: list[Generation]) -> Writer:
-        rendered = generations[0].prompt or ""
-        state = state_after(rendered)
-        ids = bool(request.return_token_ids)
-        return ChatWriter(
-            served.name,
-            generations,
-            tokenizer,
-            state=state,
-            tools=bool(tools),
-            token_ids=ids,
-            prompt_top=request.prompt_logprobs,
-        )
-
-    params = served.builder.parameters(params)
-    repeats_prompt, num_scores = (
-        bool(request.return_token_ids),
-        _num_scores(request.prompt_logprobs),
-    )
-    return _job([prompt], params, request, make_writer, repeats_prompt, num_scores)
-
-
 def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
     echo_top = request.logprobs if request.echo and served.tokenizer is not None else None
-    max_tokens = _first(
+    max_tokens = first_of(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
     is_only_prompt = bool(request.echo) and max_tokens == 0
@@ -173,9 +110,11 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     many: list[Any] = [request.prompt]
     if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
         many = list(request.prompt)
-    salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
-    prompts: list[Prompt] = [
-        {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} | salt
+    salt = request.cache_salt or ""
+    prompts = [
+        ParsedPrompt(text=prompt, cache_salt=salt)
+        if isinstance(prompt, str)
+        else ParsedPrompt(token_ids=prompt, cache_salt=salt)
         for prompt in many
     ]
 
@@ -193,38 +132,14 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
 
     params = served.builder.parameters(params)
     repeats_prompt = bool(request.echo or request.return_token_ids)
-    num_scores = _num_scores(echo_top) + _num_scores(request.prompt_logprobs)
-    return _job(prompts, params, request, make_writer, repeats_prompt, num_scores)
-
-
-def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
-    """The answer of `/tokenize`."""
-    served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "tokenizing")
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
-    if request.messages is None:
-        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
-            if getattr(request, name):
-                raise RequestError(f"{name} needs messages", name)
-        assert request.prompt is not None
-        token_ids = served.builder.encode(request.prompt)
-    else:
-        variables = _variables(request, tokenizer)
-        prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
-        _add_ending(prompt, request)
-        token_ids = served.builder.encode(prompt)
-    return {
-        "tokens": token_ids,
-        "count": len(token_ids),
-        "max_model_len": served.builder.limits.max_model_len,
-    }
+    num_scores = num_scores_of(echo_top) + num_scores_of(request.prompt_logprobs)
+    return make_job(prompts, params, request, make_writer, repeats_prompt, num_scores)
 
 
 def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer of `/detokenize`."""
     served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "detokenizing")
+    tokenizer = served.tokenizer_for("detokenizing")
     served.builder.check_ids("tokens", request.tokens)
     return {"prompt": tokenizer.decode(request.tokens)}
 
@@ -240,14 +155,17 @@ def model_card(served: Served) -> dict[str, Any]:
     }
 
 
-def _job(
-    prompts: list[Prompt],
+def make_job(
+    prompts: list[ParsedPrompt],
     params: SamplingParams,
     request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
     repeats_prompt: bool,
     num_scores: int,
 ) -> Job:
+    """See `Job`. Raises `RequestError` if the answer may have too many log probabilities, and for
+    options that need another one.
+    """
     _check_alternatives(len(prompts) * (params.n or 1), params)
     streamed = bool(request.stream)
     if request.stream_options is not None and not streamed:
@@ -282,7 +200,7 @@ def _num_alternatives(num_outputs: int, params: SamplingParams) -> int:
     return num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
 
 
-def _num_scores(num_top: int | None) -> int:
+def num_scores_of(num_top: int | None) -> int:
     """Log probabilities of a token with `num_top` alternatives; None for none at all."""
     return 0 if num_top is None else 1 + num_top
 
@@ -292,66 +210,6 @@ def _num_prompt_tokens(generations: list[Generation]) -> int:
     return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
 
 
-def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The variables of the template. Thinking is a hint where the template cannot switch it. Raises
-    `RequestError` if it is to be off and the model always thinks.
-    """
-    variables, field = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
-    if THINKING_SWITCH not in variables:
-        if request.enable_thinking is not None:
-            variables[THINKING_SWITCH], field = request.enable_thinking, "enable_thinking"
-        elif request.reasoning_effort is not None:
-            variables[THINKING_SWITCH] = request.reasoning_effort != "none"
-            field = "reasoning_effort"
-    if THINKING_SWITCH in tokenizer.template_variables:
-        return variables
-    if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
-        raise RequestError(f"{field}: this model always thinks; leave the field out", field)
-    return variables
-
-
-def _callable_tools(request: ChatRequest) -> list[Tool] | None:
-    return request.tools if request.tool_choice != "none" else None
-
-
-def _conversation(
-    messages: list[ChatMessage],
-    tools: list[Tool] | None,
-    variables: dict[str, Any],
-    tokenizer: Tokenizer,
-    max_messages: int,
-) -> dict[str, Any]:
-    if len(messages) > max_messages:
-        raise RequestError(
-            f"there are {len(messages)} messages; at most {max_messages} are possible", "messages"
-        )
-    as_text = tokenizer.takes_arguments_as_text
-    prompt: dict[str, Any] = {
-        "messages": [message.for_template(arguments_as_text=as_text) for message in messages],
-        "chat_template_kwargs": variables,
-    }
-    if tools:
-        prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
-    return prompt
-
-
-def _add_ending(prompt: dict[str, Any], request: ChatRequest | TokenizeRequest) -> None:
-    """Whether the last message is complete. Raises `RequestError` if the two fields disagree."""
-    if request.add_generation_prompt is bool(request.continue_final_message):
-        raise RequestError(
-            "add_generation_prompt is false where continue_final_message is true, and true"
-            " otherwise; leave it out",
-            "add_generation_prompt",
-        )
-    if request.continue_final_message:
-        prompt["continue_final_message"] = True
-
-
-def _first(*values: int | None) -> int:
+def first_of(*values: int | None) -> int:
+    """The first that is not None."""
     return next(value for value in values if value is not None)
-
-
-def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-    if tokenizer is None:
-        raise RequestError(f"{what} needs a tokenizer, and this checkpoint has none", "messages")
-    return tokenizer

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
+from cluster.api.chats import chat_job, tokenize
 from cluster.api.document import POST
 from cluster.api.encoding import decode, encoding_of
-from cluster.api.endpoints import Job, Served, chat_job, completion_job, detokenize, tokenize
+from cluster.api.endpoints import Job, Served, completion_job, detokenize
 from cluster.api.exchange import Exchange
 from cluster.api.limits import Admission, ApiLimits, Upload, Uploads
 from cluster.api.messages.adapter import count_tokens, messages_job
@@ -127,9 +128,8 @@ class Runner:
                 upload.end()  # the prompts are token ids now
                 return job.make_writer(generations)
 
-            for prompt in job.prompts if session else ():
-                assert isinstance(prompt, dict)
-                prompt["session_id"] = session
+            if session:
+                job = job.of_session(session)
             counted_job = dataclasses.replace(job, make_writer=make_writer)
             await exchange.unless_left(self._run(exchange, counted_job))
 

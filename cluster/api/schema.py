@@ -216,16 +216,9 @@ class ChatMessage(Model):
         message |= {name: value for name, value in optional.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.arguments
-                        if arguments_as_text
-                        else _object(call.function.arguments),
-                    },
-                }
+                template_call(
+                    call.id, call.function.name, call.function.arguments, as_text=arguments_as_text
+                )
                 for call in self.tool_calls
             ]
         return message
@@ -335,22 +328,6 @@ class ChatRequest(Generate):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    def narrowed(self) -> ChatRequest:
-        """The request with the allowed tools alone. Raises `RequestError` if there are others."""
-        choice = self.tool_choice
-        if not isinstance(choice, AllowedTools):
-            return self
-        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
-        names = [tool.function.name for tool in self.tools or ()]
-        if missing := sorted(allowed.difference(names)):
-            raise RequestError(
-                f"tool_choice allows {missing[0]!r}, which is not among the tools"
-                f" {', '.join(names)}",
-                "tool_choice",
-            )
-        tools = [tool for tool in self.tools or () if tool.function.name in allowed]
-        return self.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
-
     def structure(self) -> StructuredOutputs | None:
         """As `Generate.structure`, or from the response format."""
         wanted = super().structure()
@@ -362,9 +339,7 @@ class ChatRequest(Generate):
                 "give either response_format or structured_outputs", "response_format"
             )
         schema = form.schema_ if isinstance(form, JsonObjectFormat) else form.json_schema.schema_
-        if schema is None:
-            return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=schema)
+        return matching(schema)
 
 
 class TokenizeRequest(Model):
@@ -384,9 +359,22 @@ class DetokenizeRequest(Model):
     tokens: ListOf[int]
 
 
+def matching(schema: Any) -> StructuredOutputs:
+    """An answer that matches a JSON schema; any object if that is None. Raises `RequestError`."""
+    return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
+
+
+def template_call(
+    call_id: str | None, name: str, arguments: str, *, as_text: bool
+) -> dict[str, Any]:
+    """A call as chat templates expect it; `as_text`: see `ChatTemplate`. Raises `RequestError`."""
+    function = {"name": name, "arguments": arguments if as_text else _object(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def _object(arguments: str) -> Any:
-    """The arguments of a call as an object, for templates that do not take text; those of a call
-    that was cut off as far as they go. Their size has been checked with that of the body.
+    """The arguments of a call; those of a call that was cut off as far as they go. Their size has
+    been checked with that of the body.
     """
     try:  # OpenAI's models write nothing for no arguments
         return from_json(arguments or "{}", allow_partial="trailing-strings")

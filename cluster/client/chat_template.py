@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -55,7 +55,7 @@ def _for_template(message: Message) -> Message:
 class _GenerationBlock(Extension):
     """`{% generation %}` marks what a model was trained on. It changes nothing in the text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

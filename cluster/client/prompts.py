@@ -19,12 +19,12 @@ FORMS = {
     "messages": (list | tuple, "a list of {role, content}"),
 }
 Message = dict[str, Any]
-Prompt = str | Seq[int] | Mapping[str, Any]
-
 
 # What a mapping may have beside its prompt; the last three go with messages.
 _OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
+# Variables of templates that have another place in a prompt, or in this server.
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,28 @@ class Conversation:
     """Messages and everything else that the chat template gets: tools (JSON schemas of functions,
     as in OpenAI's API) and variables of the template, such as `enable_thinking`.
 
-    continues_last: the last message is the beginning of the answer, which continues it.
+    continues_last: the last message is the beginning of the answer, which continues it. Raises
+    `RequestError` for variables that have another place, and for a last message that cannot be
+    continued.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
     continues_last: bool = False
+
+    def __post_init__(self) -> None:
+        if any(name in self.template_variables for name in _TAKEN):
+            raise _wrong_variables(self.template_variables)
+        if self.continues_last:
+            last = self.messages[-1]
+            text = last["content"] if last["role"] == "assistant" else None
+            if not (isinstance(text, str) and text.strip()):
+                raise RequestError(
+                    "continue_final_message needs a last message of role assistant with text, got"
+                    f" {shown(last)}",
+                    "continue_final_message",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +69,13 @@ class ParsedPrompt:
     session_id: str | None = None
 
 
+Prompt = str | Seq[int] | Mapping[str, Any] | ParsedPrompt
+
+
 def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Raises `RequestError` for a prompt in no known form, and for unknown keys."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
@@ -104,7 +124,7 @@ def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> 
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. Raises `RequestError` for anything else."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | ParsedPrompt):
         return [prompts]
     if not isinstance(prompts, Seq):
         raise RequestError(
@@ -156,26 +176,12 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     if tools is not None and not is_list:
         raise RequestError(f"tools must be a list of JSON objects, got {shown(tools)}", "tools")
-    taken = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
-    wrong = not isinstance(variables, Mapping) or any(name in taken for name in variables)
-    if wrong:
-        raise RequestError(
-            f"chat_template_kwargs must be an object without {', '.join(taken)};"
-            f" got {shown(variables)}",
-            "chat_template_kwargs",
-        )
+    if not isinstance(variables, Mapping):
+        raise _wrong_variables(variables)
     messages, continues = check_messages(prompt["messages"]), prompt.get("continue_final_message")
     if not isinstance(continues, bool | None):
         raise RequestError(
             f"continue_final_message must be true or false, got {shown(continues)}",
-            "continue_final_message",
-        )
-    content = messages[-1]["content"]
-    is_begun = messages[-1]["role"] == "assistant" and isinstance(content, str) and content.strip()
-    if continues and not is_begun:
-        raise RequestError(
-            "continue_final_message needs a last message of role assistant with text, got"
-            f" {shown(messages[-1])}",
             "continue_final_message",
         )
     return Conversation(
@@ -183,6 +189,14 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
         tools=list(tools) if tools else None,
         template_variables=dict(variables),
         continues_last=bool(continues),
+    )
+
+
+def _wrong_variables(variables: object) -> RequestError:
+    return RequestError(
+        f"chat_template_kwargs must be an object without {', '.join(_TAKEN)};"
+        f" got {shown(variables)}",
+        "chat_template_kwargs",
     )
 
 

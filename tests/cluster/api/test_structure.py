@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.api.chats import rules_of
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
@@ -30,7 +31,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 def structure(**fields: Any) -> StructuredOutputs | None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | fields).encode()
     request = read(ChatRequest, body)
-    return structure_of(request, request.tools or [])
+    return structure_of(rules_of(request), request.structure())
 
 
 def tag(**fields: Any) -> Any:

@@ -304,6 +304,11 @@ def _stored(**entries: Any) -> Callable[[Path], None]:
     return edit
 
 
+def not_of_bytes(path: Path) -> None:
+    change(path, tokenizer_class="LlamaTokenizer")
+    _stored(decoder={"type": "Metaspace", "replacement": "_", "prepend_scheme": "never"})(path)
+
+
 # What differs, how, and what the refusal says.
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another class": (
@@ -311,12 +316,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "tokenizer_class is 'GPT2Tokenizer'; possible are Qwen2Tokenizer",
     ),
     "tokens that are not bytes": (
-        lambda path: (
-            change(path, tokenizer_class="LlamaTokenizer"),
-            _stored(decoder={"type": "Metaspace", "replacement": "_", "prepend_scheme": "never"})(
-                path
-            ),
-        ),
+        not_of_bytes,
         "tokenizer_class is 'LlamaTokenizer'; possible are .*TokenizersBackend$",
     ),
     "code of the checkpoint": (
