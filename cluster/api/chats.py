@@ -75,7 +75,7 @@ def conversation_of(
 
 def variables_of(
     tokenizer: Tokenizer,
-    given: dict[str, Any] | None,
+    template_kwargs: dict[str, Any] | None,
     *,
     enable_thinking: bool | None = None,
     reasoning_effort: str | None = None,
@@ -84,7 +84,7 @@ def variables_of(
     Thinking is a hint where the template cannot switch it. Raises `RequestError` if it is to be off
     and the model always thinks.
     """
-    variables, field = dict(given or {}), "chat_template_kwargs"
+    variables, field = dict(template_kwargs or {}), "chat_template_kwargs"
     if THINKING_SWITCH not in variables:
         if enable_thinking is not None:
             variables[THINKING_SWITCH], field = enable_thinking, "enable_thinking"

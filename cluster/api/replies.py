@@ -231,20 +231,20 @@ class ChatWriter(Envelope):
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
-        choices = [self._choice(done) for done in generation.completions]
+        choices = [self._choice(completion) for completion in generation.completions]
         scores = scores_of(self._tokenizer, generation, 0, self._prompt_top)
         return self._body(choices) | self._prompt_ids() | scores
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
 
-    def _choice(self, done: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, tools=self._tools)
-        parts = parser.push(done.text)
-        rest = parser.finish(is_cut_off=done.is_cut_off)
-        reasoning = parts.reasoning + rest.reasoning
-        content: str | None = parts.content + rest.content
-        calls = parts.calls + rest.calls
+        parts = parser.push(completion.text)
+        remaining_parts = parser.finish(is_cut_off=completion.is_cut_off)
+        reasoning = parts.reasoning + remaining_parts.reasoning
+        content: str | None = parts.content + remaining_parts.content
+        calls = parts.calls + remaining_parts.calls
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -254,14 +254,14 @@ class ChatWriter(Envelope):
         }
         if calls:
             message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
-        entries = self._logprobs(done.token_ids, done.logprobs)
-        has_entries = any(done.logprobs or ())
+        entries = self._logprobs(completion.token_ids, completion.logprobs)
+        has_entries = any(completion.logprobs or ())
         return {
-            "index": done.index,
+            "index": completion.index,
             "message": message,
             "logprobs": {"content": entries, "refusal": None} if has_entries else None,
-            "finish_reason": _finish_reason(done.finish_reason, calls),
-        } | ({"token_ids": done.token_ids} if self._with_ids else {})
+            "finish_reason": _finish_reason(completion.finish_reason, calls),
+        } | ({"token_ids": completion.token_ids} if self._with_ids else {})
 
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):

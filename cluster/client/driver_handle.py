@@ -126,10 +126,10 @@ class DriverHandle:
         self.check_reachable()
         if actor is self.dead_actor:
             raise DriverDiedError("the driver has died")
-        what, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
+        action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
-            ref = made(actor.poll, what, self._frontend_id, acknowledged, POLL_WAIT_S)
-            deltas: Deltas = pickle.loads(call(ref, what, limit_s))
+            ref = made(actor.poll, action, self._frontend_id, acknowledged, POLL_WAIT_S)
+            deltas: Deltas = pickle.loads(call(ref, action, limit_s))
         except LostCallError:
             time.sleep(LOST_CALL_PAUSE_S)
             return None
@@ -144,7 +144,7 @@ class DriverHandle:
         self._no_room_since_s = None
         return deltas
 
-    def ask(self, method: str, what: str, *arguments: Any) -> Any:
+    def ask(self, method: str, action: str, *arguments: Any) -> Any:
         """The answer of a method of the driver, for a caller who does not wait until a driver that
         has died is replaced. Raises `OverloadedError` meanwhile, `EngineDeadError`,
         `NoAnswerError`.
@@ -152,7 +152,7 @@ class DriverHandle:
         self.check_reachable()
         try:
             return self._answer(
-                getattr(self.actor, method), what, *arguments, limit_s=CALL_TIMEOUT_S
+                getattr(self.actor, method), action, *arguments, limit_s=CALL_TIMEOUT_S
             )
         except DriverDiedError:
             if self.death is not None or self._replace is cannot_replace:
@@ -181,16 +181,21 @@ class DriverHandle:
         self._answer(actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs)
 
     def _answer(
-        self, method: Any, what: str, *arguments: Any, limit_s: float, refs: list[Any] | None = None
+        self,
+        method: Any,
+        action: str,
+        *arguments: Any,
+        limit_s: float,
+        refs: list[Any] | None = None,
     ) -> Any:
         """The answer of a method of the driver. The ref of each call is added to `refs`."""
         until = time.monotonic() + limit_s
         while True:
             try:
-                ref = made(method, what, *arguments)
+                ref = made(method, action, *arguments)
                 if refs is not None:
                     refs.append(ref)
-                return call(ref, what, limit_s)
+                return call(ref, action, limit_s)
             except (LostCallError, NoRoomError):
                 if time.monotonic() > until:
                     raise

@@ -52,9 +52,9 @@ class ProgressBar:
 
         return take
 
-    def _count(self, chunk: Chunk, *, first: bool) -> None:
+    def _count(self, chunk: Chunk, *, is_first: bool) -> None:
         with self._lock:
-            if first:
+            if is_first:
                 self._num_prefilled += chunk.num_prompt_tokens - chunk.num_cached_tokens
             self._num_decoded += len(chunk.token_ids)
             seconds = time.perf_counter() - self._began

@@ -82,9 +82,9 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
         return ParsedPrompt(token_ids=_token_ids(prompt))
     form = form_of(prompt)
     value: Any = prompt[form]
-    kind, name = FORMS[form]
-    if not isinstance(value, kind):
-        raise RequestError(f"{form} must be {name}, got {type(value).__name__}", form)
+    expected_type, description = FORMS[form]
+    if not isinstance(value, expected_type):
+        raise RequestError(f"{form} must be {description}, got {type(value).__name__}", form)
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
@@ -92,34 +92,36 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     session = prompt.get("session_id")
     if not isinstance(session, str | None):
         raise RequestError(f"session_id must be text, got {type(session).__name__}", "session_id")
-    both: dict[str, Any] = {"cache_salt": salt, "session_id": session}
+    options: dict[str, Any] = {"cache_salt": salt, "session_id": session}
     if form == "messages":
-        return ParsedPrompt(conversation=_conversation(prompt), **both)
-    for name in _OF_MESSAGES:
-        if name in prompt:
-            raise RequestError(f"{name} needs messages, and this prompt gives {form}", name)
+        return ParsedPrompt(conversation=_conversation(prompt), **options)
+    for description in _OF_MESSAGES:
+        if description in prompt:
+            raise RequestError(
+                f"{description} needs messages, and this prompt gives {form}", description
+            )
     if isinstance(value, str):
-        return ParsedPrompt(text=value, **both)
-    return ParsedPrompt(token_ids=_token_ids(value), **both)
+        return ParsedPrompt(text=value, **options)
+    return ParsedPrompt(token_ids=_token_ids(value), **options)
 
 
 def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> str:
     """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
     keys.
     """
-    known = (*FORMS, *other_keys)
-    unknown = [key for key in prompt if key not in known]
-    if unknown:
+    possible_keys = (*FORMS, *other_keys)
+    unknown_keys = [key for key in prompt if key not in possible_keys]
+    if unknown_keys:
         raise RequestError(
-            f"unknown key {shown(unknown[0])}; known are {', '.join(known)}", "prompt"
+            f"unknown key {shown(unknown_keys[0])}; known are {', '.join(possible_keys)}", "prompt"
         )
-    given = [form for form in FORMS if form in prompt]
-    if len(given) != 1:
+    forms = [form for form in FORMS if form in prompt]
+    if len(forms) != 1:
         raise RequestError(
-            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}",
+            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(forms) or 'none'}",
             "prompt",
         )
-    return given[0]
+    return forms[0]
 
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -137,25 +139,25 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def one_each(
+def one_per_prompt(
     params: SamplingParams | Seq[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
     """Parameters per prompt: the same for all, or a list as long as the prompts. Raises
     `RequestError`.
     """
-    each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-    wrong = [type(p).__name__ for p in each if not isinstance(p, SamplingParams | None)]
-    if wrong:
+    as_listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
+    wrong_types = [type(p).__name__ for p in as_listed if not isinstance(p, SamplingParams | None)]
+    if wrong_types:
         raise RequestError(
             "sampling_params must be a SamplingParams or a list with one per prompt, got"
-            f" {wrong[0]}; use SamplingParams.from_dict to make one from a dict",
+            f" {wrong_types[0]}; use SamplingParams.from_dict to make one from a dict",
             "sampling_params",
         )
-    if len(each) != count:
+    if len(as_listed) != count:
         raise RequestError(
-            f"got {len(each)} sampling_params for {count} prompts", "sampling_params"
+            f"got {len(as_listed)} sampling_params for {count} prompts", "sampling_params"
         )
-    return each
+    return as_listed
 
 
 def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
@@ -166,8 +168,8 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
             f" {type(messages).__name__}",
             "messages",
         )
-    one = not messages or isinstance(messages[0], Mapping)
-    return [{"messages": m} for m in ([messages] if one else messages)]
+    is_single = not messages or isinstance(messages[0], Mapping)
+    return [{"messages": m} for m in ([messages] if is_single else messages)]
 
 
 def _conversation(prompt: Mapping[str, Any]) -> Conversation:
@@ -227,8 +229,8 @@ def _token_ids(value: object) -> list[int]:
     return list(value)
 
 
-def check_token_ids(values: Seq[object], key: str) -> None:
+def check_token_ids(token_ids: Seq[object], key: str) -> None:
     """Raise `RequestError` naming `key` for a value that cannot be a token id of any vocabulary."""
-    wrong = [value for value in values if not is_token_id(value)]
-    if wrong:
-        raise RequestError(f"{key} holds {shown(wrong[0])}, which is not a token id", key)
+    wrong_ids = [value for value in token_ids if not is_token_id(value)]
+    if wrong_ids:
+        raise RequestError(f"{key} holds {shown(wrong_ids[0])}, which is not a token id", key)

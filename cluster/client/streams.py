@@ -59,7 +59,7 @@ class ChunkStream:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._num_open = 0
-        self._ended: list[Generation] = []
+        self._ended_generations: list[Generation] = []
         self._items: list[Item] = []
         self._changed = asyncio.Event()
 
@@ -71,8 +71,8 @@ class ChunkStream:
         """The stream ends when these have. On the loop, once."""
         self._num_open = len(generations)
         for generation in generations:
-            ended = functools.partial(self._relay.put, self, generation)
-            generation.done.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
+            put_end = functools.partial(self._relay.put, self, generation)
+            generation.done.add_done_callback(lambda _, put_end=put_end: put_end())  # type: ignore[misc]
         self._relay.wake()  # some may have ended already
 
     def receive(self, item: Item | Generation) -> None:
@@ -81,7 +81,7 @@ class ChunkStream:
             self._items.append(item)
         else:
             self._num_open -= 1
-            self._ended.append(item)
+            self._ended_generations.append(item)
         self._changed.set()
 
     async def next(self) -> list[Item]:
@@ -89,8 +89,8 @@ class ChunkStream:
         generation failed with, once everything before it has been read.
         """
         while not self._items:
-            while self._ended:
-                self._ended.pop().done.result()
+            while self._ended_generations:
+                self._ended_generations.pop().done.result()
             if self._num_open == 0:
                 return []
             self._changed.clear()

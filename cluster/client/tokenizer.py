@@ -42,41 +42,42 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return self._template is not None
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
+    def encode(self, text: str, max_num_tokens: int | None = None) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds around it. Raises
         `RequestError` for text that is not Unicode (half a surrogate pair), and for text of far
-        more than `most` tokens, without encoding all of it.
+        more than `max_num_tokens` tokens, without encoding all of it.
         """
-        return self._encode(text, most, "prompt", add_special_tokens=True)
+        return self._encode(text, max_num_tokens, "prompt", add_special_tokens=True)
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+    def encode_rendered(self, text: str, max_num_tokens: int | None = None) -> list[int]:
         """Token ids of a rendered conversation, which contains its special tokens already. Raises
         as `encode`.
         """
-        return self._encode(text, most, "messages", add_special_tokens=False)
+        return self._encode(text, max_num_tokens, "messages", add_special_tokens=False)
 
     def _encode(
-        self, text: str, most: int | None, field: str, *, add_special_tokens: bool
+        self, text: str, max_num_tokens: int | None, field: str, *, add_special_tokens: bool
     ) -> list[int]:
         try:
-            self._check_length(text, most, field)
+            self._check_length(text, max_num_tokens, field)
             ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
             return ids
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the {field} cannot be encoded: {error}", field) from None
 
-    def _check_length(self, text: str, most: int | None, field: str) -> None:
+    def _check_length(self, text: str, max_num_tokens: int | None, field: str) -> None:
         """Raise `RequestError` if even the beginning of a text has twice as many tokens as are
         possible. A token takes 350 bytes while it is encoded.
         """
-        if most is None or len(text) <= CHARACTERS_PER_TOKEN * most:
+        if max_num_tokens is None or len(text) <= CHARACTERS_PER_TOKEN * max_num_tokens:
             return
-        beginning = text[: CHARACTERS_PER_TOKEN * most]
+        beginning = text[: CHARACTERS_PER_TOKEN * max_num_tokens]
         num_tokens = len(self._encoding(beginning, add_special_tokens=False))
-        if num_tokens > 2 * most:
+        if num_tokens > 2 * max_num_tokens:
             raise RequestError(
                 f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
-                f" {num_tokens} tokens; at most {most - 1} are possible. Shorten the prompt",
+                f" {num_tokens} tokens; at most {max_num_tokens - 1} are possible. Shorten the"
+                " prompt",
                 field,
             )
 
@@ -174,8 +175,8 @@ class Tokenizer:
             )
         except RequestError:  # no template, or one that refuses this
             return ""
-        _, mark, behind = text.rpartition(_END)
-        return behind.lstrip() if mark else ""  # a template may leave such a message out
+        _, end_mark, after_answer = text.rpartition(_END)
+        return after_answer.lstrip() if end_mark else ""  # a template may leave such a message out
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
@@ -217,9 +218,9 @@ def _byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 _BYTE_OF = _byte_alphabet()

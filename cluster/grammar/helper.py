@@ -203,7 +203,9 @@ class Helper:
     def _command_child(self, command: str, *sent: socket.socket) -> str:
         assert self._commands is not None
         self._commands.settimeout(COMMAND_TIMEOUT_S)
-        socket.send_fds(self._commands, [command.encode()], [each.fileno() for each in sent])
+        socket.send_fds(
+            self._commands, [command.encode()], [sent_socket.fileno() for sent_socket in sent]
+        )
         return self._answer(COMMAND_TIMEOUT_S)
 
     def _answer(self, limit_s: float) -> str:

@@ -41,7 +41,7 @@ class MessageWriter:
         self._parser = AnswerParser(state, tools=tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
-        self._open: str | None = None  # the kind of the block that is open
+        self._open_kind: str | None = None  # the kind of the block that is open
         self._thinking_hash = hashlib.sha256()  # of the block that is open
         self._has_calls = self._has_started = False
 
@@ -55,10 +55,10 @@ class MessageWriter:
         for piece in self._parser.pieces(chunk.text):
             events += self._of_parts(piece)
         if chunk.finish_reason:
-            done = self._generation.completions[0]
-            rest = self._parser.finish(is_cut_off=done.is_cut_off)
-            events += self._of_parts(rest) + self._closed()
-            reason, sequence = _stop(done, self._has_calls)
+            completion = self._generation.completions[0]
+            remaining_parts = self._parser.finish(is_cut_off=completion.is_cut_off)
+            events += self._of_parts(remaining_parts) + self._closed()
+            reason, sequence = _stop(completion, self._has_calls)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             events.append(named_event("message_delta", {"delta": delta, "usage": self._usage()}))
             events.append(named_event("message_stop", {}))
@@ -70,10 +70,10 @@ class MessageWriter:
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        [done] = self._generation.completions
+        [completion] = self._generation.completions
         parser = AnswerParser(self._state, tools=self._tools)
-        pieces = list(parser.pieces(done.text))
-        pieces.append(parser.finish(is_cut_off=done.is_cut_off))
+        pieces = list(parser.pieces(completion.text))
+        pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
         values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
@@ -85,7 +85,7 @@ class MessageWriter:
                 if kind == "thinking":
                     content[-1]["signature"] = _signature(hashlib.sha256(text.encode()))
         has_calls = any(piece.calls for piece in pieces)
-        return self._message(content, *_stop(done, has_calls))
+        return self._message(content, *_stop(completion, has_calls))
 
     def error(self, error: BaseException) -> bytes:
         """The event that ends a stream that failed."""
@@ -129,10 +129,10 @@ class MessageWriter:
         return events
 
     def _opened(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        if self._open == kind:
+        if self._open_kind == kind:
             return []
         events = self._closed()
-        self._open = kind
+        self._open_kind = kind
         start = {"index": self._num_blocks, "content_block": block}
         return [*events, named_event("content_block_start", start)]
 
@@ -140,15 +140,15 @@ class MessageWriter:
         return named_event("content_block_delta", {"index": self._num_blocks, "delta": delta})
 
     def _closed(self) -> list[bytes]:
-        if self._open is None:
+        if self._open_kind is None:
             return []
         events: list[bytes] = []
-        if self._open == "thinking":
+        if self._open_kind == "thinking":
             signature = _signature(self._thinking_hash)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
             self._thinking_hash = hashlib.sha256()
         events.append(named_event("content_block_stop", {"index": self._num_blocks}))
-        self._open = None
+        self._open_kind = None
         self._num_blocks += 1
         return events
 
@@ -191,10 +191,10 @@ def _input_json(call: ToolCall) -> str:
     return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 
 
-def _stop(done: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
+def _stop(completion: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
     """(stop_reason, stop_sequence)"""
-    if done.finish_reason == "length":
+    if completion.finish_reason == "length":
         return "max_tokens", None
-    if done.stop_string is not None:
-        return "stop_sequence", done.stop_string
+    if completion.stop_string is not None:
+        return "stop_sequence", completion.stop_string
     return "tool_use" if has_calls else "end_turn", None

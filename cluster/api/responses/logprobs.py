@@ -36,7 +36,7 @@ class MessageLogprobs:
         self._decoder = _UTF8(errors="replace")
         # Characters that are not reported yet, each with the places of its tokens in the output.
         self._pending: list[tuple[str, list[int]]] = []
-        self._begun: list[int] = []  # places of tokens whose character is not complete
+        self._places_of_partial: list[int] = []  # places of tokens whose character is not complete
         self._entries: dict[int, dict[str, Any]] = {}  # by place, of tokens that may be needed
         self._num_tokens = 0
         self._is_in_message = False
@@ -49,19 +49,19 @@ class MessageLogprobs:
             place, self._num_tokens = self._num_tokens, self._num_tokens + 1
             if entry is not None:
                 self._entries[place] = described(self._tokenizer, token_id, entry)
-            self._begun.append(place)
+            self._places_of_partial.append(place)
             for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
                 self._push_character(character)
-                self._begun = [place]
+                self._places_of_partial = [place]
             if not self._decoder.getstate()[0]:
-                self._begun = []
+                self._places_of_partial = []
 
     def finish(self, *, is_cut_off: bool) -> None:
         """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
         self._take(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
-        self._pending.append((character, self._begun))
+        self._pending.append((character, self._places_of_partial))
         before = self._parser.state
         self._take(self._parser.push(character))
         after = self._parser.state
@@ -82,7 +82,7 @@ class MessageLogprobs:
         if not self._is_in_message:
             self.messages.append([])
             self._is_in_message = True
-        places = [place for _, many in self._pending[: len(text)] for place in many]
+        places = [place for _, token_places in self._pending[: len(text)] for place in token_places]
         del self._pending[: len(text)]
         for place, _ in groupby(places):
             if (entry := self._entries.pop(place, None)) is not None:

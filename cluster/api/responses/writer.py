@@ -117,13 +117,13 @@ class ResponseWriter:
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        [done] = self._generation.completions
-        reason = done.finish_reason or "stop"
+        [completion] = self._generation.completions
+        reason = completion.finish_reason or "stop"
         whole = Chunk(
             index=0,
-            text=done.text,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
             finish_reason=reason,
         )
         self.events(0, whole)

@@ -249,9 +249,17 @@ def _writes_arguments_anew(body: str) -> ToolCall | None:
 
 
 PLANTED: dict[str, tuple[object, str, object]] = {
-    "beginnings of markers are not held": (parser_module, "_num_begun", lambda *_: 0),
-    "only one beginning is held": (parser_module, "_num_begun", _holds_only_a_whole_start),
-    "line ends next to markers are kept": (AnswerParser, "_take_text", AnswerParser._take_held),
+    "beginnings of markers are not withheld": (
+        parser_module,
+        "_partial_marker_length",
+        lambda *_: 0,
+    ),
+    "only one beginning is withheld": (
+        parser_module,
+        "_partial_marker_length",
+        _holds_only_a_whole_start,
+    ),
+    "line ends next to markers are kept": (AnswerParser, "_take_text", AnswerParser._take_withheld),
     "the first characters decide": (AnswerParser, "_decide", _decides_at_once),
     "the end is dropped": (AnswerParser, "finish", _drops_the_rest),
     "the first end marker ends a call": (parser_module, "_QUOTE_OR_END", re.compile(END_CALL)),

@@ -68,8 +68,8 @@ def _is_number(value: object) -> bool:
     return is_number and (isinstance(value, int) or math.isfinite(value))  # type: ignore[arg-type]
 
 
-def _is_whole(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+def _is_whole(value: object, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
 def _is_values(value: object) -> bool:
@@ -93,9 +93,11 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
 def check_value(keyword: str, value: object, where: str) -> None:
     """Raise `NotHonored` for a value that the keyword cannot have."""
     if keyword in _VALUES:
-        is_possible, kind = _VALUES[keyword]
+        is_possible, description = _VALUES[keyword]
         if not is_possible(value):
-            raise NotHonored(f"{where}.{keyword} must be {kind}, got {shown(value)}", keyword)
+            raise NotHonored(
+                f"{where}.{keyword} must be {description}, got {shown(value)}", keyword
+            )
 
 
 def finished(schema: Schema, where: str) -> Schema | bool:
@@ -107,14 +109,14 @@ def finished(schema: Schema, where: str) -> Schema | bool:
             raise NotHonored(
                 f"{where}.{keyword} needs a type beside it: {' or '.join(needed)}", keyword
             )
-    types = merging.kinds_of(schema)
+    types = merging.declared_types(schema)
     if (values := merging.values_of(schema)) is not None:
         _check_listed(values, types, where)
         return schema
     if types is None:
         return {}
     if "number" in types and "integer" in types:
-        types = [kind for kind in types if kind != "integer"]
+        types = [name for name in types if name != "integer"]
     types = list(dict.fromkeys(types))
     result: Schema = {"type": types[0] if len(types) == 1 else types}
     if "object" in types:
@@ -136,13 +138,13 @@ def _only(schema: Schema, names: tuple[str, ...]) -> Schema:
 
 
 def _without_numbers(schema: Schema) -> Schema:
-    return schema | {"type": [kind for kind in schema["type"] if kind not in ("integer", "number")]}
+    return schema | {"type": [name for name in schema["type"] if name not in ("integer", "number")]}
 
 
 def _check_listed(values: list[Any], types: list[Any] | None, where: str) -> None:
     """Raise `NotHonored` for values of another type, and for numbers that lose digits."""
     for value in values:
-        if types is not None and not any(_is_of(value, kind) for kind in types):
+        if types is not None and not any(_is_of(value, type_name) for type_name in types):
             raise NotHonored(f"{where} lists {shown(value)}, which is not of its type")
         if not _is_exact(value):
             raise NotHonored(f"{where} lists {shown(value)}, which has a number that is too large")
@@ -158,10 +160,10 @@ def _is_exact(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _is_of(value: object, kind: object) -> bool:
-    if isinstance(value, bool) or kind == "boolean":
-        return isinstance(value, bool) and kind == "boolean"
-    types: dict[object, Any] = {
+def _is_of(value: object, type_name: object) -> bool:
+    if isinstance(value, bool) or type_name == "boolean":
+        return isinstance(value, bool) and type_name == "boolean"
+    python_types: dict[object, Any] = {
         "string": str,
         "integer": int,
         "number": int | float,
@@ -169,7 +171,7 @@ def _is_of(value: object, kind: object) -> bool:
         "array": list,
         "object": dict,
     }
-    return isinstance(value, types.get(kind, ()))
+    return isinstance(value, python_types.get(type_name, ()))
 
 
 # -- objects ---------------------------------------------------------------------------------------
@@ -179,38 +181,42 @@ def _object(schema: Schema, where: str) -> Schema:
     """Properties that are not named come only with `additionalProperties` or the like, or if none
     is named.
     """
-    properties, more = dict(schema.get("properties", {})), schema.get("additionalProperties")
+    properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
     required = list(dict.fromkeys(schema.get("required", ())))
     names = _names(schema, where)
     if names is not None:
         schema["propertyNames"] = names
     else:
         schema.pop("propertyNames", None)
-    has_others = "patternProperties" in schema or names is not None
-    if more is None and not properties and not has_others:
-        more = True
+    names_are_constrained = "patternProperties" in schema or names is not None
+    if additional is None and not properties and not names_are_constrained:
+        additional = True
     for name in required:
         if name not in properties:
-            if more is False or has_others:
+            if additional is False or names_are_constrained:
                 raise NotHonored(
                     f"{where}.required names {shown(name)}, which properties does not have",
                     "required",
                 )
-            properties[name] = True if more is None else more
-    _check_false(properties, required, more, where)
+            properties[name] = True if additional is None else additional
+    _check_false(properties, required, additional, where)
     if "patternProperties" in schema:
-        _check_patterns(schema, properties, more, where)
-        more = False
-    possible = {name: part for name, part in properties.items() if part is not False}
-    if more is None and properties and not possible:
-        more = False  # without properties, any are possible
-    has_free = has_others or more not in (None, False)
-    _check_count(schema, len(required), None if has_free else len(possible), where)
+        _check_patterns(schema, properties, additional, where)
+        additional = False
+    possible = {
+        name: schema_of_name
+        for name, schema_of_name in properties.items()
+        if schema_of_name is not False
+    }
+    if additional is None and properties and not possible:
+        additional = False  # without properties, any are possible
+    has_free_names = names_are_constrained or additional not in (None, False)
+    _check_count(schema, len(required), None if has_free_names else len(possible), where)
     schema |= {"properties": possible, "required": required}
-    if more is not None:
-        schema["additionalProperties"] = more
-    listed = ("properties", "required", "patternProperties")
-    return {name: value for name, value in schema.items() if value or name not in listed}
+    if additional is not None:
+        schema["additionalProperties"] = additional
+    left_out_if_empty = ("properties", "required", "patternProperties")
+    return {name: value for name, value in schema.items() if value or name not in left_out_if_empty}
 
 
 def _names(schema: Schema, where: str) -> Schema | None:
@@ -222,19 +228,25 @@ def _names(schema: Schema, where: str) -> Schema | None:
     is_of_strings = isinstance(names, dict) and not names.keys() - keywords
     if is_of_strings and (values := merging.values_of(names)) is not None:
         is_of_strings = all(isinstance(value, str) for value in values)
-    beside = [name for name in ("properties", "required", "patternProperties") if schema.get(name)]
-    if beside or not is_of_strings or schema.get("additionalProperties") is False:
-        why = f"together with {beside[0]!r}" if beside else "but for a pattern, lengths or a list"
-        raise NotHonored(f"{where}.propertyNames cannot be honored {why}", "propertyNames")
+    conflicting = [
+        name for name in ("properties", "required", "patternProperties") if schema.get(name)
+    ]
+    if conflicting or not is_of_strings or schema.get("additionalProperties") is False:
+        reason = (
+            f"together with {conflicting[0]!r}"
+            if conflicting
+            else "but for a pattern, lengths or a list"
+        )
+        raise NotHonored(f"{where}.propertyNames cannot be honored {reason}", "propertyNames")
     return dict(names)
 
 
-def _check_false(properties: Schema, required: list[str], more: Any, where: str) -> None:
+def _check_false(properties: Schema, required: list[str], additional: Any, where: str) -> None:
     """Raise `NotHonored` for properties that must not be there, if they could be."""
     for name, part in properties.items():
         if part is False and name in required:
             raise NotHonored(f"{where}.required names {shown(name)}, which cannot be", "required")
-        if part is False and more not in (None, False):
+        if part is False and additional not in (None, False):
             raise NotHonored(
                 f"{where}.properties.{name[:100]}: false cannot be honored together with"
                 " 'additionalProperties'",
@@ -242,16 +254,16 @@ def _check_false(properties: Schema, required: list[str], more: Any, where: str)
             )
 
 
-def _check_patterns(schema: Schema, properties: Schema, more: Any, where: str) -> None:
+def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: str) -> None:
     """A property has one schema, and names may come twice, so no two schemas may concern one."""
     by_pattern = schema["patternProperties"]
-    if len(by_pattern) > 1 or more not in (None, True, False):
-        other = "other patterns" if len(by_pattern) > 1 else "'additionalProperties'"
+    if len(by_pattern) > 1 or additional not in (None, True, False):
+        obstacle = "other patterns" if len(by_pattern) > 1 else "'additionalProperties'"
         raise NotHonored(
-            f"{where}.patternProperties cannot be honored together with {other}",
+            f"{where}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
-    [(pattern, part)] = by_pattern.items()
+    [(pattern, schema_of_matches)] = by_pattern.items()
     rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
     beginning = patterns.beginning(pattern)
     for name in properties:
@@ -261,21 +273,23 @@ def _check_patterns(schema: Schema, properties: Schema, more: Any, where: str) -
                 " match a pattern, or begins like it",
                 "patternProperties",
             )
-    schema["patternProperties"] = {} if part is False else {rewritten: part}
+    schema["patternProperties"] = (
+        {} if schema_of_matches is False else {rewritten: schema_of_matches}
+    )
 
 
 def _check_count(schema: Schema, num_required: int, num_named: int | None, where: str) -> None:
     """A name may come twice, and then counts once. `num_named`: None if any names are possible."""
-    least = schema.get("minProperties", 0)
-    if num_named is not None and least > num_named:
+    minimum = schema.get("minProperties", 0)
+    if num_named is not None and minimum > num_named:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")
-    if num_named is None and least > max(1, num_required):
+    if num_named is None and minimum > max(1, num_required):
         raise NotHonored(
             f"{where}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
             "minProperties",
         )
-    if least <= num_required:
+    if minimum <= num_required:
         schema.pop("minProperties", None)
     if schema.get("maxProperties", num_required) < num_required:
         raise NotHonored(f"{where}.maxProperties is less than what is required", "maxProperties")
@@ -285,21 +299,21 @@ def _check_count(schema: Schema, num_required: int, num_named: int | None, where
 
 
 def _array(schema: Schema, where: str) -> Schema:
-    first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
-    most = schema.get("maxItems")
-    if most is not None and most < len(first):
-        schema |= {"prefixItems": first[:most], "items": False}
-        first = first[:most]
-    if False in first:
-        place = first.index(False)
-        schema |= {"prefixItems": first[:place], "items": False}
-    if first:
+    prefix, minimum = schema.get("prefixItems", []), schema.get("minItems", 0)
+    maximum = schema.get("maxItems")
+    if maximum is not None and maximum < len(prefix):
+        schema |= {"prefixItems": prefix[:maximum], "items": False}
+        prefix = prefix[:maximum]
+    if False in prefix:
+        place = prefix.index(False)
+        schema |= {"prefixItems": prefix[:place], "items": False}
+    if prefix:
         schema["prefixItems"] = [{} if part is True else part for part in schema["prefixItems"]]
-    if "items" not in schema and (not first or least > len(first)):
+    if "items" not in schema and (not prefix or minimum > len(prefix)):
         schema["items"] = True
-    if schema.get("items") is False and least > len(schema.get("prefixItems", ())):
+    if schema.get("items") is False and minimum > len(schema.get("prefixItems", ())):
         raise NotHonored(f"{where}.minItems is more than the items that are possible", "minItems")
-    if least > (math.inf if most is None else most):
+    if minimum > (math.inf if maximum is None else maximum):
         raise NotHonored(f"{where}.minItems is more than maxItems", "minItems")
     return {name: value for name, value in schema.items() if value != []}
 
@@ -307,10 +321,10 @@ def _array(schema: Schema, where: str) -> Schema:
 def _string(schema: Schema, where: str) -> Schema:
     lengths = [schema.get(name) for name in ("minLength", "maxLength")]
     if lengths != [None, None]:
-        least, most = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
-        if lengths[1] is not None and lengths[1] < least:
+        minimum, maximum = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
+        if lengths[1] is not None and lengths[1] < minimum:
             raise NotHonored(f"{where}.minLength is more than maxLength", "minLength")
-        return {"pattern": f"^{patterns.CHARACTER}{{{least},{most}}}$"}
+        return {"pattern": f"^{patterns.CHARACTER}{{{minimum},{maximum}}}$"}
     if "format" in schema:
         if schema["format"] not in _FORMATS:
             raise NotHonored(
