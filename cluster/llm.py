@@ -128,7 +128,7 @@ class LLM:
         `request_id` is a name of your choice for `abort`.
         """
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._check_free(request_id)
+        self._check_unused(request_id)
         [generation] = self.client.submit([prompt], sampling_params, [chunks.put])
         generation.done.add_done_callback(lambda _: chunks.put(None))
         with self._running(generation, request_id):
@@ -144,7 +144,7 @@ class LLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
-        self._check_free(request_id)
+        self._check_unused(request_id)
         async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
             with self._running(generation, request_id):
                 while items := await chunks.next():
@@ -155,16 +155,14 @@ class LLM:
         """End the stream that was given this `request_id`; its last chunk says "abort". False if it
         is not running.
         """
-        generation = self._streams.get(request_id)
-        if generation is None or generation.done.done():
+        if request_id not in self._streams or self._streams[request_id].done.done():
             return False
-        self.client.abort([generation])
+        self.client.abort([self._streams[request_id]])
         return True
 
-    def _check_free(self, request_id: str | None) -> None:
-        """Raise `RequestError` if another stream has this name."""
-        generation = self._streams.get(request_id) if request_id is not None else None
-        if generation is not None and not generation.done.done():
+    def _check_unused(self, request_id: str | None) -> None:
+        """Raise `RequestError` if a running stream has this name."""
+        if request_id in self._streams and not self._streams[request_id].done.done():
             raise RequestError(f"request_id {request_id!r} is in use", "request_id")
 
     @contextlib.contextmanager

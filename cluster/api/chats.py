@@ -137,7 +137,7 @@ def job_of(chat: Chat, served: Served) -> Job:
     """Raises `RequestError`."""
     tokenizer, options = served.tokenizer_for("a chat"), chat.options
     structure = structure_of(chat.rules, chat.structure)
-    longest = served.builder.limits.max_total_tokens
+    max_answer_tokens = served.builder.limits.max_total_tokens
     if chat.logprobs is not None:
         if not 0 <= chat.logprobs <= MAX_LOGPROBS:
             raise RequestError(
@@ -146,9 +146,11 @@ def job_of(chat: Chat, served: Served) -> Job:
             )
         # A client that names no length gets as many tokens as are possible.
         num_outputs = options.n or served.builder.defaults.n or 1
-        longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + chat.logprobs))))
+        max_answer_tokens = max(
+            1, min(max_answer_tokens, most("alternatives") // (num_outputs * (1 + chat.logprobs)))
+        )
     params = options.sampling(
-        max_tokens=first_of(chat.max_tokens, served.builder.defaults.max_tokens, longest),
+        max_tokens=first_of(chat.max_tokens, served.builder.defaults.max_tokens, max_answer_tokens),
         logprobs=chat.logprobs,
         structure=structure,
     )
@@ -159,7 +161,7 @@ def job_of(chat: Chat, served: Served) -> Job:
             generations,
             tokenizer,
             state=state_after(generations[0].prompt or ""),
-            tools=bool(chat.rules.tools),
+            has_tools=bool(chat.rules.tools),
             token_ids=bool(options.return_token_ids),
             prompt_top=options.prompt_logprobs,
         )

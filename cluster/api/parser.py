@@ -70,10 +70,10 @@ class AnswerParser:
     space before the first text, line ends that may be next to a marker, or the beginning of a call.
     """
 
-    def __init__(self, state: State, *, tools: bool) -> None:
-        """Without `tools`, calls are left in the content."""
+    def __init__(self, state: State, *, looks_for_calls: bool) -> None:
+        """Without `looks_for_calls`, calls are left in the content."""
         self._state = state
-        self._tools = tools
+        self._looks_for_calls = looks_for_calls
         self._text, self._place = "", 0
         self._withheld_pieces: list[str] = []
         self._opening = ""  # the last marker, with the line ends before it
@@ -126,7 +126,7 @@ class AnswerParser:
         if self._state is State.REASONING:
             parts.reasoning, is_passed = self._until(END_THINK, State.CONTENT)
             return is_passed
-        if not self._tools:
+        if not self._looks_for_calls:
             parts.content = self._take_withheld(len(self._text))
             return False
         parts.content, is_passed = self._until(CALL, State.CALL)

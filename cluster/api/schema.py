@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, model_validator
 from pydantic_core import from_json
 
 from cluster.api.fields import (
@@ -34,6 +34,17 @@ Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
+def kind_among(*kinds: str, default: str | None = None) -> Discriminator:
+    """Chooses the model of a value by its type; all other types are one kind, "other"."""
+
+    def kind_of(value: Any) -> str:
+        is_json = isinstance(value, dict)  # otherwise a model, when it is written
+        kind = value.get("type", default) if is_json else getattr(value, "type", None)
+        return kind if kind in kinds else "other"
+
+    return Discriminator(kind_of)
+
+
 class Model(BaseModel):
     """Base of all requests and of what is in them: exact types. Unknown fields of messages, parts
     and calls are ignored: clients send back what any server gave them.
@@ -53,15 +64,15 @@ class Model(BaseModel):
     @functools.cache
     def without_effect(cls) -> dict[str, tuple[Asks, str]]:
         """Fields that are accepted as far as they ask for nothing, and what is possible."""
-        others = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
-        return {name: OF_OTHER_PATHS[name] for name in sorted(others)} | cls.WITHOUT_EFFECT
+        unlisted = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
+        return {name: OF_OTHER_PATHS[name] for name in sorted(unlisted)} | cls.WITHOUT_EFFECT
 
     @classmethod
     @functools.cache
     def refused(cls) -> dict[str, str]:
         """Fields that are refused, and why."""
-        others = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
-        return {name: REFUSED_EVERYWHERE[name] for name in sorted(others)} | cls.REFUSED
+        unlisted = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
+        return {name: REFUSED_EVERYWHERE[name] for name in sorted(unlisted)} | cls.REFUSED
 
 
 class Options(Model):
@@ -129,7 +140,9 @@ class Generate(Model):
         """
         names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
-        wanted = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
+        num_alternatives = [
+            num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None
+        ]
         return SamplingParams.from_dict(
             values
             | {
@@ -137,7 +150,7 @@ class Generate(Model):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
-                "prompt_logprobs": max(wanted) if wanted else None,
+                "prompt_logprobs": max(num_alternatives) if num_alternatives else None,
             }
         )
 
@@ -368,11 +381,11 @@ def template_call(
     call_id: str | None, name: str, arguments: str, *, as_text: bool
 ) -> dict[str, Any]:
     """A call as chat templates expect it; `as_text`: see `ChatTemplate`. Raises `RequestError`."""
-    function = {"name": name, "arguments": arguments if as_text else _object(arguments)}
+    function = {"name": name, "arguments": arguments if as_text else _arguments_object(arguments)}
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _object(arguments: str) -> Any:
+def _arguments_object(arguments: str) -> Any:
     """The arguments of a call; those of a call that was cut off as far as they go. Their size has
     been checked with that of the body.
     """

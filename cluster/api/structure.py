@@ -21,12 +21,12 @@ def loosened_headers(generations: list[Generation]) -> dict[str, str]:
     follow a grammar; none if there are none. Names are escaped as in addresses.
     """
     names = [quote(name) for name in generations[0].loosened]
-    shown, size = 0, 0
-    while shown < len(names) and size + len(names[shown]) + 2 <= MAX_NAMES_BYTES:
-        size += len(names[shown]) + 2
-        shown += 1
-    others = [f"and {len(names) - shown} more"] if shown < len(names) else []
-    return {LOOSENED_HEADER: ", ".join(names[:shown] + others)} if names else {}
+    num_named, num_bytes = 0, 0
+    while num_named < len(names) and num_bytes + len(names[num_named]) + 2 <= MAX_NAMES_BYTES:
+        num_bytes += len(names[num_named]) + 2
+        num_named += 1
+    count_of_others = [f"and {len(names) - num_named} more"] if num_named < len(names) else []
+    return {LOOSENED_HEADER: ", ".join(names[:num_named] + count_of_others)} if names else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

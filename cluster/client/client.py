@@ -185,7 +185,9 @@ class Client:
         loop = asyncio.get_running_loop()
         relay = self._relays.get(id(loop))
         if relay is None or relay.loop is not loop:
-            open_relays = {key: r for key, r in self._relays.items() if not r.loop.is_closed()}
+            open_relays = {
+                loop_id: r for loop_id, r in self._relays.items() if not r.loop.is_closed()
+            }
             relay = Relay(loop)
             self._relays = {**open_relays, id(loop): relay}
         return relay

@@ -1,8 +1,8 @@
 """The driver of an engine, as one frontend calls it, and the drivers that replace it.
 
-Every call may be lost on the way, or find no room in Ray's object store; it is then made again,
-which is safe because the driver takes nothing twice. A driver that dies or does not answer is
-replaced by its owner, and the requests that it had are sent to the next one.
+A call that is lost on the way, or finds no room in Ray's object store, is made again: the driver
+takes nothing twice. A driver that dies or does not answer is replaced by its owner, and the
+requests that it had are sent to the next one.
 """
 
 from __future__ import annotations
@@ -151,9 +151,8 @@ class DriverHandle:
         """
         self.check_reachable()
         try:
-            return self._answer(
-                getattr(self.actor, method), action, *arguments, limit_s=CALL_TIMEOUT_S
-            )
+            ask = getattr(self.actor, method)
+            return self._answer(ask, action, *arguments, limit_s=CALL_TIMEOUT_S)
         except DriverDiedError:
             if self.death is not None or self._replace is cannot_replace:
                 raise
@@ -173,10 +172,10 @@ class DriverHandle:
         """Note that this driver has the requests. False if it has been replaced since."""
         with self._changed:
             if actor is self.actor:
-                self._outstanding.accept(request.request_id for request in requests)
+                self._outstanding.accept(requests)
             return actor is self.actor
 
-    def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any]) -> None:
+    def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> None:
         arguments, limit_s = (self._frontend_id, requests), self._answer_limit_s
         self._answer(actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs)
 
@@ -268,7 +267,7 @@ class DriverHandle:
                 try:
                     self.follow()
                     if requests:
-                        self._submit_to(successor, requests, [])
+                        self._submit_to(successor, requests, None)
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
                 else:

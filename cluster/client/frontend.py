@@ -223,7 +223,7 @@ class Frontend:
                     generation.fail(_frontend_failed(error))
                     failed.append(request_id)
                 if output.completion.finish_reason is not None:
-                    self._outstanding.drop(request_id)
+                    self._outstanding.pop(request_id, None)
                 if generation.has_failed:  # with it, all its outputs
                     failed += (i for i in generation.request_ids if i in self._outstanding)
                     self._outstanding.forget([generation])

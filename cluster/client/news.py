@@ -30,16 +30,16 @@ class News:
         """Add later news; tokens that are here already are skipped. Raises `EngineError` if any are
         missing between.
         """
-        num_repeated = self.first_index + len(self.token_ids) - later.first_index
-        if num_repeated < 0 and later.token_ids:
+        overlap = self.first_index + len(self.token_ids) - later.first_index
+        if overlap < 0 and later.token_ids:
             raise EngineError(
                 f"tokens {self.first_index + len(self.token_ids)} to {later.first_index - 1} are"
                 " missing"
             )
-        token_ids = later.token_ids[num_repeated:] if later.token_ids else []
+        token_ids = later.token_ids[overlap:] if later.token_ids else []
         if later.logprobs is not None:
             earlier_logprobs = self.logprobs or [None] * len(self.token_ids)
-            self.logprobs = earlier_logprobs + later.logprobs[num_repeated:]
+            self.logprobs = earlier_logprobs + later.logprobs[overlap:]
         elif self.logprobs is not None:
             self.logprobs += [None] * len(token_ids)
         self.token_ids += token_ids

@@ -139,19 +139,17 @@ class OutputFollower:
             reason = "length" if news.token_ids else news.finish_reason
             self._add([], None, reason, news.num_cached_tokens)
             return False
-        num_repeated = len(completion.token_ids) - news.first_index
-        if num_repeated < 0 and news.token_ids:
+        overlap = len(completion.token_ids) - news.first_index
+        if overlap < 0 and news.token_ids:
             raise EngineError(
                 f"tokens {len(completion.token_ids)} to {news.first_index - 1} of"
                 f" {self.request.request_id} are missing"
             )
-        tokens = news.token_ids[num_repeated:] if news.token_ids else []
+        tokens = news.token_ids[overlap:] if news.token_ids else []
         stopped_at = self._stream.push(tokens) if self._stream is not None else None
         if stopped_at is not None:
             tokens = tokens[:stopped_at]
-        logprobs = (
-            news.logprobs[num_repeated:][: len(tokens)] if news.logprobs is not None else None
-        )
+        logprobs = news.logprobs[overlap:][: len(tokens)] if news.logprobs is not None else None
         reason = "stop" if stopped_at is not None else news.finish_reason
         self._add(tokens, logprobs, reason, news.num_cached_tokens)
         return stopped_at is not None and news.finish_reason is None

@@ -16,7 +16,7 @@ from cluster.client.outputs import Generation, OutputFollower, Sink
 from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_per_prompt, parse_prompt
 from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.calls import CallStructure, choices
+from cluster.grammar.calls import CallStructure, candidates
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import after_thinking, format_of, source_of
 from cluster.grammar.markers import THINKING_SWITCH, State, state_after
@@ -155,13 +155,13 @@ class RequestBuilder:
         if not isinstance(structure, CallStructure):
             return self._grammars.check(source_of(after_thinking(format_of(structure), state))), ()
         refusal: RequestError | None = None
-        for choice in choices(structure):
-            source = source_of(after_thinking(choice.format, state))
+        for candidate in candidates(structure):
+            source = source_of(after_thinking(candidate.format, state))
             try:
-                return self._grammars.check(source), choice.loosened
+                return self._grammars.check(source), candidate.loosened
             except RequestError as error:
                 refusal = refusal or error
-        assert refusal is not None, "the last choice is refused with a reason"
+        assert refusal is not None, "the last candidate is refused with a reason"
         raise refusal
 
     def _state_after(self, conversation: Conversation, text: str | None) -> State:

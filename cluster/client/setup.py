@@ -70,7 +70,7 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
     model_dir = find_model(config.model, config.revision)
     if config.tokenizer is not None:
         # Looked for once: the driver may run in another folder, and takes no hub id.
-        tokenizer_dir = find_model(config.tokenizer, what="tokenizer")
+        tokenizer_dir = find_model(config.tokenizer, option="tokenizer")
         config = dataclasses.replace(config, tokenizer=str(tokenizer_dir))
     model = ModelConfig.from_dir(model_dir)
     model.check_tensor_parallel_size(config.tensor_parallel_size)

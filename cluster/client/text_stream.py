@@ -44,7 +44,7 @@ class TextStream:
         state: State = State.CONTENT,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(_Matcher(text) for text in stop)
+        self._matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
         self._reasoning = _Reasoning(state if stop else State.CONTENT)
         self._num_unsearched = 0  # characters of the first `min_tokens` tokens
@@ -59,7 +59,7 @@ class TextStream:
         """Take the next tokens. Returns how many it took to complete a stop string, or None if none
         is complete.
         """
-        if not self._stop:
+        if not self._matchers:
             self._push(token_ids)
             return None
         for i in range(len(token_ids)):
@@ -99,13 +99,13 @@ class TextStream:
             return False
         search_start = max(len(self._decoded) - num_new, self._num_unsearched)
         new_text = self._decoded[search_start:]
-        ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._stop)
+        ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        num_matched = max((matcher.num_matched for matcher in self._stop), default=0)
+        num_matched = max((matcher.num_matched for matcher in self._matchers), default=0)
         first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
         self.text = self._decoded[: max(first_withheld, self._num_unsearched)]
         return False
@@ -140,10 +140,10 @@ class _Reasoning:
         if self._state is State.UNDECIDED:
             return 0
         if self._state is State.REASONING:
-            end = self._end.feed(text)
-            if end is None:
+            stop_length = self._end.feed(text)
+            if stop_length is None:
                 return 0
-            text = text[end:]
+            text = text[stop_length:]
             self._state, self._skips_line_ends = State.CONTENT, True
         if self._skips_line_ends:
             text = text.lstrip(LINE_ENDS)
@@ -168,17 +168,17 @@ class _Matcher:
         not complete. Not to be called again afterwards.
         """
         stop, borders, matched = self.stop, self._borders, self.num_matched
-        first, end, place = stop[0], len(stop), 0
+        first_character, stop_length, place = stop[0], len(stop), 0
         while place < len(text):
             if matched == 0:  # on to where the stop string may begin
-                place = text.find(first, place)
+                place = text.find(first_character, place)
                 if place < 0:
                     break
             while matched and text[place] != stop[matched]:
                 matched = borders[matched - 1]
             matched += text[place] == stop[matched]
             place += 1
-            if matched == end:
+            if matched == stop_length:
                 return place
         self.num_matched = matched
         return None

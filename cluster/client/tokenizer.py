@@ -159,11 +159,11 @@ class Tokenizer:
         """The special tokens that end an answer: the tokenizer's end of sequence, and what the chat
         template puts behind a message of the assistant.
         """
-        ends = (self._eos_token, self._end_of_turn())
+        end_texts = (self._eos_token, self._end_of_turn())
         return frozenset(
             token_id
             for token_id, token in self._backend.get_added_tokens_decoder().items()
-            if token.special and any(end and end.startswith(token.content) for end in ends)
+            if token.special and any(text and text.startswith(token.content) for text in end_texts)
         )
 
     def _end_of_turn(self) -> str:

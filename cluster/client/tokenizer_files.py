@@ -33,12 +33,7 @@ _QWEN2_SPECIAL = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endof
 # Settings that change ids or text, which must be off.
 _SETTINGS = ("add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces")
 _SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
 )
 _TOKEN_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
@@ -102,11 +97,15 @@ def read(path: Path) -> TokenizerFiles:
 def _check_class(config: dict[str, Any], *, is_byte_level: bool) -> None:
     """Raise `ConfigError` for a class or a setting that says more than `tokenizer.json`."""
     name = config.get("tokenizer_class")
-    possible = (*_QWEN2_CLASSES, *_GENERIC_CLASSES, *(_LLAMA_CLASSES if is_byte_level else ()))
-    if name not in possible:
+    possible_classes = (
+        *_QWEN2_CLASSES,
+        *_GENERIC_CLASSES,
+        *(_LLAMA_CLASSES if is_byte_level else ()),
+    )
+    if name not in possible_classes:
         raise ConfigError(
             f"its tokenizer_class is {shown(name)}; possible are"
-            f" {', '.join(filter(None, possible))}"
+            f" {', '.join(filter(None, possible_classes))}"
         )
     if "auto_map" in config:
         raise ConfigError("its auto_map names code of the checkpoint, which is not run")

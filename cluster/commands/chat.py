@@ -154,7 +154,7 @@ class Chat:
         conversation = Conversation(messages=messages, template_variables=self._variables)
         prompt = ParsedPrompt(conversation=conversation)
         begins = state_after(self._tokenizer.render_chat(conversation))
-        parser = AnswerParser(begins, tools=False)
+        parser = AnswerParser(begins, looks_for_calls=False)
         with contextlib.closing(self._llm.stream(prompt, self._params)) as chunks:
             for chunk in chunks:
                 answer.add(chunk)

@@ -101,20 +101,20 @@ class Follower:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while batch := self._next():
+        while batch := self._next_batch():
             try:
                 self._serve(batch)
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
                 self._drop_child()
-                missing = [f for f in batch if f.num_answered != f.num_asked]
-                self._fail(missing, f"{type(error).__name__}: {error}")
+                unanswered = [f for f in batch if f.num_answered != f.num_asked]
+                self._fail(unanswered, f"{type(error).__name__}: {error}")
             with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
                 self._on_answers(batch)
         self._drop_child()
 
-    def _next(self) -> list[Followed]:
+    def _next_batch(self) -> list[Followed]:
         """Everything asked for; empty when this is to end."""
         with self._lock:
             while not self._is_closed:
@@ -142,10 +142,10 @@ class Follower:
                 num_answered += 1
             except HelperLostError as error:
                 self._drop_child()
-                at_fault = batch[num_answered]
-                at_fault.num_losses += 1
-                if at_fault.num_losses >= MAX_LOSSES:
-                    self._fail([at_fault], f"{at_fault.num_losses} times, {error}")
+                culprit = batch[num_answered]
+                culprit.num_losses += 1
+                if culprit.num_losses >= MAX_LOSSES:
+                    self._fail([culprit], f"{culprit.num_losses} times, {error}")
                     num_answered += 1
             except HelperError as error:
                 self._drop_child()  # it is not known how far it got
@@ -156,21 +156,19 @@ class Follower:
     def _masks(self, batch: list[Followed]) -> Iterator[tuple[bytes | str | None, float]]:
         """The child's answers, in order."""
         child = self._loaded_child()
-        new_tokens = []
+        tokens = []
         for followed in batch:
             num_prompt_tokens = followed.sequence.num_prompt_tokens
             token_ids = followed.sequence.token_ids[
                 num_prompt_tokens + followed.num_sent : num_prompt_tokens + followed.num_asked
             ]
-            new_tokens.append((followed.number, token_ids))
+            tokens.append((followed.number, token_ids))
         with self._lock:
-            ended_numbers, self._ended_numbers = self._ended_numbers, []
+            ended, self._ended_numbers = self._ended_numbers, []
         self._in_child.difference_update([f for f in self._in_child if f.has_ended])
         self._in_child.update(batch)
         masks: list[bytes | str | None] = []
-        answers = child.answers(
-            MASK_LIMIT_S, len(batch), "masks", new_tokens, ended_numbers, yields=True
-        )
+        answers = child.answers(MASK_LIMIT_S, len(batch), "masks", tokens, ended, yields=True)
         for followed, (answer, seconds) in zip(batch, answers, strict=True):
             if seconds > QUICK_S + QUICK_PER_TOKEN_S * (followed.num_asked - followed.num_sent):
                 self._was_slow = True

@@ -45,6 +45,7 @@ _OF_OBJECTS = (
     *("properties", "required", "additionalProperties", "patternProperties"),
     *("propertyNames", "minProperties", "maxProperties"),
 )
+_ONLY_NAMES = "but for a pattern, lengths or a list"  # what propertyNames may ask for
 # Without a type these would have no effect.
 _NEED_TYPE = {
     **dict.fromkeys(_OF_STRINGS, ("string",)),
@@ -93,14 +94,14 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
 def check_value(keyword: str, value: object, where: str) -> None:
     """Raise `NotHonored` for a value that the keyword cannot have."""
     if keyword in _VALUES:
-        is_possible, description = _VALUES[keyword]
-        if not is_possible(value):
+        accepts, description = _VALUES[keyword]
+        if not accepts(value):
             raise NotHonored(
                 f"{where}.{keyword} must be {description}, got {shown(value)}", keyword
             )
 
 
-def finished(schema: Schema, where: str) -> Schema | bool:
+def enforceable(schema: Schema, where: str) -> Schema | bool:
     """The form of a schema, without references and alternatives, in which xgrammar enforces it.
     Raises `NotHonored`.
     """
@@ -120,20 +121,26 @@ def finished(schema: Schema, where: str) -> Schema | bool:
     types = list(dict.fromkeys(types))
     result: Schema = {"type": types[0] if len(types) == 1 else types}
     if "object" in types:
-        result |= _object(_only(schema, _OF_OBJECTS), where)
+        result |= _object(_with_only(schema, _OF_OBJECTS), where)
     if "array" in types:
-        result |= _array(_only(schema, _OF_LISTS), where)
+        result |= _array(_with_only(schema, _OF_LISTS), where)
     if "string" in types:
-        result |= _string(_only(schema, _OF_STRINGS), where)
+        result |= _string(_with_only(schema, _OF_STRINGS), where)
     if "integer" in types or "number" in types:
-        numbers = ranges.finished(_only(schema, (*_OF_NUMBERS, "format")), types, where)
-        if "enum" in numbers:
-            return numbers if len(types) == 1 else {"anyOf": [numbers, _without_numbers(result)]}
-        result |= numbers
+        number_bounds = ranges.enforceable_bounds(
+            _with_only(schema, (*_OF_NUMBERS, "format")), types, where
+        )
+        if "enum" in number_bounds:
+            return (
+                number_bounds
+                if len(types) == 1
+                else {"anyOf": [number_bounds, _without_numbers(result)]}
+            )
+        result |= number_bounds
     return result
 
 
-def _only(schema: Schema, names: tuple[str, ...]) -> Schema:
+def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
     return {name: schema[name] for name in names if name in schema}
 
 
@@ -183,17 +190,17 @@ def _object(schema: Schema, where: str) -> Schema:
     """
     properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
     required = list(dict.fromkeys(schema.get("required", ())))
-    names = _names(schema, where)
+    names = _property_names(schema, where)
     if names is not None:
         schema["propertyNames"] = names
     else:
         schema.pop("propertyNames", None)
-    names_are_constrained = "patternProperties" in schema or names is not None
-    if additional is None and not properties and not names_are_constrained:
+    has_name_rules = "patternProperties" in schema or names is not None
+    if additional is None and not properties and not has_name_rules:
         additional = True
     for name in required:
         if name not in properties:
-            if additional is False or names_are_constrained:
+            if additional is False or has_name_rules:
                 raise NotHonored(
                     f"{where}.required names {shown(name)}, which properties does not have",
                     "required",
@@ -203,23 +210,19 @@ def _object(schema: Schema, where: str) -> Schema:
     if "patternProperties" in schema:
         _check_patterns(schema, properties, additional, where)
         additional = False
-    possible = {
-        name: schema_of_name
-        for name, schema_of_name in properties.items()
-        if schema_of_name is not False
-    }
+    possible = {name: part for name, part in properties.items() if part is not False}
     if additional is None and properties and not possible:
         additional = False  # without properties, any are possible
-    has_free_names = names_are_constrained or additional not in (None, False)
+    has_free_names = has_name_rules or additional not in (None, False)
     _check_count(schema, len(required), None if has_free_names else len(possible), where)
     schema |= {"properties": possible, "required": required}
     if additional is not None:
         schema["additionalProperties"] = additional
-    left_out_if_empty = ("properties", "required", "patternProperties")
-    return {name: value for name, value in schema.items() if value or name not in left_out_if_empty}
+    optional = ("properties", "required", "patternProperties")
+    return {name: value for name, value in schema.items() if value or name not in optional}
 
 
-def _names(schema: Schema, where: str) -> Schema | None:
+def _property_names(schema: Schema, where: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
     names = schema.get("propertyNames")
     if names is None or names is True or names == {"type": "string"}:
@@ -228,16 +231,11 @@ def _names(schema: Schema, where: str) -> Schema | None:
     is_of_strings = isinstance(names, dict) and not names.keys() - keywords
     if is_of_strings and (values := merging.values_of(names)) is not None:
         is_of_strings = all(isinstance(value, str) for value in values)
-    conflicting = [
-        name for name in ("properties", "required", "patternProperties") if schema.get(name)
-    ]
+    others = ("properties", "required", "patternProperties")
+    conflicting = next((name for name in others if schema.get(name)), None)
     if conflicting or not is_of_strings or schema.get("additionalProperties") is False:
-        reason = (
-            f"together with {conflicting[0]!r}"
-            if conflicting
-            else "but for a pattern, lengths or a list"
-        )
-        raise NotHonored(f"{where}.propertyNames cannot be honored {reason}", "propertyNames")
+        obstacle = f"together with {conflicting!r}" if conflicting else _ONLY_NAMES
+        raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names)
 
 
@@ -263,7 +261,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: 
             f"{where}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
-    [(pattern, schema_of_matches)] = by_pattern.items()
+    [(pattern, part)] = by_pattern.items()
     rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
     beginning = patterns.beginning(pattern)
     for name in properties:
@@ -273,9 +271,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: 
                 " match a pattern, or begins like it",
                 "patternProperties",
             )
-    schema["patternProperties"] = (
-        {} if schema_of_matches is False else {rewritten: schema_of_matches}
-    )
+    schema["patternProperties"] = {} if part is False else {rewritten: part}
 
 
 def _check_count(schema: Schema, num_required: int, num_named: int | None, where: str) -> None:

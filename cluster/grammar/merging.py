@@ -21,8 +21,8 @@ _OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems"}
 # Keywords that apply other schemas to the same value.
 IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
 IN_PLACE |= {"contains", "patternProperties"}
-_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
 class CannotMerge(Exception):
@@ -57,8 +57,8 @@ class Merger:
         self._references = references
         self._num_merged = self._num_compared = 0
 
-    def merged(self, parts: Sequence[Any], relevant: Any) -> Any:
-        """One schema for all parts, which may be booleans. `relevant` says which keywords of a
+    def merged(self, parts: Sequence[Any], select: Any) -> Any:
+        """One schema for all parts, which may be booleans. `select` says which keywords of a
         schema restrict values; the others are left out. Raises `CannotMerge`.
         """
         self._count(parts)
@@ -67,16 +67,16 @@ class Merger:
         for part in parts:
             if not isinstance(part, Mapping | bool):
                 raise CannotMerge("there is a part that is no schema")
-        parts = [part for part in parts if isinstance(part, Mapping) and relevant(part)]
+        parts = [part for part in parts if isinstance(part, Mapping) and select(part)]
         if len(parts) < 2:
             return parts[0] if parts else True
         result: dict[str, Any] = {}
         for part in parts:
-            resolved = self._resolved(part, relevant)
+            resolved = self._resolved(part, select)
             if resolved is False:
                 return False
             self._count([resolved])
-            if resolved is not True and _add(result, relevant(resolved)) is False:
+            if resolved is not True and _add(result, select(resolved)) is False:
                 return False
         return result
 
@@ -85,19 +85,19 @@ class Merger:
         for part in parts:
             self._num_merged += 1
             if isinstance(part, Mapping):
-                self._num_merged += len(part) + len(_properties(part)) + len(_required(part))
+                self._num_merged += len(part) + len(_properties(part)) + len(_required_names(part))
         if self._num_merged > MAX_MERGED:
             raise CannotMerge(f"more than {MAX_MERGED} keywords would have to be merged")
 
-    def _resolved(self, part: Mapping[str, Any], relevant: Any = None) -> Any:
+    def _resolved(self, part: Mapping[str, Any], select: Any = None) -> Any:
         """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
-        others of the `relevant` keywords beside them, which without it are not looked at.
+        others of the `select` keywords beside them, which without it are not looked at.
         """
         target: Any = part
         for _ in range(_MAX_REFERENCES):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
-            if relevant is not None and relevant(target).keys() != {"$ref"}:
+            if select is not None and select(target).keys() != {"$ref"}:
                 raise CannotMerge("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
@@ -137,10 +137,7 @@ class Merger:
         for schema, other in ((first, second), (second, first)):
             for name in ("anyOf", "oneOf"):
                 if isinstance(schema.get(name), list) and len(schema[name]) <= MAX_ALTERNATIVES:
-                    return all(
-                        self.are_disjoint(alternative, other, depth + 1)
-                        for alternative in schema[name]
-                    )
+                    return all(self.are_disjoint(part, other, depth + 1) for part in schema[name])
         if _types_are_disjoint(_types_of(first), _types_of(second)):
             return True
         values = [values_of(first), values_of(second)]
@@ -154,7 +151,7 @@ class Merger:
         self, first: Mapping[str, Any], second: Mapping[str, Any], depth: int
     ) -> bool:
         first_properties, second_properties = _properties(first), _properties(second)
-        required_in_both = _required(first) & _required(second)
+        required_in_both = _required_names(first) & _required_names(second)
         for name in sorted(required_in_both & first_properties.keys() & second_properties.keys()):
             if self.are_disjoint(first_properties[name], second_properties[name], depth + 1):
                 return True
@@ -197,7 +194,7 @@ def _needs_more(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether the first needs a property that the second does not allow."""
     if second.get("additionalProperties") is not False or "patternProperties" in second:
         return False
-    return bool(_required(first) - _properties(second).keys())
+    return bool(_required_names(first) - _properties(second).keys())
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,7 +202,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _required(schema: Mapping[str, Any]) -> set[str]:
+def _required_names(schema: Mapping[str, Any]) -> set[str]:
     names = schema.get("required")
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
@@ -233,12 +230,12 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
                 return False
             result[name] = types
         elif name == "required":
-            result[name] = sorted(_required(result) | _required(part))
+            result[name] = sorted(_required_names(result) | _required_names(part))
         elif name == "properties" and isinstance(value, Mapping):
             result[name] = _merged_properties(_properties(result), value)
-        elif name in _LEAST and _are_numbers(result[name], value):
+        elif name in _LOWER_BOUNDS and _are_numbers(result[name], value):
             result[name] = max(result[name], value)
-        elif name in _MOST and _are_numbers(result[name], value):
+        elif name in _UPPER_BOUNDS and _are_numbers(result[name], value):
             result[name] = min(result[name], value)
         elif name == "items" and "prefixItems" not in result.keys() | part.keys():
             result[name] = {"allOf": [result[name], value]}
@@ -253,7 +250,7 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
         for name in ("patternProperties", "propertyNames", "unevaluatedProperties"):
             if name in schema and ("properties" in other or "required" in other):
                 raise CannotMerge(f"{name!r} is beside properties of another part")
-        other_names = _properties(other).keys() | _required(other)
+        other_names = _properties(other).keys() | _required_names(other)
         additional = schema.get("additionalProperties", True)
         has_unnamed = "patternProperties" in other or not other_names <= _properties(schema).keys()
         if additional not in (True, {}) and has_unnamed:
@@ -263,10 +260,10 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
 def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Raise `CannotMerge` where a keyword of one would come to mean other items."""
     for schema, other in ((first, second), (second, first)):
-        has_prefix = "prefixItems" in other and other["prefixItems"] is not schema.get(
+        is_prefixed = "prefixItems" in other and other["prefixItems"] is not schema.get(
             "prefixItems"
         )
-        if has_prefix and schema.get("items", True) not in (True, {}):
+        if is_prefixed and schema.get("items", True) not in (True, {}):
             raise CannotMerge("'items' is beside 'prefixItems' of another part")
         if "unevaluatedItems" in schema and other.keys() & {"prefixItems", "items"}:
             raise CannotMerge("'unevaluatedItems' is beside items of another part")

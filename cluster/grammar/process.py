@@ -60,10 +60,11 @@ class Program:
         """Compile a structural tag. Raises `ValueError` for one that is too large, and xgrammar's
         errors.
         """
-        size = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
-        if size > MAX_COMPILED_BYTES:
+        num_bytes = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
+        if num_bytes > MAX_COMPILED_BYTES:
             raise ValueError(
-                f"it takes {size} bytes when compiled; at most {MAX_COMPILED_BYTES} are possible"
+                f"it takes {num_bytes} bytes when compiled; at most {MAX_COMPILED_BYTES} are"
+                " possible"
             )
         yield None
 

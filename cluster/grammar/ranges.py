@@ -29,7 +29,7 @@ class NotHonored(Exception):
         self.keyword = keyword
 
 
-def finished(schema: Schema, types: list[Any], where: str) -> Schema:
+def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
     """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
     `types` are those of the schema. Raises `NotHonored`.
     """
@@ -78,10 +78,8 @@ def _whole_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     if format_name is not None:
         if format_name not in _WHOLE:
             raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
-        minimums, maximums = (
-            [*minimums, _WHOLE[format_name][0]],
-            [*maximums, _WHOLE[format_name][1]],
-        )
+        minimums.append(_WHOLE[format_name][0])
+        maximums.append(_WHOLE[format_name][1])
     bounds: Schema = {}
     if minimums:
         bounds["minimum"] = max(*minimums, -_MAX_INTEGER)

@@ -189,12 +189,9 @@ def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
     names = list(schema.get("required", ()))
     needed = [properties[name] for name in names]
     optional = [part for name, part in properties.items() if name not in {*names}]
-    unnamed = [
-        *schema.get("patternProperties", {}).values(),
-        schema.get("additionalProperties", True),
-    ]
+    free = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)]
     num_more = schema.get("minProperties", 0) - len(needed)
-    return needed + (optional + unnamed)[: max(num_more, 0)]
+    return needed + (optional + free)[: max(num_more, 0)]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:

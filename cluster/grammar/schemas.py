@@ -144,7 +144,7 @@ class _Rewriter:
             for name in ("oneOf", "anyOf"):
                 if name in parts:
                     return _alternatives(parts[name])
-            return self._trying(parts, lambda parts: keywords.finished(dict(parts), where))
+            return self._trying(parts, lambda parts: keywords.enforceable(dict(parts), where))
         except NotHonored:
             if not self._drops:
                 raise
@@ -170,13 +170,11 @@ class _Rewriter:
     def _with_honored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
         modern = _modern(schema)
-        remaining = {
-            name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)
-        }
-        if len(remaining) == len(modern):
+        rest = {name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)}
+        if len(rest) == len(modern):
             return schema
         self.has_dropped = True
-        return self._references.copied(schema, remaining)
+        return self._references.copied(schema, rest)
 
     def _one(self, schema: Any, where: str, depth: int) -> Any:
         """One schema with keywords that are known, for all that are merged in it."""
@@ -257,13 +255,15 @@ class _Rewriter:
         if keyword == "$ref":
             self._target(schema, where)
             reference = self._references.copied(schema, {keyword: value})
-            return self._merger.merged([reference, siblings], _relevant)
+            return self._merger.merged([reference, siblings], _without_annotations)
         if not isinstance(value, list) or not value:
             raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
         if keyword == "allOf":
-            return self._merger.merged([siblings, *value], _relevant)
+            return self._merger.merged([siblings, *value], _without_annotations)
         for part in value:
-            self._merger.merged([siblings, part], _relevant)  # counts, and says what cannot be
+            self._merger.merged(
+                [siblings, part], _without_annotations
+            )  # counts, and says what cannot be
         return {keyword: [{"allOf": [siblings, part]} for part in value]}
 
     def _reference(self, schema: Mapping[str, Any], where: str) -> Any:
@@ -327,7 +327,7 @@ def _is_annotation(keyword: str) -> bool:
     return keyword in _ANNOTATIONS or keyword.startswith("x-")
 
 
-def _relevant(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if not _is_annotation(name)}
 
 

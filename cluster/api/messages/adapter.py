@@ -51,7 +51,7 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
     def make_writer(generations: list[Generation]) -> Writer:
         state = state_after(generations[0].prompt or "")
         has_tools = bool(chat.rules.tools)
-        return MessageWriter(served.name, generations[0], state=state, tools=has_tools)
+        return MessageWriter(served.name, generations[0], state=state, has_tools=has_tools)
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
@@ -146,9 +146,8 @@ def _variables(request: CountTokensRequest, tokenizer: Tokenizer) -> dict[str, A
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """
-    if THINKING_SWITCH not in tokenizer.template_variables:
-        return {}
-    if request.thinking is not None:
-        return {THINKING_SWITCH: request.thinking.type != "disabled"}
     effort = request.output_config.effort if request.output_config is not None else None
-    return {THINKING_SWITCH: effort not in (None, "none")}
+    thinks = effort not in (None, "none")
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+    return {THINKING_SWITCH: thinks} if THINKING_SWITCH in tokenizer.template_variables else {}

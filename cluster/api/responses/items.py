@@ -17,10 +17,9 @@ from cluster.api.responses.schema import (
     OtherPart,
     Part,
     ReasoningItem,
-    RefusalPart,
 )
 from cluster.api.responses.tools import arguments_of, full_name
-from cluster.api.schema import template_call
+from cluster.api.schema import RefusalPart, template_call
 from cluster.client.prompts import Message
 from scheduler.errors import RequestError
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from cluster.api.parser import AnswerParser, Parts
-from cluster.api.replies import described
+from cluster.api.replies import token_entry
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import State
 from scheduler.messages import TokenLogprobs
@@ -28,11 +28,11 @@ class MessageLogprobs:
     messages: for each message, its tokens so far in OpenAI's form.
     """
 
-    def __init__(self, tokenizer: Tokenizer, state: State, *, tools: bool) -> None:
-        """`state`, `tools`: as `AnswerParser`."""
+    def __init__(self, tokenizer: Tokenizer, state: State, *, has_tools: bool) -> None:
+        """`state`, `has_tools`: as `AnswerParser`."""
         self.messages: list[list[dict[str, Any]]] = []
         self._tokenizer = tokenizer
-        self._parser = AnswerParser(state, tools=tools)
+        self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._decoder = _UTF8(errors="replace")
         # Characters that are not reported yet, each with the places of its tokens in the output.
         self._pending: list[tuple[str, list[int]]] = []
@@ -48,7 +48,7 @@ class MessageLogprobs:
                 continue  # a special token is no part of the text
             place, self._num_tokens = self._num_tokens, self._num_tokens + 1
             if entry is not None:
-                self._entries[place] = described(self._tokenizer, token_id, entry)
+                self._entries[place] = token_entry(self._tokenizer, token_id, entry)
             self._places_of_partial.append(place)
             for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
                 self._push_character(character)
@@ -62,11 +62,13 @@ class MessageLogprobs:
 
     def _push_character(self, character: str) -> None:
         self._pending.append((character, self._places_of_partial))
-        before = self._parser.state
+        earlier_state = self._parser.state
         self._take(self._parser.push(character))
-        after = self._parser.state
+        new_state = self._parser.state
         # The text of a call that turns out to be none will be reported as it is.
-        if after is State.REASONING or (after is State.CONTENT and before in _HAS_MARKER_BEHIND):
+        if new_state is State.REASONING or (
+            new_state is State.CONTENT and earlier_state in _HAS_MARKER_BEHIND
+        ):
             self._pending.clear()
             last = self._num_tokens - 1  # more characters of it may follow
             self._entries = {last: self._entries[last]} if last in self._entries else {}

@@ -24,7 +24,7 @@ def call(arguments: str, name: str = "add") -> str:
 def parse(
     pieces: list[str], state: State, *, tools: bool = True, is_cut_off: bool = False
 ) -> Parts:
-    whole, parser = Parts(), AnswerParser(state, tools=tools)
+    whole, parser = Parts(), AnswerParser(state, looks_for_calls=tools)
     for parts in [*map(parser.push, pieces), parser.finish(is_cut_off=is_cut_off)]:
         whole.reasoning += parts.reasoning
         whole.content += parts.content

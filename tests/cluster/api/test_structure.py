@@ -11,7 +11,7 @@ from cluster.api.chats import rules_of
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
-from cluster.grammar.calls import CallStructure, choices
+from cluster.grammar.calls import CallStructure, candidates
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -38,7 +38,7 @@ def tag(**fields: Any) -> Any:
     """The tightest format of the answer."""
     calls = structure(**fields)
     assert isinstance(calls, CallStructure)
-    return next(choices(calls)).format
+    return next(candidates(calls)).format
 
 
 def test_response_formats() -> None:

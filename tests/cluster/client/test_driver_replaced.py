@@ -446,7 +446,7 @@ def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver
     frontend.driver._answer_limit_s = 0.1
     with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
         ask(frontend, builder, [])
-    assert not frontend._outstanding._by_id and len(owner.drivers) == 1
+    assert not frontend._outstanding and len(owner.drivers) == 1
     store.is_full = False
     generation = ask(frontend, builder, [])
     driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
