@@ -98,11 +98,11 @@ def generation_of(text: str) -> Generation:
 
 def writers_of(text: str) -> dict[str, Any]:
     generation = generation_of(text)
-    made: dict[str, Any] = {"state": State.UNDECIDED, "tools": True}
+    state = State.UNDECIDED
     return {
-        "chat": ChatWriter("tiny", [generation], TOKENIZER, **made),
-        "messages": MessageWriter("tiny", generation, **made),
-        "responses": ResponseWriter({}, generation, TOKENIZER, **made | {"tools": NO_TOOLS}),
+        "chat": ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True),
+        "messages": MessageWriter("tiny", generation, state=state, has_tools=True),
+        "responses": ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS),
     }
 
 
