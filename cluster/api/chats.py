@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.api.endpoints import Job, Served, first_of, make_job, num_scores_of
+from cluster.api.endpoints import Job, Served, first_of, make_job
 from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
     AllowedTools,
@@ -24,7 +24,7 @@ from cluster.client.outputs import Generation
 from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import THINKING_SWITCH, state_after
-from scheduler.bounds import most
+from scheduler.bounds import check, most
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, StructuredOutputs
 
@@ -53,15 +53,12 @@ def conversation_of(
     messages: list[Message],
     tools: Sequence[Function],
     variables: dict[str, Any],
-    max_messages: int,
+    served: Served,
     *,
     continues_last: bool = False,
 ) -> Conversation:
     """Raises `RequestError`, as `Conversation` and for too many messages."""
-    if len(messages) > max_messages:
-        raise RequestError(
-            f"there are {len(messages)} messages; at most {max_messages} are possible", "messages"
-        )
+    check("messages", len(messages), "messages", most=served.max_messages)
     shown_tools = [
         {"type": "function", "function": tool.model_dump(exclude_unset=True)} for tool in tools
     ]
@@ -98,12 +95,12 @@ def variables_of(
     return variables
 
 
-def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
+def chat_job(request: ChatRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    return job_of(chat_of(request, served, max_messages), served)
+    return job_of(chat_of(request, served), served)
 
 
-def chat_of(request: ChatRequest, served: Served, max_messages: int) -> Chat:
+def chat_of(request: ChatRequest, served: Served) -> Chat:
     """Raises as `chat_job`."""
     served.check_name(request.model)
     if request.top_logprobs and not request.logprobs:
@@ -111,7 +108,7 @@ def chat_of(request: ChatRequest, served: Served, max_messages: int) -> Chat:
     rules = rules_of(request)
     max_tokens = request.max_completion_tokens
     return Chat(
-        conversation=_conversation(request, rules.tools, served, max_messages),
+        conversation=_conversation(request, rules.tools, served, "a chat"),
         rules=rules,
         structure=request.structure(),
         max_tokens=request.max_tokens if max_tokens is None else max_tokens,
@@ -166,20 +163,12 @@ def job_of(chat: Chat, served: Served) -> Job:
             prompt_top=options.prompt_logprobs,
         )
 
-    return make_job(
-        [chat.prompt],
-        served.builder.parameters(params),
-        options,
-        make_writer,
-        repeats_prompt=bool(options.return_token_ids),
-        num_scores=num_scores_of(options.prompt_logprobs),
-    )
+    return make_job(options, served, [chat.prompt], params, make_writer)
 
 
-def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def tokenize(request: TokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     served.check_name(request.model)
-    served.tokenizer_for("tokenizing")
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is not None:
@@ -189,7 +178,7 @@ def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dic
         prompt = ParsedPrompt(text=request.prompt)
     else:
         tools = [tool.function for tool in request.tools or ()]
-        conversation = _conversation(request, tools, served, max_messages)
+        conversation = _conversation(request, tools, served, "tokenizing")
         prompt = ParsedPrompt(conversation=conversation)
     token_ids = served.builder.encode(prompt)
     return {
@@ -203,10 +192,10 @@ def _conversation(
     request: ChatRequest | TokenizeRequest,
     tools: Sequence[Function],
     served: Served,
-    max_messages: int,
+    purpose: str,
 ) -> Conversation:
     """The conversation of a request, which must have one. Raises `RequestError`."""
-    tokenizer = served.tokenizer_for("a chat")
+    tokenizer = served.tokenizer_for(purpose)
     as_text = tokenizer.takes_arguments_as_text
     variables = variables_of(
         tokenizer,
@@ -224,4 +213,4 @@ def _conversation(
     messages = [
         message.for_template(arguments_as_text=as_text) for message in request.messages or ()
     ]
-    return conversation_of(messages, tools, variables, max_messages, continues_last=continues_last)
+    return conversation_of(messages, tools, variables, served, continues_last=continues_last)

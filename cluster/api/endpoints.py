@@ -4,8 +4,10 @@ answer. Completions are here; `chats.py` makes jobs of chats.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from cluster.api.completion_replies import CompletionWriter
@@ -16,7 +18,7 @@ from cluster.client.outputs import Generation
 from cluster.client.prompts import ParsedPrompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from scheduler.bounds import check
+from scheduler.bounds import check, most
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams
 
@@ -28,19 +30,12 @@ class Served:
     """The model that is served."""
 
     name: str
-    created: int
     builder: RequestBuilder
     tokenizer: Tokenizer | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    max_messages: int = most("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
-
-    def tokenizer_for(self, purpose: str) -> Tokenizer:
-        """Raises `RequestError` if there is none."""
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{purpose} needs a tokenizer, and this checkpoint has none", "messages"
-            )
-        return self.tokenizer
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model."""
@@ -51,6 +46,12 @@ class Served:
                 parameter="model",
                 code="model_not_found",
             )
+
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """The tokenizer. Raises `RequestError` for a checkpoint without one."""
+        if self.tokenizer is None:
+            raise RequestError(f"{purpose} needs a tokenizer; the checkpoint has none", "messages")
+        return self.tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,11 @@ class Job:
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
 
+    @property
+    def num_alternatives(self) -> int:
+        """How many log probabilities the outputs may have."""
+        return self.num_outputs * (self.params.max_tokens or 1) * _num_scores(self.params.logprobs)
+
     def of_session(self, session_id: str) -> Job:
         """The job, to be run where other requests of the session are."""
         prompts = [replace(prompt, session_id=session_id) for prompt in self.prompts]
@@ -77,13 +83,11 @@ class Job:
 
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        num_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
-            count = _num_prompt_tokens(generations)
-            check("repeated prompt", count, "prompts in each output", "n")
-        if self.num_scores:
-            count = _num_prompt_tokens(generations) * self.num_scores
-            count += _num_alternatives(self.num_outputs, self.params)
-            check("alternatives", count, "prompts and outputs together", "logprobs")
+            check("repeated prompt", num_tokens, "prompts in each output", "n")
+        num_scores = num_tokens * self.num_scores + self.num_alternatives
+        check("alternatives", num_scores, "prompts and outputs together", "logprobs")
 
     def num_written(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
@@ -96,44 +100,37 @@ class Job:
 def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
-    echo_top = request.logprobs if request.echo and served.tokenizer is not None else None
+    echo = bool(request.echo)
+    echo_top = request.logprobs if echo and served.tokenizer is not None else None
     max_tokens = first_of(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
-    is_only_prompt = bool(request.echo) and max_tokens == 0
+    is_only_prompt = echo and max_tokens == 0
     params = request.sampling(
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
         prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
     )
-    many: list[Any] = [request.prompt]
-    if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
-        many = list(request.prompt)
+    prompt: Any = request.prompt
+    is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
     salt = request.cache_salt or ""
     prompts = [
-        ParsedPrompt(text=prompt, cache_salt=salt)
-        if isinstance(prompt, str)
-        else ParsedPrompt(token_ids=prompt, cache_salt=salt)
-        for prompt in many
+        ParsedPrompt(text=content, cache_salt=salt)
+        if isinstance(content, str)
+        else ParsedPrompt(token_ids=content, cache_salt=salt)
+        for content in ([prompt] if is_one else prompt)
     ]
-
-    def make_writer(generations: list[Generation]) -> Writer:
-        echo, ids = bool(request.echo), bool(request.return_token_ids)
-        return CompletionWriter(
-            served.name,
-            generations,
-            served.tokenizer,
-            echo=echo,
-            token_ids=ids,
-            echo_top=echo_top,
-            prompt_top=request.prompt_logprobs,
-        )
-
-    params = served.builder.parameters(params)
-    repeats_prompt = bool(request.echo or request.return_token_ids)
-    num_scores = num_scores_of(echo_top) + num_scores_of(request.prompt_logprobs)
-    return make_job(prompts, params, request, make_writer, repeats_prompt, num_scores)
+    make_writer = partial(
+        CompletionWriter,
+        served.name,
+        tokenizer=served.tokenizer,
+        echo=echo,
+        token_ids=bool(request.return_token_ids),
+        echo_top=echo_top,
+        prompt_top=request.prompt_logprobs,
+    )
+    return make_job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
 
 
 def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
@@ -156,51 +153,42 @@ def model_card(served: Served) -> dict[str, Any]:
 
 
 def make_job(
+    request: Generate,
+    served: Served,
     prompts: list[ParsedPrompt],
     params: SamplingParams,
-    request: Generate,
     make_writer: Callable[[list[Generation]], Writer],
-    repeats_prompt: bool,
-    num_scores: int,
+    *,
+    echo: bool = False,
+    echo_top: int | None = None,
 ) -> Job:
-    """See `Job`. Raises `RequestError` if the answer may have too many log probabilities, and for
-    options that need another one.
+    """`echo`: each output repeats its prompt, with `echo_top` alternatives per token. Raises
+    `RequestError`.
     """
-    _check_alternatives(len(prompts) * (params.n or 1), params)
-    streamed = bool(request.stream)
-    if request.stream_options is not None and not streamed:
+    params = served.builder.parameters(params)
+    job = Job(
+        prompts=prompts,
+        params=params,
+        streamed=bool(request.stream),
+        includes_usage=request.includes_usage,
+        make_writer=make_writer,
+        repeats_prompt=echo or bool(request.return_token_ids),
+        num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
+    )
+    place = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+    check("alternatives", job.num_alternatives, place, "logprobs")
+    if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if streamed and request.prompt_logprobs is not None:
+    if request.stream and request.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not part of streams; leave out stream, or ask /v1/completions for"
             " echo with logprobs, which streams have",
             "prompt_logprobs",
         )
-    return Job(
-        prompts=prompts,
-        params=params,
-        streamed=streamed,
-        includes_usage=request.includes_usage,
-        make_writer=make_writer,
-        repeats_prompt=repeats_prompt,
-        num_scores=num_scores,
-    )
+    return job
 
 
-def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
-    """Raise `RequestError` if the answer may have too many log probabilities."""
-    place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-    check("alternatives", _num_alternatives(num_outputs, params), place, "logprobs")
-
-
-def _num_alternatives(num_outputs: int, params: SamplingParams) -> int:
-    """How many log probabilities outputs may have."""
-    if params.logprobs is None:
-        return 0
-    return num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
-
-
-def num_scores_of(num_top: int | None) -> int:
+def _num_scores(num_top: int | None) -> int:
     """Log probabilities of a token with `num_top` alternatives; None for none at all."""
     return 0 if num_top is None else 1 + num_top
 

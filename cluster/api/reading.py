@@ -158,11 +158,11 @@ def _check_tool(tool: object, place: str) -> None:
     for name in ("parameters", "input_schema"):
         if isinstance(inner, dict) and inner.get(name) is not None:
             check_schema(inner[name], f"{place}.{name}", "tools")
-    if isinstance(tool, dict) and isinstance(many := tool.get("tools"), list):
-        check("tools", len(many), f"{place}.tools", "tools")
-        for number, each in enumerate(many):
-            if isinstance(each, dict) and each.get("parameters") is not None:
-                check_schema(each["parameters"], f"{place}.tools.{number}.parameters", "tools")
+    if isinstance(tool, dict) and isinstance(tools := tool.get("tools"), list):
+        check("tools", len(tools), f"{place}.tools", "tools")
+        for number, member in enumerate(tools):
+            if isinstance(member, dict) and member.get("parameters") is not None:
+                check_schema(member["parameters"], f"{place}.tools.{number}.parameters", "tools")
 
 
 def _check_turn(turn: object, place: str, field: str) -> None:

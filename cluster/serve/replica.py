@@ -25,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api.access import Access
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.connections import server_config
+from cluster.api.endpoints import Served
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
 from cluster.client.client import Client, EngineLink
@@ -88,8 +89,14 @@ class ApiReplica:
         self._client = Client(setup.request_builder(limits), link, send)
         self._api = Api(
             self._client,
-            setup.tokenizer,
-            model_name=config.model_name,
+            Served(
+                name=config.model_name,
+                builder=self._client.builder,
+                tokenizer=setup.tokenizer,
+                max_messages=config.max_messages,
+                keep_billing_header=config.keep_billing_header,
+                refuse_unknown=config.unknown_fields == "refuse",
+            ),
             version=installed_version(),
             access=Access(
                 api_key=config.api_key,
@@ -97,13 +104,10 @@ class ApiReplica:
                 allowed_hosts=config.names(config.allowed_hosts),
                 allowed_origins=config.names(config.allowed_origins),
             ),
-            keep_billing_header=config.keep_billing_header,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
-            refuse_unknown_fields=config.unknown_fields == "refuse",
             limits=ApiLimits(
                 max_open=config.max_open_per_api,
                 max_body_bytes=config.max_body_bytes,
-                max_messages=config.max_messages,
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
             ),
         )

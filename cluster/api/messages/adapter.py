@@ -35,7 +35,7 @@ from scheduler.params import StructuredOutputs
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def messages_job(request: MessagesRequest, served: Served, max_messages: int) -> Job:
+def messages_job(request: MessagesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     options = Generate.model_construct(
@@ -45,7 +45,7 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
         top_p=request.top_p,
         top_k=request.top_k,
     )
-    chat = _chat(request, served, max_messages, omissions)
+    chat = _chat(request, served, omissions)
     job = job_of(dataclasses.replace(chat, max_tokens=request.max_tokens, options=options), served)
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -56,16 +56,14 @@ def messages_job(request: MessagesRequest, served: Served, max_messages: int) ->
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_tokens(request: CountTokensRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_tokens(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
-    chat = _chat(request, served, max_messages, omissions)
+    chat = _chat(request, served, omissions)
     return {"input_tokens": len(served.builder.encode(chat.prompt))}
 
 
-def _chat(
-    request: CountTokensRequest, served: Served, max_messages: int, omissions: Omissions
-) -> Chat:
+def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> Chat:
     served.check_name(request.model)
     if request.messages[-1].role == "assistant":
         raise RequestError(
@@ -84,7 +82,7 @@ def _chat(
     rules = _rules(request, omissions)
     variables = _variables(request, tokenizer)
     return Chat(
-        conversation=conversation_of(messages, rules.tools, variables, max_messages),
+        conversation=conversation_of(messages, rules.tools, variables, served),
         rules=rules,
         structure=_structure(request),
         options=Generate.model_construct(),

@@ -34,11 +34,11 @@ _OPTIONS = (
 )
 
 
-def responses_job(request: ResponsesRequest, served: Served, max_messages: int) -> Job:
+def responses_job(request: ResponsesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    job = job_of(_chat(request, table, served, max_messages, omissions), served)
+    job = job_of(_chat(request, table, served, omissions), served)
     has_tools = bool(table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -58,11 +58,11 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_input(request: ResponsesRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_input(request: ResponsesRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    chat = _chat(request, table, served, max_messages, omissions)
+    chat = _chat(request, table, served, omissions)
     num_tokens = len(served.builder.encode(chat.prompt))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -71,7 +71,6 @@ def _chat(
     request: ResponsesRequest,
     table: ToolTable,
     served: Served,
-    max_messages: int,
     omissions: Omissions,
 ) -> Chat:
     served.check_name(request.model)
@@ -84,7 +83,7 @@ def _chat(
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = variables_of(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
     return Chat(
-        conversation=conversation_of(messages, rules.tools, variables, max_messages),
+        conversation=conversation_of(messages, rules.tools, variables, served),
         rules=rules,
         structure=_structure(request),
         max_tokens=request.max_output_tokens,

@@ -37,15 +37,15 @@ def served_with(folder: Path, template: str) -> Served:
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
     builder = RequestBuilder(MODEL, tokenizer, SamplingParams(), LIMITS, 0)
-    return Served(name="tiny", created=0, builder=builder, tokenizer=tokenizer)
+    return Served(name="tiny", builder=builder, tokenizer=tokenizer)
 
 
 def prompt_of(served: Served, fields: dict[str, Any]) -> list[int]:
     body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
     request = read(ChatRequest, json.dumps(body).encode())
-    ids = served.builder.encode(chat_of(request, served, 10).prompt)
+    ids = served.builder.encode(chat_of(request, served).prompt)
     same = read(TokenizeRequest, json.dumps(body).encode())
-    assert tokenize(same, served, 10)["tokens"] == ids
+    assert tokenize(same, served)["tokens"] == ids
     return ids
 
 

@@ -92,7 +92,7 @@ def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
 
         with many(tokenize, count) as statuses:
             wait_until(
-                lambda: server.api.runner.tokenizing._num_calls == TOKENIZERS + MAX_TOKENIZING
+                lambda: len(server.api.runner.tokenizing.calls) == TOKENIZERS + MAX_TOKENIZING
             )
             prompt = {"prompt": "Hi", "max_tokens": 2}
             answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=10)
@@ -116,7 +116,7 @@ def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
         monkeypatch.setattr(server.api._client, "records", slow)
         count = 1 + MAX_TRACING + 3
         with many(lambda: httpx.get(f"{url}/debug/trace", timeout=30), count) as statuses:
-            wait_until(lambda: server.api._tracing._num_calls == 1 + MAX_TRACING)
+            wait_until(lambda: len(server.api._tracing.calls) == 1 + MAX_TRACING)
             assert httpx.get(f"{url}/health", timeout=10).status_code == 200
             time.sleep(0.2)
             gate.set()
