@@ -9,6 +9,7 @@ import pytest
 from cluster import LLM, SamplingParams
 from cluster.client.prompts import (
     Conversation,
+    ParsedPrompt,
     as_list,
     conversations,
     form_of,
@@ -175,3 +176,12 @@ def test_wrong_tools_and_template_variables_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         parse_prompt({"messages": [MESSAGE]} | extra)
+
+
+def test_a_conversation_that_a_program_has_made_is_checked_and_taken_as_it_is() -> None:
+    with pytest.raises(RequestError, match="an object without messages, tools"):
+        Conversation(messages=[MESSAGE], template_variables={"tools": []})
+    with pytest.raises(RequestError, match="needs a last message of role assistant with text"):
+        Conversation(messages=[MESSAGE], continues_last=True)
+    prompt = ParsedPrompt(conversation=Conversation(messages=[MESSAGE]))
+    assert parse_prompt(prompt) is prompt and as_list(prompt) == [prompt]
