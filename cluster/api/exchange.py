@@ -135,9 +135,10 @@ class Exchange:
             task.result()
         finally:
             watch.cancel()
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await task
+            if task.cancel():
+                with contextlib.suppress(BaseException):
+                    await task
+            del task  # its error, whose traceback has this frame, would keep it, and so itself
 
     async def _left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

@@ -42,11 +42,16 @@ class Workers:
         is canceled, the work leaves the queue; once it runs, it counts until it has ended.
         """
         self.check_room()
+        # In a variable, the future would be kept by its own error, whose traceback has this frame,
+        # and with it all that the work held, until the collector comes.
+        return await asyncio.wrap_future(self._begin(work))
+
+    def _begin(self, work: Callable[[], Result]) -> Future[Result]:
         with self._lock:
             self._num_calls += 1
         call = self._threads.submit(work)
         call.add_done_callback(self._ended)
-        return await asyncio.wrap_future(call)
+        return call
 
     def _ended(self, _: Future[Result]) -> None:
         with self._lock:
