@@ -121,6 +121,7 @@ class Api:
             route = exchange.scope.get("route")
             path = exchange.path if route is None else route.path_format
             self.metrics.requests_of(path if path in self._paths else "other", status).inc()
+            del exchange.scope["exchange"]  # or they would keep each other, and all of the request
 
     async def _dispatch(self, exchange: Exchange) -> None:
         self._access.check(exchange.headers, is_open=exchange.path in OPEN_PATHS)

@@ -140,7 +140,7 @@ class Exchange:
         """
         task = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(self._left())
-        leaving.add_done_callback(lambda _: task.cancel())
+        leaving.add_done_callback(lambda _, cancel=task.cancel: cancel())  # type: ignore[misc]
         try:
             await task
         except asyncio.CancelledError:
@@ -149,6 +149,7 @@ class Exchange:
             raise
         finally:
             leaving.cancel()
+            del task  # its error, whose traceback has this frame, would keep it, and so itself
 
     async def _left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

@@ -40,7 +40,12 @@ class Workers:
         if at_once:
             return work()
         self.check_room()
+        # In a variable, the future would be kept by its own error, whose traceback has this frame,
+        # and with it all that the work held, until the collector comes.
+        return await asyncio.wrap_future(self._begin(work))
+
+    def _begin(self, work: Callable[[], Result]) -> Future[Result]:
         call = self._threads.submit(work)
         self.calls.add(call)
         call.add_done_callback(self.calls.discard)
-        return await asyncio.wrap_future(call)
+        return call

@@ -120,6 +120,8 @@ class Client:
             if not job.cancel():  # it is no longer in line for a thread
                 submitting.add_done_callback(self._abort_submitted)
             raise
+        finally:
+            del job, submitting  # their error, whose traceback has this frame, would keep them
 
     def _build(
         self,

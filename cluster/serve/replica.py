@@ -28,6 +28,7 @@ from cluster.api.connections import server_config
 from cluster.api.endpoints import Served
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
+from cluster.client.allocator import return_large_blocks
 from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
@@ -63,6 +64,7 @@ class ApiReplica:
         """
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return_large_blocks()
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
