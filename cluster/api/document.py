@@ -8,7 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cluster.api.endpoints import Job, Served, chat_job, completion_job, detokenize, tokenize
+from cluster.api.chats import chat_job, tokenize
+from cluster.api.endpoints import Job, Served, completion_job, detokenize
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.responses.adapter import count_input, responses_job

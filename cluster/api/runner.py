@@ -73,9 +73,8 @@ class Runner:
         job: Job = await self._read(exchange, self.admission.check_room)
         headers = exchange.headers
         session = next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:200]
-        for prompt in job.prompts if session else ():
-            assert isinstance(prompt, dict)
-            prompt["session_id"] = session
+        if session:
+            job = job.of_session(session)
 
         async def run() -> None:
             # Nothing is awaited between the last write and the end of the admission: a client may

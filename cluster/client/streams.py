@@ -60,7 +60,7 @@ class ChunkStream:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._num_open = 0
-        self._ended: list[Future[None]] = []  # of generations
+        self._ends: list[Future[None]] = []  # of generations
         self._items: list[Item] = []
         self._changed = asyncio.Event()
 
@@ -82,7 +82,7 @@ class ChunkStream:
             self._items.append(item)
         else:
             self._num_open -= 1
-            self._ended.append(item)
+            self._ends.append(item)
         self._changed.set()
 
     async def next(self) -> list[Item]:
@@ -90,8 +90,8 @@ class ChunkStream:
         generation failed with, once everything before it has been read.
         """
         while not self._items:
-            while self._ended:
-                self._ended.pop().result()
+            while self._ends:
+                self._ends.pop().result()
             if self._num_open == 0:
                 return []
             self._changed.clear()

@@ -240,7 +240,7 @@ class EnginePool:
                 on_dead=lambda generations, error: self._move(key, generations, error),
             )
             frontend.after_news(self._news)
-            frontend.follow()
+            frontend.driver.follow()
             self._senders[key] = EngineSender(frontend)
         return self._senders[key]
 

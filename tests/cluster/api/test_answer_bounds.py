@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from cluster.api.endpoints import Job, Served, chat_job
+from cluster.api.chats import chat_job
+from cluster.api.endpoints import Job, Served
 from cluster.api.schema import ChatRequest
 from cluster.client.requests import RequestBuilder
 from scheduler.bounds import most

@@ -103,7 +103,7 @@ def test_thinking_or_else_an_effort_switches_thinking(
     server: Server, fields: dict[str, Any], thinks: bool
 ) -> None:
     [prompt] = job_for(server, fields).prompts
-    assert prompt["chat_template_kwargs"] == {"enable_thinking": thinks}
+    assert prompt.conversation.template_variables == {"enable_thinking": thinks}
 
 
 @pytest.mark.parametrize(

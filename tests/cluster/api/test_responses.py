@@ -171,8 +171,8 @@ def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> 
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     request = read(ResponsesRequest, json.dumps(asked).encode())
     [prompt] = responses_job(request, server.api._served).prompts
-    assert isinstance(prompt, dict)
-    assert prompt["chat_template_kwargs"] == {"enable_thinking": thinks}
+    assert prompt.conversation is not None
+    assert prompt.conversation.template_variables == {"enable_thinking": thinks}
 
 
 def test_langchain_speaks_it(server: Server) -> None:

@@ -381,13 +381,13 @@ def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
     randomness = random.Random(seed)
     text = "".join(randomness.choices(FRAGMENTS, k=randomness.randint(1, 12)))
     token_ids = TOKENIZER.encode(text)
-    parser = AnswerParser(State.UNDECIDED, tools=True)
+    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
     messages: list[str] = [""]
     for piece in [*parser.pieces(text), parser.finish()]:
         if piece.reasoning or piece.calls:
             messages.append("")
         messages[-1] += piece.content
-    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, tools=True)
+    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, has_tools=True)
     for token_id in token_ids:
         found.push([token_id], [TokenLogprobs(logprob=-1.0)])
     found.finish(is_cut_off=False)

@@ -53,6 +53,9 @@ class FakeDriver:
         self.hangs = False
         self.goes_on = threading.Event()
 
+    def follow(self) -> None:
+        pass
+
     def die(self) -> None:
         """Its requests are handed back, on a thread of its own as the poll loop's."""
         assert self.frontend is not None
@@ -85,9 +88,6 @@ class FakeFrontend:
         self.driver.not_needed += generations
 
     def after_news(self, callback: Any) -> None:
-        pass
-
-    def follow(self) -> None:
         pass
 
     def close(self) -> None:
