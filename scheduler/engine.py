@@ -12,8 +12,9 @@ from typing import Final, Literal, Protocol
 
 from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.scheduler import Scheduler, StepOutput, SubmittedStep
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.steps import StepOutput, SubmittedStep
 
 
 class Executor(Protocol):

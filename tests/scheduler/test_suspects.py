@@ -6,13 +6,9 @@ from random import Random
 
 import pytest
 
-from scheduler.scheduler import (
-    CLEARING_TOKENS,
-    CONVICTED_STRIKES,
-    CONVICTED_WITH_TOKENS,
-    Scheduler,
-)
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.suspects import CLEARING_TOKENS, CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
 
@@ -39,7 +35,7 @@ def running(scheduler: Scheduler) -> list[str]:
 def test_one_crash_makes_nobody_a_suspect() -> None:
     scheduler, sequences = three()
     assert crash(scheduler) == []
-    assert [seq.strikes for seq in sequences] == [1, 1, 1] and not scheduler.suspects
+    assert [seq.strikes for seq in sequences] == [1, 1, 1] and not scheduler.suspects.first
 
 
 def run_alone(scheduler: Scheduler, name: str) -> None:
@@ -57,7 +53,7 @@ def test_after_two_crashes_each_runs_alone_until_it_has_a_few_tokens() -> None:
     crash(scheduler)
     for name in "abc":
         run_alone(scheduler, name)
-        assert all(seq.request_id != name for seq in scheduler.suspects)
+        assert all(seq.request_id != name for seq in scheduler.suspects.sequences)
     run_step(scheduler)
     assert running(scheduler) == ["a", "b", "c"]
 
