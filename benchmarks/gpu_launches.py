@@ -249,13 +249,7 @@ def _config(rows: int, bound: int) -> ResolvedConfig:
         ModelConfig.from_dict(QWEN3_0_6B),
         Path("none"),
         "cuda",
-        attention_backend="triton",
-        block_size=TRITON.default_block_size,
-        dtypes=TRITON.dtypes,
-        fast_dtypes=TRITON.fast_dtypes,
-        quantizations=(),
-        weight_dtypes=(),
-        kv_cache_dtypes=(),
+        TRITON,
     )
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from configs.model import DTYPES, ModelConfig, rope_max_length
 from configs.options import check_option, option
@@ -276,30 +276,55 @@ def num_seqs(engine: EngineConfig, device: str) -> int:
     return engine.max_num_seqs or min(default, engine.max_num_batched_tokens or default)
 
 
-def resolve(
-    engine: EngineConfig,
-    model: ModelConfig,
-    model_dir: Path,
-    device: str,
-    *,
-    attention_backend: str,
-    block_size: int,
-    dtypes: tuple[str, ...],
-    fast_dtypes: tuple[str, ...],
-    quantizations: tuple[str, ...],
-    weight_dtypes: tuple[str, ...],
-    kv_cache_dtypes: tuple[str, ...],
-) -> ResolvedConfig:
-    """Check the options against the checkpoint and the backend, and fill in those that were left
-    unset.
+class Backend(Protocol):
+    """What `resolve` asks of the kernels that were chosen; see `kernels.interface.Capabilities`."""
 
-    `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` the other dtypes
-    that its cache can hold. A checkpoint's own dtype is used if it is among `fast_dtypes`;
-    otherwise float32 takes its place, but its matrices keep their dtype if it is among
-    `weight_dtypes`.
+    @property
+    def name(self) -> str: ...
+    @property
+    def default_block_size(self) -> int: ...
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def fast_dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def quantizations(self) -> tuple[str, ...]: ...
+    @property
+    def weight_dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]: ...
+
+
+def resolve(
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, backend: Backend
+) -> ResolvedConfig:
+    """Check the options against the checkpoint, the device ("cpu" or "cuda") and the backend, and
+    fill in those that were left unset. Raises `ConfigError`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
+    dtype = _dtype(engine, model, device, backend)
+    keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
+    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
+    return ResolvedConfig(
+        engine=engine,
+        model=model,
+        model_dir=str(model_dir),
+        device=device,
+        dtype=dtype,
+        weight_dtype=model.dtype if keeps_dtype else dtype,
+        quantization=_quantization(engine, model, device, backend),
+        kv_cache_dtype=_kv_cache_dtype(engine, dtype, backend),
+        attention_backend=backend.name,
+        block_size=engine.block_size or backend.default_block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens
+        or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
+        max_model_len=_max_model_len(engine, model),
+        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
+    )
+
+
+def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
     rope_max_len = rope_max_length(model)
     max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > rope_max_len:
@@ -308,46 +333,44 @@ def resolve(
             f"max_model_len {max_model_len} is beyond the {rope_max_len} positions this checkpoint"
             " serves" + ("" if rope_type == "default" else f" (rope scaling {rope_type!r})")
         )
-    auto_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
+    return max_model_len
+
+
+def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Backend) -> str:
+    """The dtype to compute in: float32 in place of a checkpoint's that the device has no
+    instructions for.
+    """
+    auto_dtype = model.dtype if model.dtype in backend.fast_dtypes else "float32"
     dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
-    if dtype not in dtypes:
+    if dtype not in backend.dtypes:
         raise ConfigError(
             f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
-            f" {', '.join(dtypes)}. Choose one of them, or another attention_backend"
+            f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
         )
+    return dtype
+
+
+def _quantization(
+    engine: EngineConfig, model: ModelConfig, device: str, backend: Backend
+) -> Quantization | None:
     quantization = model.quantization
     if quantization is None and engine.quantization is not None:
         quantization = Quantization(stored=False, vocabulary=True)
-    if quantization is not None and "int8" not in quantizations:
+    if quantization is not None and "int8" not in backend.quantizations:
         raise ConfigError(
             f"quantization 'int8' is not possible on device {device!r} with kernel backend"
-            f" {attention_backend!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
+            f" {backend.name!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
             " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
         )
-    if engine.kv_cache_dtype not in ("auto", *kv_cache_dtypes):
-        possible_dtypes = " and ".join(("auto", *kv_cache_dtypes))
+    return quantization
+
+
+def _kv_cache_dtype(engine: EngineConfig, dtype: str, backend: Backend) -> str:
+    possible_dtypes = ("auto", *backend.kv_cache_dtypes)
+    if engine.kv_cache_dtype not in possible_dtypes:
         raise ConfigError(
             f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
-            f" {attention_backend!r}; possible are {possible_dtypes}. Choose one of them, or"
-            " another attention_backend"
+            f" {backend.name!r}; possible are {' and '.join(possible_dtypes)}. Choose one of them,"
+            " or another attention_backend"
         )
-    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
-    max_num_batched_tokens = engine.max_num_batched_tokens or max(
-        DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs
-    )
-    return ResolvedConfig(
-        engine=engine,
-        model=model,
-        model_dir=str(model_dir),
-        device=device,
-        dtype=dtype,
-        weight_dtype=model.dtype if dtype == "float32" and model.dtype in weight_dtypes else dtype,
-        quantization=quantization,
-        kv_cache_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
-        attention_backend=attention_backend,
-        block_size=engine.block_size or block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
-    )
+    return dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
