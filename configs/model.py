@@ -129,11 +129,11 @@ class ModelConfig:
 
     def check_tensor_parallel_size(self, size: int) -> None:
         if not self._splits_into(size):
-            possible = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
+            possible_sizes = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
             raise ConfigError(
                 f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads}"
                 f" query heads, {self.num_key_value_heads} KV heads, intermediate size"
-                f" {self.intermediate_size}); possible are {possible}"
+                f" {self.intermediate_size}); possible are {possible_sizes}"
             )
 
     def _splits_into(self, size: int) -> bool:

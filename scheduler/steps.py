@@ -135,11 +135,12 @@ def step_of(result: StepResult, submitted: deque[SubmittedStep]) -> SubmittedSte
         oldest_step.step_id,
         oldest_step.epoch,
     ):
-        expected = "no step"
+        expected_step = "no step"
         if oldest_step is not None:
-            expected = f"step {oldest_step.step_id} of epoch {oldest_step.epoch}"
+            expected_step = f"step {oldest_step.step_id} of epoch {oldest_step.epoch}"
         raise EngineError(
-            f"got the result of step {result.step_id} of epoch {result.epoch}, expected {expected}"
+            f"got the result of step {result.step_id} of epoch {result.epoch}, expected"
+            f" {expected_step}"
         )
     num_tokens, num_rows = len(result.token_ids), len(oldest_step.sampling_sequences)
     if num_tokens != num_rows:
