@@ -39,6 +39,7 @@ import typer.core
 
 from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
+from configs.options import flag_of
 from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
@@ -67,7 +68,7 @@ def _config_flags(config: type[Any], panel: str) -> dict[str, inspect.Parameter]
     types = typing.get_type_hints(config)
     flags = {}
     for field in dataclasses.fields(config):
-        flag, default = field.metadata.get("flag"), field.metadata.get("flag_default")
+        flag, default = flag_of(field), field.metadata.get("flag_default")
         if flag is not None:
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=panel)
             flag_type = types[field.name] if default is not None else types[field.name] | None
@@ -82,8 +83,8 @@ def _sampling_flags() -> dict[str, inspect.Parameter]:
     types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
     flags = {}
     for field in dataclasses.fields(SamplingParams):
-        if field.metadata["has_flag"]:
-            flag = "--" + field.name.replace("_", "-")
+        flag = flag_of(field)
+        if flag is not None:
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Sampling")
             flags[field.name] = _parameter(field.name, Annotated[types[field.name], option], None)
     return flags

@@ -87,10 +87,8 @@ class Pace:
         base_s = self.base_s(num_decoding)
         if base_s is None or self._is_new(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
-        allowed_prompt_s, token_s = (
-            (self.max_decode_slowdown - 1) * base_s,
-            median(self._prompt_token_s),
-        )
+        allowed_prompt_s = (self.max_decode_slowdown - 1) * base_s
+        token_s = median(self._prompt_token_s)
         if self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))

@@ -24,6 +24,7 @@ touches tensors, time or Ray. One thread.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -359,14 +360,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_free_blocks=self.block_manager.num_free_blocks,
             num_blocks=self.limits.num_blocks,
-            num_steps=self.stats.num_steps,
-            num_preemptions=self.stats.num_preemptions,
-            num_prompt_tokens=self.stats.num_prompt_tokens,
-            num_cached_tokens=self.stats.num_cached_tokens,
-            num_admitted=self.stats.num_admitted,
-            queue_s=self.stats.queue_s,
-            step_seconds=dict(self.stats.step_seconds),
-            rank_seconds=self.stats.rank_seconds,
+            **dataclasses.asdict(self.stats),
         )
 
     def check(self) -> None:
