@@ -68,6 +68,13 @@ class Counts:
         self.programs += programs
         self.bytes.append(num_bytes)
 
+    def __iadd__(self, other: Counts) -> Counts:
+        for name, number in other.names.items():
+            self.names[name] = self.names.get(name, 0) + number
+        self.programs += other.programs
+        self.bytes += other.bytes
+        return self
+
     @property
     def launches(self) -> int:
         return len(self.bytes)
@@ -166,7 +173,7 @@ class CountingGpu(Device):
 
         class Counted:
             def replay(self) -> None:
-                device.inside = counts
+                device.inside += counts
 
         return Counted()
 
@@ -228,7 +235,7 @@ def count(
                 samples=bytes([1] * rows),
                 masked=b"",
             )
-            device.num_uploads, device.outside = 0, Counts()
+            device.num_uploads, device.inside, device.outside = 0, Counts(), Counts()
             with device.counting(device.outside):
                 runner.run(plan)
     return device, runner
