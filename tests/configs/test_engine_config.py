@@ -66,12 +66,15 @@ def limits(name: str) -> str:
     return f"of at least {LEAST[name]}" + (f" and at most {MOST[name]}" if name in MOST else "")
 
 
-def backend(dtypes: tuple[str, ...], **others: Any) -> Capabilities:
+def backend(*, dtypes: tuple[str, ...], **others: Any) -> Capabilities:
     """Kernels that are fast with all dtypes and can do nothing else, except for `others`."""
-    return Capabilities(
-        **{"description": "", "default_block_size": 16, "dtypes": dtypes, "fast_dtypes": dtypes}
-        | others
-    )
+    values: dict[str, Any] = {
+        "description": "",
+        "default_block_size": 16,
+        "dtypes": dtypes,
+        "fast_dtypes": dtypes,
+    }
+    return Capabilities(**values | others)
 
 
 def resolved(

@@ -312,7 +312,7 @@ class ForgetsSuspects(Scheduler):
     def apply(self, result: StepResult) -> StepOutput:
         suspect = self.suspects.first
         output = super().apply(result)
-        if suspect is not self.suspects.first and suspect in self.waiting:
+        if suspect and suspect is not self.suspects.first and suspect in self.waiting:
             self.waiting.remove(suspect)
         return output
 
