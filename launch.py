@@ -63,37 +63,24 @@ app = typer.Typer(
 )
 
 
-def _config_flags(config: type[Any], panel: str) -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of a configuration that has a flag."""
-    types = typing.get_type_hints(config)
+def _flags_of(config: type[Any], panel: str, **flag_types: Any) -> dict[str, inspect.Parameter]:
+    """One command-line parameter per field that has a flag. `flag_types`: the types of flags that
+    differ from those of their fields.
+    """
+    types = typing.get_type_hints(config) | flag_types
     flags = {}
     for field in dataclasses.fields(config):
         flag, default = flag_of(field), field.metadata.get("flag_default")
         if flag is not None:
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=panel)
             flag_type = types[field.name] if default is not None else types[field.name] | None
-            flags[field.name] = _parameter(field.name, Annotated[flag_type, option], default)
+            flags[field.name] = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[flag_type, option],
+                default=default,
+            )
     return flags
-
-
-def _sampling_flags() -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of `SamplingParams` that has a flag; the others are set
-    per request.
-    """
-    types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
-    flags = {}
-    for field in dataclasses.fields(SamplingParams):
-        flag = flag_of(field)
-        if flag is not None:
-            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Sampling")
-            flags[field.name] = _parameter(field.name, Annotated[types[field.name], option], None)
-    return flags
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
-    )
 
 
 def _engine_config(values: dict[str, Any]) -> EngineConfig:
@@ -109,9 +96,9 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 # Parameters that stand for several flags: the flags, and the function that builds the parameter
 # from their values.
 GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
-    "config": (_config_flags(EngineConfig, "Engine"), _engine_config),
-    "defaults": (_sampling_flags(), _sampling_params),
-    "serving": (_config_flags(ServeConfig, "Serving"), dict),
+    "config": (_flags_of(EngineConfig, "Engine"), _engine_config),
+    "defaults": (_flags_of(SamplingParams, "Sampling", stop=list[str] | None), _sampling_params),
+    "serving": (_flags_of(ServeConfig, "Serving"), dict),
 }
 
 

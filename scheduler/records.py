@@ -84,8 +84,10 @@ class SchedulerStats:
         self.queue_s += queue_s
 
     def add_seconds(self, step_seconds: dict[str, float], rank_seconds: tuple[float, ...]) -> None:
-        """Count the times of a result."""
-        for part, seconds in step_seconds.items():
-            self.step_seconds[part] = self.step_seconds.get(part, 0.0) + seconds
+        """Count the times of a result, in new objects: another thread may be copying these."""
+        sums_before = self.step_seconds
+        self.step_seconds = sums_before | {
+            part: sums_before.get(part, 0.0) + seconds for part, seconds in step_seconds.items()
+        }
         seconds_before = self.rank_seconds or (0.0,) * len(rank_seconds)
         self.rank_seconds = tuple(map(add, seconds_before, rank_seconds))

@@ -18,7 +18,6 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,9 @@ class Trainer:
 
     WARMUP = 0.02  # share of the run
     DECAY = 0.45  # share of the run over which the learning rate falls to zero
+    LEARNING_RATE = 4e-3
 
-    def __init__(self, model: Qwen3ForCausalLM, muon_rate: float, adam_rate: float) -> None:
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
         self.model = model
         matrices: list[Tensor] = []
         other_parameters: list[Tensor] = []
@@ -133,17 +133,14 @@ class Trainer:
             is_matrix = parameter.ndim == 2 and "embed" not in name
             (matrices if is_matrix else other_parameters).append(parameter)
         self.optimizers = [
-            torch.optim.Muon(
-                matrices, lr=muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(other_parameters, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(other_parameters, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self.rates = [muon_rate, adam_rate]
 
     def set_rate(self, progress: float) -> None:
         rate_share = min(1.0, progress / self.WARMUP, (1.0 - progress) / self.DECAY)
-        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * max(rate_share, 1e-3)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = self.LEARNING_RATE * max(rate_share, 1e-3)
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
         """One update; the loss is averaged over the tokens of the answers."""
@@ -161,14 +158,9 @@ class Trainer:
         return float(loss.detach())
 
 
-def train(
-    model: Qwen3ForCausalLM,
-    tokenizer: Tokenizer,
-    args: argparse.Namespace,
-    save: Callable[[], None],
-) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Run the requested number of steps, or as many as fit into the minutes."""
-    batches, trainer = Batches(tokenizer, args.seed), Trainer(model, args.muon_rate, args.adam_rate)
+    batches, trainer = Batches(tokenizer, args.seed), Trainer(model)
     start_s, loss_sum = time.monotonic(), 0.0
     for step in range(1, args.steps + 1):
         seconds = time.monotonic() - start_s
@@ -184,8 +176,6 @@ def train(
                 flush=True,
             )
             loss_sum = 0.0
-        if args.save_every and step % args.save_every == 0:
-            save()
 
 
 def write_json(path: Path, value: object) -> None:
@@ -220,9 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--muon-rate", type=float, default=4e-3)
-    parser.add_argument("--adam-rate", type=float, default=4e-3)
-    parser.add_argument("--save-every", type=int, default=0, help="also save every N steps")
     return parser.parse_args()
 
 
@@ -234,7 +221,7 @@ def main() -> None:
     tokenizer = train_tokenizer(args.seed)
     model = Qwen3ForCausalLM(model_config(tokenizer))
     print(f"{model.num_parameters() / 1e6:.2f} million parameters", flush=True)
-    train(model, tokenizer, args, lambda: save_checkpoint(model, tokenizer, args.out))
+    train(model, tokenizer, args)
     save_checkpoint(model, tokenizer, args.out)
     print(f"trained in {(time.monotonic() - start_s) / 60:.1f} minutes", flush=True)
     saved_model = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16)
