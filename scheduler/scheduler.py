@@ -142,12 +142,14 @@ class Scheduler:
         """Plan the next step and account for it as submitted; None if nothing can run until a
         result is read.
         """
-        if idle_suspect := self.suspects.pop_idle():
+        if not self.submitted and (idle_suspect := self.suspects.pop_idle()):
             self.queues.wait_again(idle_suspect, self._last_step_id)
         step = StepDraft(budget=self.limits.max_num_batched_tokens)
         suspect = self.suspects.first
-        if suspect is not None and suspect.status is WAITING:
-            self._admit(suspect, step)  # no other sequence has a slot
+        if suspect is not None and suspect.status is WAITING:  # no sequence has a slot
+            if self.submitted:
+                return None  # if steps of the one before kill a rank, this one is not to blame
+            self._admit(suspect, step)
         else:
             self._schedule_running(step)
             if suspect is not None:
@@ -367,8 +369,9 @@ class Scheduler:
         """Raise AssertionError, naming the law and the values, unless every invariant holds."""
         self.queues.check()
         if suspects := self.suspects.sequences:
-            assert self.running in ([], suspects[:1]), (
-                f"a suspect does not run alone: {self.running}, suspects {suspects}"
+            in_flight = {seq for step in self.submitted for seq in step.sampling_sequences}
+            assert not self.running or {*self.running, *in_flight} == {suspects[0]}, (
+                f"a suspect does not run alone: {self.running}, {in_flight}, suspects {suspects}"
             )
         elif self.running and self.waiting:
             last_running, first_waiting = self.running[-1], self.waiting[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -304,6 +305,17 @@ class SuspectsKeepTheirSlot(Suspects):
         ):
             del self.sequences[0]
         return None
+
+
+class SuspectsOverlap(Scheduler):
+    """A suspect begins while steps of the one before it are under way."""
+
+    def schedule(self) -> StepPlan | None:
+        submitted, self.submitted = self.submitted, deque()
+        plan = super().schedule()
+        submitted.extend(self.submitted)
+        self.submitted = submitted
+        return plan
 
 
 class ForgetsSuspects(Scheduler):

@@ -170,6 +170,28 @@ def test_a_suspect_that_is_aborted_lets_the_next_one_run() -> None:
     assert running(scheduler) == ["b"]
 
 
+@pytest.mark.parametrize("why", ["is aborted", "waits for its mask", "is cleared"])
+def test_the_next_suspect_waits_for_the_steps_of_the_one_before(why: str) -> None:
+    """If they kill a rank, it would be blamed for that."""
+    scheduler, [a, *_] = three()
+    crash(scheduler)
+    crash(scheduler)
+    for _ in range(CLEARING_TOKENS + 1):
+        must_schedule(scheduler)
+    if why == "is aborted":
+        scheduler.finish(a, "abort")
+    elif why == "waits for its mask":
+        scheduler.retract(a)
+    else:
+        for _ in range(CLEARING_TOKENS):
+            give(scheduler, 9)
+    while scheduler.submitted:
+        assert scheduler.schedule() is None
+        give(scheduler, 9)
+    must_schedule(scheduler)
+    assert running(scheduler) == ["b"]
+
+
 def test_a_suspect_with_a_long_prompt_stays_alone_until_its_first_tokens() -> None:
     scheduler = Scheduler(make_limits(max_num_batched_tokens=8))
     scheduler.add(make_request("long", range(20)))
