@@ -45,7 +45,8 @@ from configs.engine import EngineConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult
-from scheduler.scheduler import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS, Scheduler
+from scheduler.scheduler import Scheduler
+from scheduler.suspects import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
 from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
