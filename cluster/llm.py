@@ -20,7 +20,7 @@ from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.progress import ProgressBar
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import EngineSetup, prepare
-from cluster.engine.report import EngineReport
+from cluster.engine.report import StartReport
 from cluster.engine.start import EngineProcesses
 from configs.engine import EngineConfig
 from scheduler.errors import ConfigError
@@ -162,7 +162,7 @@ class LLM:
         return self._setup.has_chat_template
 
     @property
-    def report(self) -> EngineReport:
+    def report(self) -> StartReport:
         """The limits of the engine, and how long its start took."""
         return self._engine.report
 

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.errors import EaglerayError, EngineError
+from scheduler.errors import EaglerayError
 from scheduler.messages import Deltas, PromptLogprobs, TokenLogprobs
 
 
@@ -26,23 +26,15 @@ class News:
     finish_reason: str | None = None
     error: EaglerayError | None = None
 
-    def extend(self, later: News) -> None:
-        """Add later news; tokens that are here already are skipped. Raises `EngineError` if any are
-        missing between.
-        """
-        known = self.first_index + len(self.token_ids) - later.first_index
-        if known < 0 and later.token_ids:
-            raise EngineError(
-                f"tokens {self.first_index + len(self.token_ids)} to {later.first_index - 1} are"
-                " missing"
-            )
-        token_ids = later.token_ids[known:] if later.token_ids else []
+    def append(self, later: News) -> None:
+        """Add later news, whose tokens follow these."""
+        if later.token_ids:
+            assert later.first_index == self.first_index + len(self.token_ids), (self, later)
         if later.logprobs is not None:
-            held = self.logprobs or [None] * len(self.token_ids)
-            self.logprobs = held + later.logprobs[known:]
+            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later.logprobs
         elif self.logprobs is not None:
-            self.logprobs += [None] * len(token_ids)
-        self.token_ids += token_ids
+            self.logprobs += [None] * len(later.token_ids)
+        self.token_ids += later.token_ids
         if self.prompt_logprobs is None:
             self.prompt_logprobs = later.prompt_logprobs
         elif later.prompt_logprobs is not None:

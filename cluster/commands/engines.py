@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
-from cluster.serve.engine import NAME, EngineReport
+from cluster.serve.engine import NAME, EngineStatus
 from cluster.serve.lifetime import Application
 from scheduler.errors import ConfigError
 
@@ -75,11 +75,11 @@ def _engines() -> dict[str, ApplicationStatusOverview]:
     }
 
 
-def _replicas(name: str) -> list[EngineReport]:
+def _replicas(name: str) -> list[EngineStatus]:
     """The engines of an application that answer."""
     try:
         handle = serve.get_app_handle(name)
-        found: list[EngineReport] = handle.describe.remote().result(timeout_s=ANSWER_TIMEOUT_S)
+        found: list[EngineStatus] = handle.describe.remote().result(timeout_s=ANSWER_TIMEOUT_S)
     except Exception as error:  # a replica that starts or has died
         logging.getLogger("eagleray").warning("%s does not answer: %s", name, error)
         return []

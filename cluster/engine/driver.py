@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import EngineLoop, Finish, Lost, NewsByFrontend, Resume, Submit
-from cluster.engine.report import EngineReport
+from cluster.engine.loop import StepLoop, Finish, RanksLost, NewsByFrontend, RanksReplaced, Submit
+from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
 from cluster.limits import limits_of
@@ -76,7 +76,7 @@ class Driver:
         self._ranks = [RankHandle(actor) for actor in ranks]
         self._num_kv_blocks = num_kv_blocks
         self._limits: SchedulerLimits | None = None
-        self._engine_loop: EngineLoop | None = None
+        self._engine_loop: StepLoop | None = None
         self._supervisor: Supervisor | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class Driver:
         self._dead: str | None = None
         self._has_died = asyncio.Event()
 
-    async def start(self) -> EngineReport:
+    async def start(self) -> StartReport:
         """Start the ranks and the step loop. Raises what kept them from starting."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._process = mark(self._engine_id)
@@ -93,8 +93,8 @@ class Driver:
             self._maker,
             busy_since_s=lambda: self._loop().busy_since_s,
             has_work=lambda: self._loop().engine.has_work,
-            on_group=lambda group: self._loop().post(Resume(executor=group)),
-            on_lost=lambda epoch, _: self._loop().post(Lost(epoch=epoch)),
+            on_group=lambda group: self._loop().post(RanksReplaced(executor=group)),
+            on_lost=lambda epoch, _: self._loop().post(RanksLost(epoch=epoch)),
             on_dead=self._die,
         )
         start = self._supervisor.start
@@ -103,7 +103,7 @@ class Driver:
         ahead = self._config.num_steps_ahead
         scheduler = Scheduler(self._limits, clock=time.time)
         engine = Engine(scheduler, group, num_steps_ahead=ahead, grammars=self._grammars)
-        self._engine_loop = EngineLoop(
+        self._engine_loop = StepLoop(
             engine,
             self._deliver_soon,
             self._die,
@@ -115,7 +115,7 @@ class Driver:
         gc.enable()
         self._engine_loop.start()
         self._watch = asyncio.create_task(self._drop_silent_frontends())
-        return EngineReport(
+        return StartReport(
             device=self._config.device,
             limits=self._limits,
             seconds=report.seconds,
@@ -198,11 +198,11 @@ class Driver:
 
     # -- event loop --------------------------------------------------------------------------------
 
-    def _loop(self) -> EngineLoop:
+    def _loop(self) -> StepLoop:
         assert self._engine_loop is not None
         return self._engine_loop
 
-    def _alive(self) -> tuple[SchedulerLimits, EngineLoop]:
+    def _alive(self) -> tuple[SchedulerLimits, StepLoop]:
         if self._dead is not None or self._limits is None or self._engine_loop is None:
             raise EngineDeadError(self._dead or "the engine has not been started")
         return self._limits, self._engine_loop

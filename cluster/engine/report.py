@@ -8,7 +8,7 @@ from scheduler.limits import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
+class StartReport:
     """What a client needs to know about a started engine.
 
     checkpoint: changes when the files of the checkpoint do. seconds: of each phase of the start, by

@@ -19,12 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
-from cluster.engine.report import EngineReport
+from cluster.engine.report import StartReport
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankMaker
 from cluster.ranks.processes import end_marked
 from cluster.ray_errors import call
-from cluster.recovery.states import Recovery, State
+from cluster.recovery.states import Recovery, RecoveryState
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
@@ -72,7 +72,7 @@ class EngineProcesses:
 
 def _start(
     setup: EngineSetup, group: PlacementGroup | None, stack: contextlib.ExitStack
-) -> tuple[DriverOwner, Frontend, EngineReport]:
+) -> tuple[DriverOwner, Frontend, StartReport]:
     """(owner, frontend, report); everything that has to be undone is pushed onto the stack."""
     began = time.perf_counter()
     size = setup.config.tensor_parallel_size
@@ -120,16 +120,16 @@ class DriverOwner:
         self._timeouts = Timeouts.of(config.engine)
         self.placement = placement
         self._engine_id = engine_id
-        self._report: EngineReport | None = None
+        self._report: StartReport | None = None
         self._num_idle_deaths = 0
         self._recovery: Recovery | None = None  # while the driver is replaced
         self._is_stopped = False
         self.driver = start_driver(config, placement, self._engine_id)
 
-    def start(self) -> EngineReport:
+    def start(self) -> StartReport:
         """Start the engine. Raises what kept it from starting."""
         limit_s = self._timeouts.start_s
-        report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
+        report: StartReport = call(self.driver.start.remote(), "start the engine", limit_s)
         if self._report is None:
             self._report = report
         elif report.checkpoint != self._report.checkpoint:
@@ -158,9 +158,13 @@ class DriverOwner:
         while True:
             self._end_for_certain(recovery)
             recovery.fenced()
-            while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
+            while (
+                not self._is_stopped
+                and recovery.state is RecoveryState.BACKOFF
+                and not recovery.retry()
+            ):
                 time.sleep(min(0.1, recovery.wait_s()))
-            if recovery.state is State.DEAD or self._is_stopped:
+            if recovery.state is RecoveryState.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
                 check_again(self._config)

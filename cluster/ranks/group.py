@@ -105,7 +105,7 @@ class RankMaker:
         return RankHandle(actor.remote(self.config, place.rank, self._engine_id, gpus))
 
 
-class WorkerGroup:
+class RankGroup:
     """All ranks of one epoch; an `Executor` for `scheduler.engine.Engine`."""
 
     def __init__(

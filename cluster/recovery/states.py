@@ -24,7 +24,7 @@ DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 REST_S = 10.0
 
 
-class State(Enum):
+class RecoveryState(Enum):
     SERVING = "serving"
     FENCING = "fencing"
     ASSEMBLING = "assembling"
@@ -38,7 +38,7 @@ class Recovery:
 
     clock: Callable[[], float]
     give_up_after_s: float = GIVE_UP_AFTER_S
-    state: State = State.SERVING
+    state: RecoveryState = RecoveryState.SERVING
     num_recoveries: int = 0
     attempts: list[str] = field(default_factory=list)  # since the last result; how each ended
     _first_fault_s: float = 0.0
@@ -49,25 +49,25 @@ class Recovery:
         """A rank was lost, or a new group could not be assembled. Returns False if that was known
         already.
         """
-        if self.state not in (State.SERVING, State.ASSEMBLING):
+        if self.state not in (RecoveryState.SERVING, RecoveryState.ASSEMBLING):
             return False
         now_s = self.clock()
         if not self.attempts:
             self._first_fault_s = now_s
         self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
-        self.state = State.FENCING
+        self.state = RecoveryState.FENCING
         return True
 
     def fenced(self) -> None:
         """Every process of the last epoch is dead."""
-        assert self.state is State.FENCING, self.state
+        assert self.state is RecoveryState.FENCING, self.state
         now_s = self.clock()
         if now_s - self._first_fault_s > self.give_up_after_s:
-            self.state = State.DEAD
+            self.state = RecoveryState.DEAD
             return
         delay_s = DELAYS_S[min(len(self.attempts), len(DELAYS_S)) - 1]
         self._due_s = now_s + delay_s
-        self.state = State.BACKOFF if delay_s else State.ASSEMBLING
+        self.state = RecoveryState.BACKOFF if delay_s else RecoveryState.ASSEMBLING
 
     def is_too_late(self, why: str) -> bool:
         """Whether to stop trying, because what has to come next, such as the end of the last
@@ -77,47 +77,47 @@ class Recovery:
         if now_s - self._first_fault_s <= self.give_up_after_s:
             return False
         self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
-        self.state = State.DEAD
+        self.state = RecoveryState.DEAD
         return True
 
     def wait_s(self) -> float:
         """Seconds until the next attempt is due."""
-        return max(0.0, self._due_s - self.clock()) if self.state is State.BACKOFF else 0.0
+        return max(0.0, self._due_s - self.clock()) if self.state is RecoveryState.BACKOFF else 0.0
 
     def retry(self) -> bool:
         """Begin the next attempt if it is due. Returns whether it began."""
-        if self.state is State.BACKOFF and self.clock() >= self._due_s:
-            self.state = State.ASSEMBLING
+        if self.state is RecoveryState.BACKOFF and self.clock() >= self._due_s:
+            self.state = RecoveryState.ASSEMBLING
             return True
         return False
 
     def assembled(self) -> None:
         """A new group is ready."""
-        assert self.state is State.ASSEMBLING, self.state
+        assert self.state is RecoveryState.ASSEMBLING, self.state
         self.num_recoveries += 1
         self._served_s = self.clock()
-        self.state = State.SERVING
+        self.state = RecoveryState.SERVING
 
     def progress(self) -> None:
         """A result of the present epoch was applied."""
-        if self.state is State.SERVING:
+        if self.state is RecoveryState.SERVING:
             self.attempts.clear()
 
     def rest(self) -> None:
         """The group answers and has no work, so no result can come. After a while that counts as
         one.
         """
-        if self.state is State.SERVING and self.clock() - self._served_s >= REST_S:
+        if self.state is RecoveryState.SERVING and self.clock() - self._served_s >= REST_S:
             self.attempts.clear()
 
     def give_up(self) -> None:
         """Stop trying: another attempt would change nothing."""
-        self.state = State.DEAD
+        self.state = RecoveryState.DEAD
 
     def waits_for(self) -> str:
         """Why the last start failed, in one line, while another one follows. Any thread."""
         failed = self.attempts[1:]  # the first entry is the loss
-        if self.state is State.SERVING or not failed:
+        if self.state is RecoveryState.SERVING or not failed:
             return ""
         return f"start {len(failed)} failed {failed[-1]}".split("\n")[0]
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.error_kinds import Kind, kind_of, reason_of
-from cluster.ranks.group import GroupReport, RankHandle, RankMaker, WorkerGroup
+from cluster.ranks.group import GroupReport, RankHandle, RankMaker, RankGroup
 from cluster.ranks.processes import ProcessId
 from cluster.recovery.spares import Spares
-from cluster.recovery.states import Recovery, State
+from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
@@ -33,7 +33,7 @@ class Supervisor:
     thread.
     """
 
-    make_group: type[WorkerGroup] = WorkerGroup
+    make_group: type[RankGroup] = RankGroup
     make_watch: type[Watch] = Watch
     make_spares: type[Spares] = Spares
 
@@ -43,7 +43,7 @@ class Supervisor:
         *,
         busy_since_s: Callable[[], float | None],
         has_work: Callable[[], bool],
-        on_group: Callable[[WorkerGroup], None],
+        on_group: Callable[[RankGroup], None],
         on_lost: Callable[[int, str], None],
         on_dead: Callable[[EaglerayError], None],
         clock: Callable[[], float] = time.monotonic,
@@ -58,7 +58,7 @@ class Supervisor:
         self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
         self._busy_since_s, self._has_work = busy_since_s, has_work
         self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
-        self._group: WorkerGroup | None = None
+        self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first: GroupReport | None = None
         self._spares = self.make_spares(maker, self._options.spares)
@@ -75,9 +75,9 @@ class Supervisor:
 
     def start(
         self, ranks: Seq[RankHandle] = (), num_kv_blocks: int | None = None
-    ) -> tuple[WorkerGroup, GroupReport]:
+    ) -> tuple[RankGroup, GroupReport]:
         """The first group, of `ranks` if they have been created. `num_kv_blocks`: see
-        `WorkerGroup.start`. Raises what kept it from starting, and then leaves nothing running.
+        `RankGroup.start`. Raises what kept it from starting, and then leaves nothing running.
         """
         self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
         try:
@@ -116,7 +116,7 @@ class Supervisor:
         thread.
         """
         watch, group = self._watch, self._group
-        if self.recovery.state is not State.SERVING or watch is None or group is None:
+        if self.recovery.state is not RecoveryState.SERVING or watch is None or group is None:
             return False
         return watch.answers and (self._applied == group.epoch or not self._has_work())
 
@@ -139,11 +139,11 @@ class Supervisor:
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _watch_of(self, group: WorkerGroup) -> Watch:
+    def _watch_of(self, group: RankGroup) -> Watch:
         return self.make_watch(group, self._changed.set, self._options.stuck_after_s)
 
     def _run(self) -> None:
-        while not self._stopping and self.recovery.state is not State.DEAD:
+        while not self._stopping and self.recovery.state is not RecoveryState.DEAD:
             wait_s = self.recovery.wait_s() or HEARTBEAT_S
             self._changed.wait(min(wait_s, HEARTBEAT_S))
             self._changed.clear()
@@ -172,7 +172,7 @@ class Supervisor:
 
     def _turn(self) -> None:
         recovery = self.recovery
-        if recovery.state is State.SERVING:
+        if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._watch is not None
             if self._applied == self._group.epoch:
                 recovery.progress()
@@ -183,11 +183,11 @@ class Supervisor:
                 self._spares.look(is_busy=self._has_work())
             else:
                 self._lose(why)
-        elif recovery.state is State.FENCING:  # an earlier turn could not finish that
+        elif recovery.state is RecoveryState.FENCING:  # an earlier turn could not finish that
             self._fence()
-        elif recovery.state is State.ASSEMBLING:
+        elif recovery.state is RecoveryState.ASSEMBLING:
             self._look_at_assembly()
-        elif recovery.state is State.BACKOFF and recovery.retry():
+        elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
 
     def _failed_step(self) -> str | None:
@@ -220,9 +220,9 @@ class Supervisor:
         self._watch = None
         self.recovery.fenced()
         logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
-        if self.recovery.state is State.DEAD:
+        if self.recovery.state is RecoveryState.DEAD:
             self._die(f"no result for too long; {self.recovery.report()}")
-        elif self.recovery.state is State.ASSEMBLING:
+        elif self.recovery.state is RecoveryState.ASSEMBLING:
             self._assemble()
 
     def _assemble(self) -> None:
@@ -250,7 +250,7 @@ class Supervisor:
         if self._watch is not None and (why := self._watch.look(self._began_s)) is not None:
             self._lose(why)
 
-    def _serve(self, group: WorkerGroup) -> None:
+    def _serve(self, group: RankGroup) -> None:
         self._assembly, self._is_serving = None, True
         if self._watch is None:
             self._watch = self._watch_of(group)

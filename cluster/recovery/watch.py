@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.ranks.group import WorkerGroup
+from cluster.ranks.group import RankGroup
 from cluster.ranks.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.ray_errors import was_lost
 from cluster.timeouts import ANSWER_S, HEARTBEAT_S
@@ -50,7 +50,7 @@ class Watch:
     """
 
     def __init__(
-        self, group: WorkerGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None
+        self, group: RankGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None
     ) -> None:
         self.group = group
         self._wake = wake

@@ -23,9 +23,9 @@ from cluster.api.metrics import engine_families
 from cluster.client.setup import prepare
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
-from cluster.serve.health import EngineHealth
+from cluster.serve.health import DriverHealth
 from cluster.serve.ray_metrics import report_from_time_to_time
-from cluster.serve.router import Wanted
+from cluster.serve.router import LeaseRequest
 from cluster.timeouts import ENGINE_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
 from scheduler.errors import OverloadedError
@@ -51,7 +51,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
+class EngineStatus:
     """One engine as `launch.py status` shows it. replica: its name in Ray Serve; hosts: the address
     of each rank's node; num_admitted: requests since its start.
     """
@@ -66,10 +66,10 @@ class EngineReport:
     num_admitted: int
 
 
-async def describe(engine: EngineProcesses, model_name: str, stats: EngineStats) -> EngineReport:
+async def describe(engine: EngineProcesses, model_name: str, stats: EngineStats) -> EngineStatus:
     """The report of an engine: what it is, where it runs, and what it does."""
     places = await asyncio.to_thread(engine.places)
-    return EngineReport(
+    return EngineStatus(
         replica=serve.get_replica_context().replica_id.unique_id,
         model=model_name,
         device=engine.report.device,
@@ -93,7 +93,7 @@ class EngineReplica:
         group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
         timeouts = Timeouts.of(config.engine)
-        self._health = EngineHealth(self._engine.frontend, timeouts.replaced_s)
+        self._health = DriverHealth(self._engine.frontend, timeouts.replaced_s)
         self._replica = serve.get_replica_context().replica_id.unique_id
         # One call at a time, whoever waits for its result.
         self._finding: asyncio.Future[Any] | None = None
@@ -107,7 +107,7 @@ class EngineReplica:
         """The limits that requests must respect."""
         return self._engine.report.limits
 
-    async def lease(self, wanted: Wanted) -> AsyncGenerator[Lease, None]:
+    async def lease(self, wanted: LeaseRequest) -> AsyncGenerator[Lease, None]:
         """Yields the engine, and ends when it is canceled, or at once without a driver. A caller
         that wanted to avoid this engine but got it anyway has no other choice, so it waits for this
         driver.
@@ -149,7 +149,7 @@ class EngineReplica:
         """The steps of the last `seconds`."""
         return await asyncio.to_thread(self._engine.frontend.records, seconds)
 
-    async def describe(self) -> EngineReport:
+    async def describe(self) -> EngineStatus:
         """What runs here, and where."""
         return await describe(self._engine, self._model_name, await self.stats())
 

@@ -18,7 +18,7 @@ from scheduler.errors import EaglerayError, EngineDeadError
 logger = logging.getLogger("eagleray")
 
 
-class EngineHealth:
+class DriverHealth:
     """Asks the driver from time to time, on a thread of its own, so that one that hangs is replaced
     even if no request waits for it.
     """

@@ -24,11 +24,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Generation
 from cluster.ray_errors import NoAnswerError
-from cluster.serve.engine import EngineReport, Lease
+from cluster.serve.engine import EngineStatus, Lease
 from cluster.serve.leases import LeaseCall
 from cluster.serve.prefixes import PrefixTable, prefix_hashes, session_hash
-from cluster.serve.router import Wanted
-from cluster.serve.senders import EngineSender
+from cluster.serve.router import LeaseRequest
+from cluster.serve.senders import RequestSender
 from cluster.timeouts import POOL_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
@@ -77,7 +77,7 @@ class EnginePool:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}  # by the id of the generation
-        self._senders: dict[Any, EngineSender] = {}  # by the id of the driver
+        self._senders: dict[Any, RequestSender] = {}  # by the id of the driver
         self._table = PrefixTable()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -139,7 +139,7 @@ class EnginePool:
         """The counters of each engine that answers."""
         return await self._ask("stats")
 
-    async def describe(self) -> list[EngineReport]:
+    async def describe(self) -> list[EngineStatus]:
         """Every engine that answers."""
         return await self._ask("describe")
 
@@ -158,7 +158,7 @@ class EnginePool:
         lost meanwhile. No request waits for an engine that another one was sent to.
         """
         await asyncio.gather(*map(self._lease_one, held))
-        by_engine: dict[EngineSender, list[_Held]] = {}
+        by_engine: dict[RequestSender, list[_Held]] = {}
         for each in held:
             lease, each.granted = each.granted, None
             if lease is not None:
@@ -168,7 +168,7 @@ class EnginePool:
                 by_engine.setdefault(sender, []).append(each)
         await asyncio.gather(*(self._send_to(*part) for part in by_engine.items()))
 
-    async def _send_to(self, sender: EngineSender, held: list[_Held]) -> None:
+    async def _send_to(self, sender: RequestSender, held: list[_Held]) -> None:
         """Send requests to one engine, or elsewhere if it is lost."""
         try:
             await sender.send([each.generation for each in held])
@@ -190,7 +190,7 @@ class EnginePool:
                 self._table.ended(held)  # at the engine of an earlier lease
             choose = functools.partial(self._choose, held, hashes, of_session, tuple(avoid))
             call = held.lease = LeaseCall(
-                self._leases.remote(Wanted(tuple(avoid), choose, self._holder))
+                self._leases.remote(LeaseRequest(tuple(avoid), choose, self._holder))
             )
             if held.generation.done.done():  # `_release` may have been faster
                 call.end()
@@ -228,7 +228,7 @@ class EnginePool:
                 self._table.ended(held)
         return chosen
 
-    def _sender(self, driver: Any) -> EngineSender:
+    def _sender(self, driver: Any) -> RequestSender:
         """The sender of a driver's requests. Call it with the lock held."""
         key = driver._ray_actor_id
         if key not in self._senders:
@@ -239,7 +239,7 @@ class EnginePool:
             )
             frontend.after_news(self._news)
             frontend.follow()
-            self._senders[key] = EngineSender(frontend)
+            self._senders[key] = RequestSender(frontend)
         return self._senders[key]
 
     def _move(self, key: Any, generations: list[Generation], error: EaglerayError) -> None:

@@ -33,8 +33,8 @@ from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import prepare
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
-from cluster.serve.engine import EngineReport, describe
-from cluster.serve.health import EngineHealth
+from cluster.serve.engine import EngineStatus, describe
+from cluster.serve.health import DriverHealth
 from cluster.serve.pool import EnginePool
 from cluster.serve.ray_metrics import report_from_time_to_time
 from cluster.timeouts import GATHER_TIMEOUT_S, Timeouts
@@ -66,7 +66,7 @@ class ApiReplica:
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         self._engine: EngineProcesses | None = None
-        self._health: EngineHealth | None = None
+        self._health: DriverHealth | None = None
         self._pool: EnginePool | None = None
         timeouts = Timeouts.of(config.engine)
         link: EngineLink
@@ -74,7 +74,7 @@ class ApiReplica:
             group = ray.util.get_current_placement_group()
             self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
             limits, link = self._engine.report.limits, self._engine.frontend
-            self._health = EngineHealth(self._engine.frontend, timeouts.replaced_s)
+            self._health = DriverHealth(self._engine.frontend, timeouts.replaced_s)
         else:
             limits = await _limits_of(engines, timeouts.first_engine_s)
             self._pool = link = EnginePool(
@@ -166,7 +166,7 @@ class ApiReplica:
         """The counters of this replica, and of its own engine if it has one."""
         return self._api.metrics.families() if self._pool else await self._api.families()
 
-    async def describe(self) -> list[EngineReport]:
+    async def describe(self) -> list[EngineStatus]:
         """The engines, and where they run."""
         if self._pool is not None:
             return await self._pool.describe()

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LeaseRequest:
     """What a lease is for. avoid: replicas that have just failed; choose: from the names of all
     replicas to one of them, called by the router's thread. It stays in the process that asks.
     holder: the actor that will hold the lease, None if it is no actor.
@@ -26,8 +26,8 @@ class Wanted:
     choose: Callable[[Collection[str]], str] | None = None
     holder: Any | None = None
 
-    def __reduce__(self) -> tuple[type[Wanted], tuple[Any, ...]]:
-        return Wanted, (self.avoid, None, self.holder)
+    def __reduce__(self) -> tuple[type[LeaseRequest], tuple[Any, ...]]:
+        return LeaseRequest, (self.avoid, None, self.holder)
 
 
 class LeaseRouter(RequestRouter):
@@ -41,8 +41,8 @@ class LeaseRouter(RequestRouter):
         """The chosen replica, then the others in case it refuses the request."""
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
-        # Its class is not checked: Ray may have pickled ours by value, with another `Wanted`.
-        wanted: Wanted = pending_request.args[0]
+        # Its class is not checked: Ray may have pickled ours by value, with another `LeaseRequest`.
+        wanted: LeaseRequest = pending_request.args[0]
         assert wanted.choose is not None
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         chosen = by_name.pop(wanted.choose(by_name.keys()))

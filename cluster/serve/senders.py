@@ -17,7 +17,7 @@ from cluster.ray_errors import NoAnswerError
 NUM_THREADS = 8
 
 
-class EngineSender:
+class RequestSender:
     """The frontend of one engine, and the threads that submit to it."""
 
     def __init__(self, frontend: Frontend) -> None:

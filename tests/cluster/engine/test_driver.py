@@ -235,7 +235,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         both = [request("a"), replace(request("b"), news_interval=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
-        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
+        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._unsent)) < 2:
             await asyncio.sleep(0.01)
         await driver.submit("frontend", both)  # after they have ended, but before that is known
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -308,7 +308,7 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
 def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "CHECK_AFTER_S", 0.3)
+    monkeypatch.setattr(loop_module, "IDLE_CHECK_DELAY_S", 0.3)
     group: Any = CountingGroup()
     driver._supervisor.group = group  # type: ignore[union-attr]
 
@@ -364,4 +364,4 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
     assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
     loop = driver._engine_loop
-    assert loop is not None and not loop._kept and not loop._owners
+    assert loop is not None and not loop._open_requests

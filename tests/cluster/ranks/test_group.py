@@ -20,7 +20,7 @@ from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as worker_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
-from cluster.ranks.group import RankMaker, WorkerGroup
+from cluster.ranks.group import RankMaker, RankGroup
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine
@@ -120,7 +120,7 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
 ) -> None:
     placement = reserved(2, "cpu")
     maker = RankMaker(config_of(small_model.path, tensor_parallel_size=2), placement, "test")
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         places = placement.places()
         group.ranks = [maker.create(place) for place in places]
@@ -186,7 +186,7 @@ def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_f
     config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
     placement = reserved(2, "cpu")
     maker = RankMaker(config, placement, "test", ForgetfulRank)
-    groups = [WorkerGroup(maker, epoch) for epoch in range(2)]
+    groups = [RankGroup(maker, epoch) for epoch in range(2)]
     try:
         first = groups[0].start()
         assert first.num_blocks == 100
@@ -265,7 +265,7 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         group.start()
         spare = maker.create(placement.places()[1], placement.places())
@@ -310,7 +310,7 @@ def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_a
     config = config_of(small_model.path, tensor_parallel_size=1)
     placement = reserved(1, "cpu")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         group.start()
         spare = maker.create(placement.places()[0], placement.places())

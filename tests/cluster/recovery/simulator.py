@@ -34,7 +34,7 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine import loop as loop_module
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import EngineLoop, Finish, Lost, Resume, Submit
+from cluster.engine.loop import StepLoop, Finish, RanksLost, RanksReplaced, Submit
 from cluster.ranks.group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from cluster.recovery import supervisor as supervisor_module
@@ -58,7 +58,7 @@ class Parts:
     """The classes under test."""
 
     scheduler: type[Scheduler] = Scheduler
-    loop: type[EngineLoop] = EngineLoop
+    loop: type[StepLoop] = StepLoop
     supervisor: type[Supervisor] = Supervisor
     recovery: type[Recovery] = Recovery
     frontends: type[Frontends] = Frontends
@@ -190,7 +190,7 @@ class NoSpares:
 class Driver:
     """The parts that `cluster.engine.driver` puts together, without an actor."""
 
-    loop: EngineLoop
+    loop: StepLoop
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -209,8 +209,8 @@ class Driver:
             maker,
             busy_since_s=lambda: self.loop.busy_since_s,
             has_work=lambda: self.loop.engine.has_work,
-            on_group=lambda group: self.loop.post(Resume(executor=group)),
-            on_lost=lambda epoch, _: self.loop.post(Lost(epoch=epoch)),
+            on_group=lambda group: self.loop.post(RanksReplaced(executor=group)),
+            on_lost=lambda epoch, _: self.loop.post(RanksLost(epoch=epoch)),
             on_dead=self.fail,
             clock=lambda: world.now_s,
         )
@@ -315,7 +315,7 @@ class World:
         self.later: deque[Callable[[], None]] = deque()
         self.clients: list[Client] = []
         self.arriving = deque(self.scenario.requests)
-        loop_module.CHECKPOINT_S = self.rng.choice((0.0, 1e9))
+        loop_module.MAX_HOLD_BACK_S = self.rng.choice((0.0, 1e9))
         self.driver = Driver(self)
         kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
@@ -468,7 +468,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     levels = [(each.logger, each.logger.level) for each in (supervisor_module, frontend_module)]
     for logger, _ in levels:
         logger.setLevel("CRITICAL")
-    checkpoint_s = loop_module.CHECKPOINT_S
+    checkpoint_s = loop_module.MAX_HOLD_BACK_S
     try:
         world = World(seed, parts or Parts())
         with patch.multiple(frontend_module, call=world.call, LOST_CALL_PAUSE_S=0.0):
@@ -477,7 +477,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     except Exception as error:
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     finally:
-        loop_module.CHECKPOINT_S = checkpoint_s
+        loop_module.MAX_HOLD_BACK_S = checkpoint_s
         for logger, level in levels:
             logger.setLevel(level)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.recovery.states import DELAYS_S, Recovery, State
+from cluster.recovery.states import DELAYS_S, Recovery, RecoveryState
 from cluster.timeouts import GIVE_UP_AFTER_S
 
 
@@ -37,7 +37,11 @@ def test_the_first_attempt_follows_at_once(recovery: Recovery) -> None:
     recovery.fenced()
     seen.append(recovery.state)
     recovery.assembled()
-    assert [*seen, recovery.state] == [State.FENCING, State.ASSEMBLING, State.SERVING]
+    assert [*seen, recovery.state] == [
+        RecoveryState.FENCING,
+        RecoveryState.ASSEMBLING,
+        RecoveryState.SERVING,
+    ]
     assert recovery.num_recoveries == 1
 
 
@@ -56,7 +60,7 @@ def test_later_attempts_follow_after_growing_delays(recovery: Recovery, clock: C
 def test_a_result_ends_the_count_of_attempts(recovery: Recovery) -> None:
     for _ in range(3):
         fail(recovery)
-        assert recovery.state is State.ASSEMBLING
+        assert recovery.state is RecoveryState.ASSEMBLING
         recovery.assembled()
         recovery.progress()
 
@@ -65,7 +69,7 @@ def test_a_group_that_dies_before_it_has_a_result_is_another_attempt(recovery: R
     fail(recovery)
     recovery.assembled()
     fail(recovery)
-    assert recovery.state is State.BACKOFF
+    assert recovery.state is RecoveryState.BACKOFF
 
 
 def test_without_a_result_for_too_long_it_gives_up_and_names_each_attempt(
@@ -74,7 +78,7 @@ def test_without_a_result_for_too_long_it_gives_up_and_names_each_attempt(
     fail(recovery, "rank 1 died")
     clock.now_s += GIVE_UP_AFTER_S + 1
     fail(recovery, "no memory")
-    assert recovery.state is State.DEAD
+    assert recovery.state is RecoveryState.DEAD
     assert recovery.report() == "after 0.0 s: rank 1 died; after 301.0 s: no memory"
 
 
@@ -87,7 +91,7 @@ def test_a_fault_that_is_known_changes_nothing(recovery: Recovery) -> None:
 def test_nothing_follows_the_end(recovery: Recovery) -> None:
     recovery.give_up()
     assert not recovery.fault("rank 0 died") and not recovery.retry()
-    assert recovery.state is State.DEAD
+    assert recovery.state is RecoveryState.DEAD
 
 
 def test_progress_while_it_is_not_serving_does_not_count(recovery: Recovery) -> None:
@@ -101,7 +105,7 @@ def test_ranks_that_die_while_idle_hours_apart_are_no_row_of_attempts(
 ) -> None:
     for _ in range(3):
         fail(recovery)
-        assert recovery.state is State.ASSEMBLING
+        assert recovery.state is RecoveryState.ASSEMBLING
         recovery.assembled()
         clock.now_s += 3600.0
         recovery.rest()
@@ -115,4 +119,4 @@ def test_a_group_that_dies_soon_after_it_came_is_another_attempt_though_it_was_i
     clock.now_s += 1.0
     recovery.rest()
     fail(recovery)
-    assert recovery.state is State.BACKOFF
+    assert recovery.state is RecoveryState.BACKOFF

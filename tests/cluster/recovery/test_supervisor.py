@@ -16,7 +16,7 @@ from cluster.ray_errors import NoAnswerError
 from cluster.recovery import spares as spares_module
 from cluster.recovery import supervisor as supervisor_module
 from cluster.recovery.spares import Spares
-from cluster.recovery.states import State
+from cluster.recovery.states import RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
 from configs.engine import EngineConfig
@@ -135,7 +135,7 @@ def serving(world: World) -> Supervisor:
 def turns(supervisor: Supervisor, world: World, seconds: float) -> None:
     """Let it look every half second."""
     until_s = world.now_s + seconds
-    while world.now_s < until_s and supervisor.recovery.state is not State.DEAD:
+    while world.now_s < until_s and supervisor.recovery.state is not RecoveryState.DEAD:
         world.now_s += 0.5
         supervisor.turn()
 
@@ -160,7 +160,10 @@ def test_processes_that_cannot_be_ended_now_are_ended_later_and_the_engine_goes_
     world.wrong = "rank 1 died"
     turns(supervisor, world, 10.0)
     assert not world.dead and not world.close_failures
-    assert supervisor.recovery.state is State.SERVING and supervisor.recovery.num_recoveries == 1
+    assert (
+        supervisor.recovery.state is RecoveryState.SERVING
+        and supervisor.recovery.num_recoveries == 1
+    )
     assert world.lost == [0] and world.alive == [1]
     assert [group.epoch for group in world.groups] == [0, 1]
 
@@ -214,7 +217,7 @@ def test_an_attempt_that_cannot_begin_is_followed_by_another_with_the_same_epoch
     world.take_failures = deque([error] * 2)
     world.wrong = "rank 1 died"
     turns(supervisor, world, 20.0)
-    assert not world.dead and supervisor.recovery.state is State.SERVING
+    assert not world.dead and supervisor.recovery.state is RecoveryState.SERVING
     assert world.lost == [0] and world.alive == [1]
 
 

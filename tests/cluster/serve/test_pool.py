@@ -22,7 +22,7 @@ from cluster.engine.frontends import Frontends
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
-from cluster.serve.router import Wanted
+from cluster.serve.router import LeaseRequest
 from scheduler.errors import (
     EaglerayError,
     EngineDeadError,
@@ -100,7 +100,7 @@ class FakeLeases:
     def __init__(self, *names: str) -> None:
         self.drivers = {name: FakeDriver(name) for name in names}
         self.recovering: set[str] = set()
-        self.asked: list[Wanted] = []
+        self.asked: list[LeaseRequest] = []
         self.num_open = 0
         self.may_choose = asyncio.Event()
         self.may_choose.set()
@@ -108,7 +108,7 @@ class FakeLeases:
     def options(self, **_: Any) -> FakeLeases:
         return self
 
-    def remote(self, wanted: Wanted) -> Any:
+    def remote(self, wanted: LeaseRequest) -> Any:
         self.asked.append(wanted)
         leases = self
 
@@ -263,7 +263,9 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
 
 
 def test_what_a_lease_is_for_travels_without_the_choice() -> None:
-    assert pickle.loads(pickle.dumps(Wanted(("a",), lambda names: "b"))) == Wanted(("a",))
+    assert pickle.loads(pickle.dumps(LeaseRequest(("a",), lambda names: "b"))) == LeaseRequest(
+        ("a",)
+    )
 
 
 def test_requests_that_wait_for_an_engine_hold_no_thread(
