@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import StepLoop, Finish, RanksLost, NewsByFrontend, RanksReplaced, Submit
+from cluster.engine.loop import Finish, NewsByFrontend, RanksLost, RanksReplaced, StepLoop, Submit
 from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.error_kinds import Kind, kind_of, reason_of
-from cluster.ranks.group import GroupReport, RankHandle, RankMaker, RankGroup
+from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId
 from cluster.recovery.spares import Spares
 from cluster.recovery.states import Recovery, RecoveryState

@@ -1,7 +1,6 @@
 """The API's counters in Ray's own metrics, beside those of Ray and of Ray Serve.
 
-Ray's registry does not read counters by itself, so each sample is a gauge that is set from time to
-time.
+Ray's registry does not read our counters, so each sample is a gauge that is set periodically.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ PERIOD_S = 5.0
 
 
 class RayMetrics:
-    """Reports one replica's numbers."""
+    """Reports the metrics of one replica."""
 
-    def __init__(self, replica: str) -> None:
-        self._replica = replica
+    def __init__(self, replica_id: str) -> None:
+        self._replica_id = replica_id
         self._gauges: dict[str, Gauge] = {}
 
     def report(self, families: list[Family]) -> None:
@@ -32,18 +31,18 @@ class RayMetrics:
             for name, labels, value in family.samples:
                 if name.endswith("_bucket"):
                     continue
-                keys = (*(key for key, _ in labels), "replica")
+                tags = dict(labels) | {"replica": self._replica_id}
                 if name not in self._gauges:
-                    self._gauges[name] = Gauge(name, description=family.help, tag_keys=keys)
-                self._gauges[name].set(value, tags=dict(labels) | {"replica": self._replica})
+                    self._gauges[name] = Gauge(name, description=family.help, tag_keys=tuple(tags))
+                self._gauges[name].set(value, tags=tags)
 
 
-async def report_from_time_to_time(
-    replica: str, families: Callable[[], Awaitable[list[Family]]]
+async def report_periodically(
+    replica_id: str, gather_families: Callable[[], Awaitable[list[Family]]]
 ) -> NoReturn:
-    """Report a replica's numbers to Ray's metrics, forever."""
-    to_ray = RayMetrics(replica)
+    """Report a replica's metrics to Ray, forever."""
+    metrics = RayMetrics(replica_id)
     while True:
         await asyncio.sleep(PERIOD_S)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
-            to_ray.report(await families())
+            metrics.report(await gather_families())

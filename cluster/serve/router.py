@@ -1,9 +1,8 @@
-"""A request router of Ray Serve, for leases: the caller that wants a lease says which engine to ask
-first.
+"""A request router of Ray Serve, for leases: the caller of a lease chooses the engine.
 
-The choice, and the count of open requests, stay with the owner of the requests (`EnginePool`),
-which knows when each of them ends. Serve does not tell a router of every end: for instance not of a
-request that is canceled after a replica was chosen and before it was sent.
+The choice, and the count of open requests, stay with the caller (`EngineLeases`), which knows when
+each request ends. Serve does not tell a router of every end: for instance not of a request that is
+canceled after a replica was chosen and before it was sent.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What a lease is for. avoid: replicas that have just failed; choose: from the names of all
-    replicas to one of them, called by the router's thread. It stays in the process that asks.
-    holder: the actor that will hold the lease, None if it is no actor.
+    """The argument of a call that asks for a lease.
+
+    avoid: ids of replicas that have just failed. choose: picks one of the given replica ids; called
+    on the router's thread, and not sent along. holder: the actor that will hold the lease, None if
+    it is no actor.
     """
 
     avoid: tuple[str, ...] = ()
@@ -42,8 +43,8 @@ class LeaseRouter(RequestRouter):
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
         # Its class is not checked: Ray may have pickled ours by value, with another `LeaseRequest`.
-        wanted: LeaseRequest = pending_request.args[0]
-        assert wanted.choose is not None
-        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        chosen = by_name.pop(wanted.choose(by_name.keys()))
-        return [[chosen], [*by_name.values()]]
+        lease_request: LeaseRequest = pending_request.args[0]
+        assert lease_request.choose is not None
+        replica_by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        chosen = replica_by_id.pop(lease_request.choose(replica_by_id.keys()))
+        return [[chosen], [*replica_by_id.values()]]

@@ -15,10 +15,10 @@ from cluster.engine.loop import (
     LEAD_S,
     LEAD_SHARE,
     Command,
-    StepLoop,
     Finish,
-    RanksLost,
     NewsByFrontend,
+    RanksLost,
+    StepLoop,
     Submit,
 )
 from scheduler.engine import Engine, MaskAnswer

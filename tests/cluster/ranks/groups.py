@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster.ranks.calls import StepCalls
-from cluster.ranks.group import RankMaker, RankGroup
+from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine, Grammars

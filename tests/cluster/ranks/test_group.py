@@ -20,7 +20,7 @@ from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as worker_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
-from cluster.ranks.group import RankMaker, RankGroup
+from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine

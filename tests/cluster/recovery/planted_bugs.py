@@ -10,7 +10,7 @@ from typing import Any
 from cluster.client.frontend import Frontend
 from cluster.client.news import News, pack
 from cluster.engine.frontends import Frontends, _Frontend
-from cluster.engine.loop import Command, StepLoop, RanksLost, RanksReplaced
+from cluster.engine.loop import Command, RanksLost, RanksReplaced, StepLoop
 from cluster.engine.mailbox import Mailbox
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.supervisor import Supervisor

@@ -34,7 +34,7 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine import loop as loop_module
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import StepLoop, Finish, RanksLost, RanksReplaced, Submit
+from cluster.engine.loop import Finish, RanksLost, RanksReplaced, StepLoop, Submit
 from cluster.ranks.group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from cluster.recovery import supervisor as supervisor_module

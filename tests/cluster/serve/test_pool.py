@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import cluster.serve.leases as leases_module
 import cluster.serve.pool as pool_module
 from cluster.client.client import Client
 from cluster.client.news import News
@@ -108,8 +109,8 @@ class FakeLeases:
     def options(self, **_: Any) -> FakeLeases:
         return self
 
-    def remote(self, wanted: LeaseRequest) -> Any:
-        self.asked.append(wanted)
+    def remote(self, lease_request: LeaseRequest) -> Any:
+        self.asked.append(lease_request)
         leases = self
 
         class Stream:
@@ -117,11 +118,11 @@ class FakeLeases:
 
             async def __anext__(self) -> Lease:
                 await leases.may_choose.wait()
-                assert wanted.choose is not None
-                name = wanted.choose(leases.drivers.keys())
+                assert lease_request.choose is not None
+                name = lease_request.choose(leases.drivers.keys())
                 self.is_answered = True
                 driver = None if name in leases.recovering else leases.drivers[name]
-                return Lease(replica=name, driver=driver)
+                return Lease(replica_id=name, driver=driver)
 
             def __aiter__(self) -> Stream:
                 return self
@@ -142,7 +143,8 @@ def make_pool(
     lease_limit_s: float = 60.0,
 ) -> EnginePool:
     monkeypatch.setattr(pool_module, "Frontend", FakeFrontend)
-    monkeypatch.setattr(pool_module, "PAUSE_S", 0.01)
+    for module in (pool_module, leases_module):
+        monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
 
     async def make() -> EnginePool:
         engines: Any = leases
@@ -167,10 +169,10 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     one = generation("one")
     pool.submit([one])
     assert leases.drivers["c"].has == [one]
-    assert [wanted.avoid for wanted in leases.asked] == [(), ("a",), ("a", "b")]
+    assert [lease_request.avoid for lease_request in leases.asked] == [(), ("a",), ("a", "b")]
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert not pool._held and not pool._table._of_request
+    assert not pool._routed and not pool._leases._table._engine_by_request
 
 
 def test_requests_of_an_engine_that_dies_move_with_their_tokens_and_fail_alone(
@@ -223,7 +225,7 @@ def test_what_is_submitted_together_is_taken_together_or_not_at_all(
     with pytest.raises(RequestError, match="no"):
         pool.submit(both)
     assert leases.drivers["a"].not_needed == both
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
 
 
 def test_a_request_that_is_aborted_while_it_moves_goes_nowhere(
@@ -255,11 +257,11 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
     wait_until(lambda: bool(leases.asked), "a lease to be asked for")
     pool.abort([one])
     submitting.join(5)
-    assert leases.num_open == 1 and not pool._table._engines
+    assert leases.num_open == 1 and not pool._leases._table._engines
     loop.call_soon_threadsafe(leases.may_choose.set)
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert pool._table._engines == {"a", "b"}, "the choice came after the end"
-    assert not pool._table._of_request and not +pool._table._num_open
+    assert pool._leases._table._engines == {"a", "b"}, "the choice came after the end"
+    assert not pool._leases._table._engine_by_request and not +pool._leases._table._num_open
 
 
 def test_what_a_lease_is_for_travels_without_the_choice() -> None:
@@ -289,8 +291,8 @@ def test_requests_that_wait_for_an_engine_hold_no_thread(
     has = [each for driver in leases.drivers.values() for each in driver.has]
     assert {id(each) for each in has} == {id(each) for each in many[10:]}
     pool.abort(many)
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
-    assert not pool._table._of_request
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
+    assert not pool._leases._table._engine_by_request
 
 
 def test_a_wait_for_an_engine_has_an_end(
@@ -304,7 +306,7 @@ def test_a_wait_for_an_engine_has_an_end(
     with pytest.raises(OverloadedError, match="no engine"):
         sending = pool.send([generation("two")])
         asyncio.run_coroutine_threadsafe(sending, loop).result(5)
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
 
 
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(
@@ -406,7 +408,7 @@ def test_a_fault_of_the_pool_ends_the_requests_it_moves(
     async def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(pool, "_lease_one", broken)
+    monkeypatch.setattr(pool._leases, "lease", broken)
     leases.drivers["a"].die()
     with pytest.raises(EngineError, match="could not move: AttributeError"):
         one.done.result(5)
