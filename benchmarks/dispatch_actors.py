@@ -30,8 +30,8 @@ class TimedDriver(Driver):
 
     async def start(self) -> StartReport:
         report = await super().start()
-        assert self._engine_loop is not None
-        engine = self._engine_loop.engine
+        assert self._step_loop is not None
+        engine = self._step_loop.engine
         step = engine.step
 
         def timed_step() -> Any:

@@ -187,7 +187,9 @@ class Api:
         if not stats.is_ready:
             raise OverloadedError(
                 f"the ranks are {stats.state}, and the last result came {stats.step_age_s:.1f} s"
-                f" ago; requests are kept and will continue. {stats.waits_for}".rstrip(". ")
+                f" ago; requests are kept and will continue. {stats.recovery_waits_for}".rstrip(
+                    ". "
+                )
             )
         return JsonResponse({"state": stats.state, "step_age_s": round(stats.step_age_s, 3)})
 

@@ -32,7 +32,7 @@ from cluster.ray_errors import (
     NoRoomError,
     call,
     cause_of,
-    made,
+    start_call,
     was_lost,
 )
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
@@ -74,7 +74,7 @@ class Frontend:
         replace: Replace = _cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
-        waits_for: Callable[[], str] = lambda: "",
+        recovery_waits_for: Callable[[], str] = lambda: "",
     ) -> None:
         """`is_reachable`: whether this process is still part of the driver's cluster. `replace`
         takes a driver that has died or does not answer, the reason, and whether there was any news
@@ -82,15 +82,15 @@ class Frontend:
         beyond what it was asked to wait. `on_dead` gets the requests that the driver had, and the
         reason, if there will be no other driver; without it they fail. It runs on the polling
         thread. With it, the engine is somebody else's and outlives this frontend, so it is told of
-        every request that it no longer needs to run, even after `close`. `waits_for`: what the
-        replacement of a driver waits for, in one line.
+        every request that it no longer needs to run, even after `close`. `recovery_waits_for`: what
+        the replacement of a driver waits for, in one line.
         """
         self._driver = driver
         self._is_reachable = is_reachable
         self._replace_driver = replace
         self._answer_limit_s = answer_limit_s
         self._on_dead = on_dead
-        self._waits_for = waits_for
+        self._recovery_waits_for = recovery_waits_for
         self._id = uuid.uuid4().hex[:12]
         self._after_news: list[Callable[[], None]] = []
         # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
@@ -194,7 +194,7 @@ class Frontend:
                 raise
             raise OverloadedError(
                 "the driver has died and is being replaced; requests are kept and will continue."
-                f" {self._waits_for()}".rstrip(". ")
+                f" {self._recovery_waits_for()}".rstrip(". ")
             ) from None
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Frontend:
         until = time.monotonic() + limit_s
         while True:
             try:
-                ref = made(method, what, *arguments)
+                ref = start_call(method, what, *arguments)
                 if refs is not None:
                     refs.append(ref)
                 return call(ref, what, limit_s)
@@ -398,7 +398,7 @@ class Frontend:
             self._check_reachable()
             if driver is self._ended:
                 raise DriverDiedError("the driver has died")
-            reply = made(driver.poll, "poll the driver", self._id, acknowledged, POLL_WAIT_S)
+            reply = start_call(driver.poll, "poll the driver", self._id, acknowledged, POLL_WAIT_S)
             limit_s = POLL_WAIT_S + self._answer_limit_s
             deltas: Deltas = pickle.loads(call(reply, "poll the driver", limit_s))
             self._no_room_since_s = None

@@ -1,10 +1,10 @@
 """Which cores a rank computes on: its share among all ranks of all engines on this machine.
 
-The threads of a product wait for each other, so two ranks that both use every core mostly wait.
-Each rank announces itself with a file whose lock ends with its process; all read all files and come
-to the same division. Ranks of other users and in other containers are not seen. The folder has a
-name that others can guess: one that is not ours alone is not used, and what is not an announcement
-is passed over.
+The threads of a matrix product wait for each other, so two ranks that both use every core mostly
+wait. Each rank writes its claim to a file whose lock ends with its process; all ranks read all
+claims and compute the same division. Ranks of other users and in other containers are not seen.
+Others can guess the name of the folder: if another user can write to it, it is not used, and files
+that are no claims are ignored.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 # The name in /proc of the thread that computes, and of the threads it starts, which inherit it.
 THREAD_NAME = "eagleray"
-_MOST_BYTES = 65536  # of an announcement
+_MAX_CLAIM_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a rank announces. group: identifies the engine; local_rank: this rank's number among the
+    """What a rank tells the others. engine: identifies it; local_rank: this rank's number among the
     ranks_on_node of its engine; cores: those that its process may use.
     """
 
-    group: str
+    engine: str
     local_rank: int
     ranks_on_node: int
     cores: tuple[int, ...]
@@ -48,7 +48,7 @@ class CoreShare:
         self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
         self._path: Path | None = None
         try:
-            self._announce()
+            self._write_claim()
         except OSError as error:
             logger.warning(
                 "ranks of other engines on this machine are not seen, and may use the same cores:"
@@ -56,7 +56,7 @@ class CoreShare:
                 error,
             )
 
-    def _announce(self) -> None:
+    def _write_claim(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         _check_ours(self._folder)
         # Others do not see the file before it is locked and complete.
@@ -65,25 +65,27 @@ class CoreShare:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump(asdict(self._claim), self._file)
         self._file.flush()
-        beginning = Path(name)
-        self._path = beginning.rename(self._folder / beginning.name.removeprefix("."))
+        hidden_path = Path(name)
+        self._path = hidden_path.rename(self._folder / hidden_path.name.removeprefix("."))
 
-    def now(self) -> tuple[tuple[int, ...], int]:
+    def current(self) -> tuple[tuple[int, ...], int]:
         """The cores this rank may use at present, and the number of threads: one thread on any of
         the cores when there are more ranks than cores.
         """
-        mine = self._claim
-        sizes = {mine.group: mine.ranks_on_node}
-        for other in self._living():
-            if set(other.cores) & set(mine.cores):
-                sizes[other.group] = other.ranks_on_node
-        place = sum(size for group, size in sizes.items() if group < mine.group) + mine.local_rank
-        share = len(mine.cores) // sum(sizes.values())
-        return (
-            (mine.cores[place * share : (place + 1) * share], share) if share else (mine.cores, 1)
-        )
+        own = self._claim
+        num_ranks = {own.engine: own.ranks_on_node}  # by engine
+        for other in self._living_claims():
+            if set(other.cores) & set(own.cores):
+                num_ranks[other.engine] = other.ranks_on_node
+        num_earlier = sum(num for engine, num in num_ranks.items() if engine < own.engine)
+        cores_per_rank = len(own.cores) // sum(num_ranks.values())
+        if cores_per_rank == 0:
+            return own.cores, 1
+        first = (num_earlier + own.local_rank) * cores_per_rank
+        return own.cores[first : first + cores_per_rank], cores_per_rank
 
-    def _living(self) -> Iterator[Claim]:
+    def _living_claims(self) -> Iterator[Claim]:
+        """The claims of ranks whose processes live; removes the others."""
         if self._path is None:
             return
         for path in self._folder.glob("[!.]*"):
@@ -92,16 +94,16 @@ class CoreShare:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     with contextlib.suppress(ValueError, TypeError, KeyError):
-                        claim = json.loads(file.read(_MOST_BYTES))
-                        yield Claim(**claim | {"cores": tuple(claim["cores"])})
+                        fields = json.loads(file.read(_MAX_CLAIM_BYTES))
+                        yield Claim(**fields | {"cores": tuple(fields["cores"])})
                 else:
                     path.unlink(missing_ok=True)  # its process has ended
 
 
 def _check_ours(folder: Path) -> None:
     """Raise `PermissionError` unless only this user can write to the folder."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
             f"{folder} is not a folder that this user alone can write to; remove it"
         )
@@ -117,7 +119,9 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def bind(cores: tuple[int, ...]) -> None:
-    """Run the calling thread, and all threads that it has started or will start, on these cores."""
+    """Run the calling thread, and all threads that it has started or will start, on these cores.
+    Renames the calling thread to `THREAD_NAME`.
+    """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
     tasks = Path("/proc/self/task")

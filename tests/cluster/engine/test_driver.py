@@ -78,7 +78,7 @@ class FakeSupervisor:
         self.recovery = Recovery(time.monotonic)
 
     def start(self, ranks: Any, num_kv_blocks: int | None) -> tuple[Any, GroupReport]:
-        return self.group, GroupReport(num_blocks=64, seconds={}, lines=())
+        return self.group, GroupReport(num_blocks=64, seconds={}, log_lines=())
 
     def watch(self) -> None:
         pass
@@ -110,7 +110,7 @@ def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     supervisor = FakeSupervisor()
     monkeypatch.setattr(Driver, "make_supervisor", lambda *_, **__: supervisor)
     monkeypatch.setattr(driver_module, "mark", lambda _: None)
-    placement: Any = SimpleNamespace(waits_for="")
+    placement: Any = SimpleNamespace(missing_resources="")
     driver = Driver(config_of(model_dir, frontend_timeout_s=1.0), placement, "test")
     driver._supervisor = supervisor  # type: ignore[assignment]
     return driver
@@ -314,14 +314,14 @@ def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
 
     async def main() -> list[int]:
         await driver.start()
-        assert driver._engine_loop is not None
+        assert driver._step_loop is not None
         counts, checks = [], 0
 
         def check() -> None:
             nonlocal checks
             checks += 1
 
-        monkeypatch.setattr(driver._engine_loop.engine, "check", check)
+        monkeypatch.setattr(driver._step_loop.engine, "check", check)
         for i in range(5):
             await driver.submit("frontend", [request(str(i))])
             await asyncio.sleep(0.05)
@@ -363,5 +363,5 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     assert [news["whole"].token_ids for news in heard if "whole" in news] == [[0, 1, 2, 3, 4]]
     assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
     assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
-    loop = driver._engine_loop
+    loop = driver._step_loop
     assert loop is not None and not loop._open_requests

@@ -37,8 +37,8 @@ def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> Rank
     placement: Any = None
     config = config_of(small_model.path, tensor_parallel_size=2, **options)
     group = RankGroup(RankMaker(config, placement, "test"))
-    group._pending[7] = StepCalls([None] * len(refs))
-    group._pending[7].steps = refs
+    group._calls_by_step[7] = StepCalls([None] * len(refs))
+    group._calls_by_step[7].step_refs = refs
     return group
 
 

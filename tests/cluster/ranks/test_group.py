@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.llm import LLM
 from cluster.ranks import calls
-from cluster.ranks import group as worker_group
+from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
 from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
@@ -52,7 +52,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     """Admissions go through the object store here, decodes inline: a small argument must not
     overtake a large one.
     """
-    monkeypatch.setattr(calls, "INLINE_BYTES", 400)
+    monkeypatch.setattr(calls, "MAX_INLINE_BYTES", 400)
     check_every_token(small_model, max_num_batched_tokens=9)
 
 
@@ -261,7 +261,7 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     if not ray_hides_the_others:
         environment = actor_environment()
         environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        monkeypatch.setattr(worker_group, "actor_environment", lambda: environment)
+        monkeypatch.setattr(rank_group, "actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
@@ -298,7 +298,7 @@ def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
 
     ways = [("files", "a", "b"), ("files", "a", "c"), ("files", "b", "a"), ("other", "a", "b")]
     checkpoints = {
-        worker_group._checkpoint_of([report(0, files, first), report(1, files, second)])
+        rank_group._checkpoint_id([report(0, files, first), report(1, files, second)])
         for files, first, second in ways
     }
     assert len(checkpoints) == len(ways)

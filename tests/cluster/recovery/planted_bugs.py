@@ -45,7 +45,7 @@ class DeathsAreNotNoticed(Supervisor):
     """
 
     def turn(self) -> None:
-        if self.recovery.state is RecoveryState.SERVING and self._failed is None:
+        if self.recovery.state is RecoveryState.SERVING and self._failed_step is None:
             return
         super().turn()
 
@@ -61,7 +61,7 @@ class FailedStepsAreForgotten(Supervisor):
 class FailedAssemblyServes(Supervisor):
     """A group that could not be assembled is given to the engine."""
 
-    def _look_at_assembly(self) -> None:
+    def _check_assembly(self) -> None:
         if self._assembly is not None and self._assembly.done():
             assert self._group is not None
             self._serve(self._group)

@@ -124,7 +124,7 @@ class Group:
         )
         rank.epoch = self.epoch
         self._lane = Lane(rank)
-        return GroupReport(num_blocks=limits.num_blocks, seconds={}, lines=())
+        return GroupReport(num_blocks=limits.num_blocks, seconds={}, log_lines=())
 
     def launch(self, plan: StepPlan) -> None:
         if self.is_closed or self.is_dead or self.is_dying:
@@ -164,9 +164,9 @@ class Watch:
         self.group = group
         self._looks = 0
 
-    answers = True
+    all_answer = True
 
-    def look(self, busy_since_s: float | None) -> str | None:
+    def check(self, busy_since_s: float | None) -> str | None:
         group = self.group
         if group.is_dead and group.world.rng.random() < 0.5:
             return "rank 1 died"
@@ -180,7 +180,7 @@ class NoSpares:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def look(self, *, is_busy: bool) -> None:
+    def prepare(self, *, is_busy: bool) -> None:
         pass
 
     def take(self) -> list[Any]:
@@ -215,7 +215,7 @@ class Driver:
             clock=lambda: world.now_s,
         )
         self.supervisor.recovery = world.parts.recovery(lambda: world.now_s)
-        self.supervisor._assembling = Now(world)
+        self.supervisor._assembly_executor = Now(world)
         with world.calm():
             group, _ = self.supervisor.start()
         self.supervisor._watch = self.supervisor._watch_of(group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.recovery.states import DELAYS_S, Recovery, RecoveryState
+from cluster.recovery.states import BACKOFF_DELAYS_S, Recovery, RecoveryState
 from cluster.timeouts import GIVE_UP_AFTER_S
 
 
@@ -54,7 +54,7 @@ def test_later_attempts_follow_after_growing_delays(recovery: Recovery, clock: C
         assert not recovery.retry()
         clock.now_s += recovery.wait_s()
         assert recovery.retry()
-    assert waited == [*DELAYS_S[1:], DELAYS_S[-1], DELAYS_S[-1]]
+    assert waited == [*BACKOFF_DELAYS_S[1:], BACKOFF_DELAYS_S[-1], BACKOFF_DELAYS_S[-1]]
 
 
 def test_a_result_ends_the_count_of_attempts(recovery: Recovery) -> None:
@@ -85,7 +85,7 @@ def test_without_a_result_for_too_long_it_gives_up_and_names_each_attempt(
 def test_a_fault_that_is_known_changes_nothing(recovery: Recovery) -> None:
     assert recovery.fault("rank 0 died")
     assert not recovery.fault("rank 1 died")
-    assert recovery.attempts == ["after 0.0 s: rank 0 died"]
+    assert recovery.failures == ["after 0.0 s: rank 0 died"]
 
 
 def test_nothing_follows_the_end(recovery: Recovery) -> None:
@@ -97,7 +97,7 @@ def test_nothing_follows_the_end(recovery: Recovery) -> None:
 def test_progress_while_it_is_not_serving_does_not_count(recovery: Recovery) -> None:
     assert recovery.fault("rank 0 died")
     recovery.progress()  # a result that was on its way
-    assert len(recovery.attempts) == 1
+    assert len(recovery.failures) == 1
 
 
 def test_ranks_that_die_while_idle_hours_apart_are_no_row_of_attempts(
@@ -108,7 +108,7 @@ def test_ranks_that_die_while_idle_hours_apart_are_no_row_of_attempts(
         assert recovery.state is RecoveryState.ASSEMBLING
         recovery.assembled()
         clock.now_s += 3600.0
-        recovery.rest()
+        recovery.idle()
 
 
 def test_a_group_that_dies_soon_after_it_came_is_another_attempt_though_it_was_idle(
@@ -117,6 +117,6 @@ def test_a_group_that_dies_soon_after_it_came_is_another_attempt_though_it_was_i
     fail(recovery)
     recovery.assembled()
     clock.now_s += 1.0
-    recovery.rest()
+    recovery.idle()
     fail(recovery)
     assert recovery.state is RecoveryState.BACKOFF

@@ -52,7 +52,7 @@ class Group:
         if self.world.start_failures:
             raise self.world.start_failures.popleft()
         self.world.alive.append(self.epoch)
-        return GroupReport(num_blocks=1, seconds={}, lines=())
+        return GroupReport(num_blocks=1, seconds={}, log_lines=())
 
     def close(self) -> None:
         if self.world.close_failures:
@@ -61,12 +61,12 @@ class Group:
 
 
 class Watch:
-    answers = True
+    all_answer = True
 
     def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
         self.group = group
 
-    def look(self, busy_since_s: float | None) -> str | None:
+    def check(self, busy_since_s: float | None) -> str | None:
         world = self.group.world
         why, world.wrong = world.wrong, None
         return why
@@ -76,7 +76,7 @@ class NoSpares:
     def __init__(self, maker: World, kind: str) -> None:
         self.world = maker
 
-    def look(self, *, is_busy: bool) -> None:
+    def prepare(self, *, is_busy: bool) -> None:
         pass
 
     def take(self) -> list[Any]:
@@ -106,7 +106,7 @@ class AtOnce:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(supervisor_module, "ASSEMBLY_END_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "ASSEMBLY_END_TIMEOUT_S", 0.01)
     return World()
 
 
@@ -124,7 +124,7 @@ def serving(world: World) -> Supervisor:
         clock=lambda: world.now_s,
     )
     executor: Any = AtOnce(world)
-    supervisor._assembling = executor
+    supervisor._assembly_executor = executor
     group, _ = supervisor.start()
     supervisor._group = group
     supervisor._thread = SimpleNamespace(start=lambda: None, is_alive=lambda: False)  # type: ignore[assignment]
@@ -194,7 +194,7 @@ def test_a_start_that_does_not_end_with_its_processes_is_waited_for(world: World
     world.wrong = "rank 1 died"
     turns(supervisor, world, 1.0)
     assert state_of(supervisor) == "assembling"
-    executor: Any = supervisor._assembling
+    executor: Any = supervisor._assembly_executor
     supervisor._watch = Watch(world.groups[-1], None, 0.0)  # type: ignore[assignment]
     world.wrong = "rank 0 died"
     turns(supervisor, world, 3.0)
@@ -245,6 +245,6 @@ def test_spares_that_cannot_be_made_now_are_made_later(
     maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
     spares = Spares(maker, "warm")
     for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
-        spares.look(is_busy=False)
+        spares.prepare(is_busy=False)
     assert 3 <= num_tries < 20
     assert "spares are made later: the placement group has bundles without a node" in caplog.text
