@@ -143,7 +143,7 @@ def request(numbers: random.Random, num_prompt: int, num_output: int) -> BatchRe
     """A synthetic request that shares nothing with the cache."""
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0)
     token_ids = [numbers.randrange(500) for _ in range(num_prompt)]
-    return BatchRequest(where="", prompt={"prompt_token_ids": token_ids}, params=params)
+    return BatchRequest(source="", prompt={"prompt_token_ids": token_ids}, params=params)
 
 
 if __name__ == "__main__":

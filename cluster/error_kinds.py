@@ -1,16 +1,15 @@
-"""Every error, sorted once: may another attempt succeed, is the caller wrong, or is there a bug?
+"""What an error means: may another attempt succeed, is the caller wrong, or is there a bug?
 
     LOST_CALL   a message may not have arrived: make the call again
-    NO_ROOM     no memory, disk, process or thread to be had at the moment: later
+    NO_ROOM     no memory, disk space, process or thread is free at the moment: try later
     LOST_PEER   a process, a node or an object is gone: start it again
-    CALLER      asking again changes nothing
+    CALLER      trying again changes nothing
     ENDED       the engine has stopped
     BUG         a fault of our own code, which would happen again
 
-Whoever decides whether an error ends the engine asks `kind_of`. Whatever the world outside our code
-raises that is not in the table counts as a lost peer: all errors of Ray and of the operating
-system. So a fault that nobody thought of costs an attempt, not the engine. Ray's errors are known
-by name: this module imports nothing that a helper process lacks.
+`kind_of` decides whether an error ends the engine. Errors of Ray and of the operating system that
+the table does not name count as a lost peer, so an unforeseen fault costs an attempt, not the
+engine. Ray's errors are listed by name: this module imports nothing that a helper process lacks.
 """
 
 from __future__ import annotations
@@ -54,18 +53,23 @@ NO_ROOM_ERRNOS = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-NO_THREAD = "can't start new thread"  # Python says this in a plain RuntimeError
+NO_THREAD_MESSAGE = "can't start new thread"  # of a plain RuntimeError
 
-# By class, with the module where it is not a built-in one. The first class of an error's method
-# resolution order that is here decides.
-KINDS: dict[str, Kind] = {
+
+def _full_name(error_class: type) -> str:
+    return f"{error_class.__module__}.{error_class.__name__}".removeprefix(PREFIX)
+
+
+# By the name of the class, with its module unless it is built in. The first class in an error's
+# method resolution order that is listed here decides.
+KIND_BY_CLASS: dict[str, Kind] = {
     **{
         f"ray.exceptions.{name}": kind
         for kind, names in {
             Kind.LOST_CALL: (
                 "ActorUnavailableError",
                 "RpcError",
-                "ObjectLostError",  # with it, of fetches that took too long, of owners that died
+                "ObjectLostError",  # and its subclasses: slow fetches, owners that died
                 "PlasmaObjectNotAvailable",
             ),
             Kind.NO_ROOM: ("ObjectStoreFullError", "OutOfDiskError", "PendingCallsLimitExceeded"),
@@ -75,13 +79,13 @@ KINDS: dict[str, Kind] = {
                 "OufOfBandObjectRefSerializationException",
                 "CrossLanguageError",
             ),
-            Kind.LOST_PEER: ("RayError",),  # all others: actors, processes and nodes that died
+            Kind.LOST_PEER: ("RayError",),  # all others: dead actors, processes and nodes
         }.items()
         for name in names
     },
     **{
-        f"{each.__module__}.{each.__name__}".removeprefix(PREFIX): kind
-        for each, kind in (
+        _full_name(error_class): kind
+        for error_class, kind in (
             (ClientError, Kind.CALLER),
             (UnreadableError, Kind.LOST_PEER),  # such as a file server that does not answer
             (OverloadedError, Kind.NO_ROOM),
@@ -97,36 +101,30 @@ KINDS: dict[str, Kind] = {
     "concurrent.futures._base.BrokenExecutor": Kind.LOST_PEER,
     "MemoryError": Kind.NO_ROOM,
     "EOFError": Kind.LOST_PEER,
-    "OSError": Kind.LOST_PEER,  # with it, of connections and time limits; see `NO_ROOM_ERRNOS`
+    "OSError": Kind.LOST_PEER,  # and its subclasses; but see `NO_ROOM_ERRNOS`
 }
 
 
 def kind_of(error: BaseException) -> Kind:
     """What an error means. An error that remote code raised counts as that code's."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException) and "RayTaskError" in _names(error):
+    class_names = [error_class.__name__ for error_class in type(error).__mro__]
+    if isinstance(cause, BaseException) and "RayTaskError" in class_names:
         return kind_of(cause)
     if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
         return Kind.NO_ROOM
-    if type(error) is RuntimeError and NO_THREAD in str(error):
+    if type(error) is RuntimeError and NO_THREAD_MESSAGE in str(error):
         return Kind.NO_ROOM
-    for each in type(error).__mro__:
-        name = each.__name__ if each.__module__ == "builtins" else _full_name(each)
-        if name in KINDS:
-            return KINDS[name]
+    for error_class in type(error).__mro__:
+        is_built_in = error_class.__module__ == "builtins"
+        name = error_class.__name__ if is_built_in else _full_name(error_class)
+        if name in KIND_BY_CLASS:
+            return KIND_BY_CLASS[name]
     return Kind.BUG
 
 
 def reason_of(error: BaseException) -> str:
-    """What a message says of an error. The text of an error that is not ours may not say what it
-    is.
+    """An error for a message. The text of an error that is not ours may not say what kind it is, so
+    its class is added.
     """
     return str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
-
-
-def _names(error: BaseException) -> list[str]:
-    return [each.__name__ for each in type(error).__mro__]
-
-
-def _full_name(of: type) -> str:
-    return f"{of.__module__}.{of.__name__}".removeprefix(PREFIX)

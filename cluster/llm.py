@@ -33,9 +33,9 @@ class LLM:
     ends it.
 
     `model` is a directory or a hub id, by default the small default model; the other options are
-    those of `configs.EngineConfig`. `sampling_defaults` fill what a request leaves unset; the
-    checkpoint's own defaults fill the rest. Raises `ConfigError` for what cannot work, before any
-    actor starts where that can be known.
+    those of `configs.EngineConfig`. `sampling_defaults` fill the parameters that a request leaves
+    unset; the checkpoint's own defaults fill the rest. Raises `ConfigError` for options that cannot
+    work, if possible before any actor starts.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class LLM:
         """
         if not progress:
             return self.client.wait(self.client.submit(prompts, sampling_params))
-        many = as_list(prompts)
+        prompt_list = as_list(prompts)
         with ProgressBar() as bar:
-            generations = self.client.submit(many, sampling_params, [bar.sink() for _ in many])
+            sinks = [bar.sink() for _ in prompt_list]
+            generations = self.client.submit(prompt_list, sampling_params, sinks)
             bar.expect(sum(len(generation.outputs) for generation in generations))
             return self.client.wait(generations)
 
@@ -144,13 +145,13 @@ class LLM:
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
         async with self.client.stream([prompt], sampling_params, request_id) as (_, chunks):
-            while items := await chunks.next():
-                for _, chunk in items:
+            while prompts_and_chunks := await chunks.next():
+                for _, chunk in prompts_and_chunks:
                     yield chunk
 
     def abort(self, request_id: str) -> bool:
-        """End the stream that was given this `request_id`; its last chunk says "abort". False if it
-        is not running.
+        """End the stream with this `request_id`; its last chunk has the `finish_reason` "abort".
+        False if it is not running.
         """
         return self.client.abort_named(request_id)
 
@@ -163,7 +164,7 @@ class LLM:
 
     @property
     def report(self) -> StartReport:
-        """The limits of the engine, and how long its start took."""
+        """The device and limits of the engine, and how long its start took."""
         return self._engine.report
 
     def stats(self) -> EngineStats:

@@ -34,7 +34,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import add
 
 from scheduler import records
@@ -74,7 +74,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start."""
+    """Counters since the start; see `EngineStats`."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -288,9 +288,10 @@ class Scheduler:
             record.num_tokens - record.num_decoding,
             result.step_s,
         )
+        step_seconds = dict(self.stats.step_seconds)  # another thread may be copying `stats`
         for part, seconds in result.seconds.items():
-            step_seconds = self.stats.step_seconds
             step_seconds[part] = step_seconds.get(part, 0.0) + seconds
+        self.stats.step_seconds = step_seconds
         rank_seconds_before = self.stats.rank_seconds or (0.0,) * len(result.rank_seconds)
         self.stats.rank_seconds = tuple(map(add, rank_seconds_before, result.rank_seconds))
         output = StepOutput([], [], prompt_logprobs=scores)
@@ -347,14 +348,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_free_blocks=self.block_manager.num_free_blocks,
             num_blocks=self.limits.num_blocks,
-            num_steps=self.stats.num_steps,
-            num_preemptions=self.stats.num_preemptions,
-            num_prompt_tokens=self.stats.num_prompt_tokens,
-            num_cached_tokens=self.stats.num_cached_tokens,
-            num_admitted=self.stats.num_admitted,
-            queue_s=self.stats.queue_s,
-            step_seconds=dict(self.stats.step_seconds),
-            rank_seconds=self.stats.rank_seconds,
+            **asdict(self.stats),
         )
 
     # -- suspects ----------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """`launch.py bench`: a workload through the engine, timed as a client sees it, in one JSON line.
 
-    engine, model, dtype, quantization, tp, device
-    requests, input_tokens, output_tokens, cached_tokens
-    total_s, output_tokens_per_s  from when the first request is due to when the last one ends
-    ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
-    preemptions, num_steps        of the driver, without the warm-up
-    start_s                       seconds of each phase of the start, and of "all" together
-    roofline                      lower bound on the time of the workload on this machine, see
-                                  `workers.roofline`
-
-The machine is the one this command runs on: if ranks run elsewhere, the roofline does not apply to
-them.
+engine, model, dtype, quantization, tp, device
+requests, input_tokens, output_tokens, cached_tokens
+total_s, output_tokens_per_s  from when the first request is due to when the last one ends
+ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
+preemptions, num_steps        of the driver, without the warm-up
+start_s                       seconds of each phase of the start, and of "all" together
+roofline                      lower bound on the time of the workload on this machine, see
+                              `workers.roofline`; does not apply to ranks on other machines
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from scheduler.params import SamplingParams
 from workers.roofline import Machine, probe_cpu, report, works_of
 
 NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
-LAST_MADE_UP_ID = 10000
+MAX_SYNTHETIC_TOKEN_ID = 10000
 
 logger = logging.getLogger("eagleray")
 
@@ -63,8 +60,8 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, except where only the started engine knows whether a
-    prompt fits.
+    `ClientError` before the engine starts, unless only the started engine knows whether a prompt
+    fits.
     """
     _check(job)
     setup = prepare(job.config)
@@ -77,13 +74,13 @@ def run_bench(job: BenchJob) -> None:
         gc.enable()  # `launch.py` starts without it
         requests = tokenize_batch(llm.client.builder, requests)
         run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
-        before = llm.stats()
+        stats_before = llm.stats()
         logger.info("%d requests", len(requests))
         run = run_timed(
             llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0)
         )
-        line = _line(llm, config, run, before, machine)
-    print(json.dumps(line), flush=True)
+        result = _result(llm, config, run, stats_before, machine)
+    print(json.dumps(result), flush=True)
 
 
 def synthetic_requests(
@@ -95,27 +92,27 @@ def synthetic_requests(
     temperature: float,
     vocab_size: int,
 ) -> list[BatchRequest]:
-    """Made-up requests; the same arguments give the same requests.
+    """Synthetic requests; the same arguments give the same requests.
 
     Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token
     ids between 0 and 10,000 (or the last of the vocabulary); no end-of-sequence id ends an output.
     For each request `random.Random(seed)` draws with `randint` the prompt's length, its ids and the
     output's length, in this order.
     """
-    rng, last_id = random.Random(seed), min(LAST_MADE_UP_ID, vocab_size - 1)
+    rng, last_token_id = random.Random(seed), min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
 
-    def length(most: int) -> int:
-        return rng.randint(max(1, most // 10), most)
+    def draw_length(max_length: int) -> int:
+        return rng.randint(max(1, max_length // 10), max_length)
 
     requests = []
     for i in range(num_seqs):
-        token_ids = [rng.randint(0, last_id) for _ in range(length(max_input))]
+        token_ids = [rng.randint(0, last_token_id) for _ in range(draw_length(max_input))]
         params = SamplingParams(
-            temperature=temperature, max_tokens=length(max_output), ignore_eos=True
+            temperature=temperature, max_tokens=draw_length(max_output), ignore_eos=True
         )
         requests.append(
             BatchRequest(
-                where=f"synthetic request {i}",
+                source=f"synthetic request {i}",
                 prompt={"prompt_token_ids": token_ids},
                 params=params,
             )
@@ -124,23 +121,24 @@ def synthetic_requests(
 
 
 def _check(job: BenchJob) -> None:
-    made_up = {
+    synthetic_options = {
         "--num-seqs": job.num_seqs,
         "--max-input": job.max_input,
         "--max-output": job.max_output,
     }
-    given = [flag for flag, value in made_up.items() if value is not None]
-    if (job.input is not None) == bool(given):
+    given_flags = [flag for flag, value in synthetic_options.items() if value is not None]
+    if (job.input is not None) == bool(given_flags):
         raise RequestError(
-            f"give --input FILE.jsonl, or one or more of {', '.join(made_up)} for synthetic"
-            " requests" + (f"; not both --input and {given[0]}" if given else "")
+            f"give --input FILE.jsonl, or one or more of {', '.join(synthetic_options)} for"
+            " synthetic requests"
+            + (f"; not both --input and {given_flags[0]}" if given_flags else "")
         )
     if job.input is not None and job.temperature is not None:
         raise RequestError(
             "--temperature is for synthetic requests; the lines of --input say it in"
             " `sampling_params`"
         )
-    for flag, value in made_up.items():
+    for flag, value in synthetic_options.items():
         if value is not None and value < 1:
             raise RequestError(f"{flag} must be at least 1, got {value}")
     if job.num_warmup < 0:
@@ -172,26 +170,28 @@ def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
 
 
 def _warmup(llm: LLM) -> BatchRequest:
-    """A warm-up request: at most three prompt tokens and four output tokens, fewer if the engine
-    takes no more.
+    """A warm-up request: three prompt tokens and four output tokens, or as many as the engine
+    takes.
     """
     prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    return BatchRequest(where="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
+    return BatchRequest(source="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
 
 
 def _probe(config: ResolvedConfig) -> Machine | None:
     """Measure this machine, unless the ranks will run on GPUs."""
-    asked = config.engine.device
-    return (
-        probe_cpu(config.dtype, config.quantization)
-        if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available())
-        else None
-    )
+    device = config.engine.device
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return probe_cpu(config.dtype, config.quantization)
+    return None
 
 
-def _line(
-    llm: LLM, config: ResolvedConfig, run: TimedRun, before: EngineStats, machine: Machine | None
+def _result(
+    llm: LLM,
+    config: ResolvedConfig,
+    run: TimedRun,
+    stats_before: EngineStats,
+    machine: Machine | None,
 ) -> dict[str, Any]:
     stats, engine, device = llm.stats(), config.engine, llm.report.device
     works = works_of(
@@ -213,8 +213,8 @@ def _line(
         "output_tokens_per_s": round(run.output_tokens_per_s, 2),
         "ttft_s": run.first_token_s(),
         "inter_token_s": run.inter_token_s(),
-        "preemptions": stats.num_preemptions - before.num_preemptions,
-        "num_steps": stats.num_steps - before.num_steps,
+        "preemptions": stats.num_preemptions - stats_before.num_preemptions,
+        "num_steps": stats.num_steps - stats_before.num_steps,
         "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
         "roofline": report(
             config.model,

@@ -21,8 +21,8 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             trace = json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        said = error.read(1000).decode(errors="replace")
-        raise ConfigError(f"{url!r} answers {error.code}: {said}") from None
+        body = error.read(1000).decode(errors="replace")
+        raise ConfigError(f"{url!r} answers {error.code}: {body}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
@@ -32,5 +32,7 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
         output.write_text(json.dumps(trace))
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error}") from None
-    steps = sum(event["name"].startswith("step ") for event in trace["traceEvents"])
-    return f"{steps} steps of the last {seconds:g} s are in {output}; open it in ui.perfetto.dev"
+    num_steps = sum(event["name"].startswith("step ") for event in trace["traceEvents"])
+    return (
+        f"{num_steps} steps of the last {seconds:g} s are in {output}; open it in ui.perfetto.dev"
+    )

@@ -41,7 +41,7 @@ def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
     prepare(config.engine, SamplingParams.from_dict(config.sampling))
     timeouts = Timeouts.of(config.engine)
-    if raised := timeouts.raised():
+    if raised := timeouts.describe_raised():
         logger.info("to fit the options of the engine: %s", raised)
     size = config.engine.tensor_parallel_size
     if not ray.is_initialized():

@@ -76,7 +76,6 @@ class RoutedRequest:
     frontend: Frontend | None = None
     lost_replica_ids: list[str] = field(default_factory=list)
 
-    @property
     def has_ended(self) -> bool:
         return self.generation.done.done()
 
@@ -102,12 +101,12 @@ class EngineLeases:
         session_id, avoid = routed.generation.session_id, list(routed.lost_replica_ids)
         hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
         session = session_hash(session_id) if session_id is not None else None
-        while not routed.has_ended:
+        while not routed.has_ended():
             self.stop_counting(routed)  # at the engine of an earlier lease
             choose = functools.partial(self._choose, routed, hashes, session, tuple(avoid))
             lease_request = LeaseRequest(tuple(avoid), choose, self._holder)
             call = routed.lease_call = LeaseCall(self._lease_method.remote(lease_request))
-            if routed.has_ended:  # `give_back` may have been called just before
+            if routed.has_ended():  # `give_back` may have been called just before
                 call.end()
             try:
                 lease = await call.granted
@@ -118,7 +117,7 @@ class EngineLeases:
                 await asyncio.sleep(RETRY_PAUSE_S)
             except asyncio.CancelledError:
                 call.end()
-                if not routed.has_ended:
+                if not routed.has_ended():
                     raise
             else:
                 if lease.driver is not None:
@@ -151,6 +150,6 @@ class EngineLeases:
         """The replica id of the engine for a request. On the router's thread."""
         with self._table_lock:
             chosen = self._table.choose(routed, replica_ids, hashes, session, avoid)
-            if routed.has_ended:  # `stop_counting` may have been called just before
+            if routed.has_ended():  # `stop_counting` may have been called just before
                 self._table.end(routed)
         return chosen

@@ -153,7 +153,7 @@ class EnginePool:
             await sender.send([routed.generation for routed in batch])
         except (EngineDeadError, NoAnswerError) as error:
             self._note_loss(batch, error)
-            if unfinished := [routed for routed in batch if not routed.has_ended]:
+            if unfinished := [routed for routed in batch if not routed.has_ended()]:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await self._place(unfinished)
 
@@ -182,7 +182,7 @@ class EnginePool:
             sender.frontend.close()
         self._note_loss(batch, error)
         for routed in batch:
-            if not routed.has_ended:
+            if not routed.has_ended():
                 asyncio.run_coroutine_threadsafe(self._place_or_fail(routed), self._loop)
         self._call_news_callbacks()
 

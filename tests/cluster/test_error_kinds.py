@@ -11,7 +11,7 @@ import pytest
 from ray import exceptions
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.error_kinds import NO_THREAD, Kind, kind_of
+from cluster.error_kinds import NO_THREAD_MESSAGE, Kind, kind_of
 from cluster.grammar.helper import HelperLostError
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from configs.paths import CHECKOUT
@@ -48,7 +48,7 @@ def raised_remotely(cause: Exception) -> Exception:
         (OSError(errno.ENOSPC, "no space left on device"), Kind.NO_ROOM),
         (OSError(errno.EMFILE, "too many open files"), Kind.NO_ROOM),
         (MemoryError(), Kind.NO_ROOM),
-        (RuntimeError(NO_THREAD), Kind.NO_ROOM),
+        (RuntimeError(NO_THREAD_MESSAGE), Kind.NO_ROOM),
         (OverloadedError("later"), Kind.NO_ROOM),
         (exceptions.ActorDiedError(), Kind.LOST_PEER),
         (exceptions.NodeDiedError("gone"), Kind.LOST_PEER),
