@@ -1,4 +1,4 @@
-"""docs/options.md, written from the fields: `python -m cluster.commands.options_page`."""
+"""Prints docs/options.md from the fields of options: `python -m cluster.commands.options_page`."""
 
 from __future__ import annotations
 
@@ -57,41 +57,42 @@ VARIABLES = {
 
 def page() -> str:
     """The text of docs/options.md."""
-    parts = [
+    sections = [
         HEAD,
         ENGINE + _table("option", _options(EngineConfig)),
         SERVING + _table("option", _options(ServeConfig)),
         SAMPLING + _table("parameter", _parameters()),
         ENVIRONMENT + "".join(f"| `{name}` | {text} |\n" for name, text in VARIABLES.items()),
     ]
-    return "\n".join(parts)
+    return "\n".join(sections)
 
 
-def _table(first: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
-    lines = ["", f"| {first} | flag | default | |", "|---|---|---|---|"]
-    for name, flag, default, text in rows:
-        shown = "" if default is None else f"`{_value(default)}`"
-        lines.append(f"| `{name}` | {f'`{flag}`' if flag else ''} | {shown} | {text} |")
+def _table(kind: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
+    lines = ["", f"| {kind} | flag | default | |", "|---|---|---|---|"]
+    for name, flag, default, help_text in rows:
+        default_cell = "" if default is None else f"`{_text_of(default)}`"
+        flag_cell = f"`{flag}`" if flag else ""
+        lines.append(f"| `{name}` | {flag_cell} | {default_cell} | {help_text} |")
     return "\n".join([*lines, ""])
 
 
-def _value(default: object) -> object:
+def _text_of(default: object) -> object:
     return str(default).lower() if isinstance(default, bool) else default
 
 
 def _options(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
-    """(name, flag, default, what it does) of each option."""
+    """(name, flag, default, help text) of each option."""
     for field in dataclasses.fields(config):
-        limits = field.metadata
-        if "flag" not in limits:
+        metadata = field.metadata
+        if "flag" not in metadata:
             continue
-        flag = (limits["flag"] or "").replace("/--no-", "` `--no-")
-        default = limits["flag_default"] if limits["flag"] else field.default
-        yield field.name, flag, default, limits["help"]
+        flag = (metadata["flag"] or "").replace("/--no-", "` `--no-")
+        default = metadata["flag_default"] if metadata["flag"] else field.default
+        yield field.name, flag, default, metadata["help"]
 
 
 def _parameters() -> Iterator[tuple[str, str, object, str]]:
-    """The same of each sampling parameter."""
+    """(name, flag, default, help text) of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
         flag = "--" + field.name.replace("_", "-") if field.metadata["has_flag"] else ""
         yield field.name, flag, getattr(DEFAULTS, field.name), field.metadata["help"]
