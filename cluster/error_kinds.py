@@ -29,7 +29,7 @@ from scheduler.errors import (
 )
 
 
-class Kind(Enum):
+class ErrorKind(Enum):
     """What an error means; see the table at the top."""
 
     LOST_CALL = "a call was lost"
@@ -42,7 +42,7 @@ class Kind(Enum):
     @property
     def may_pass(self) -> bool:
         """Whether another attempt may succeed."""
-        return self in (Kind.LOST_CALL, Kind.NO_ROOM, Kind.LOST_PEER)
+        return self in (ErrorKind.LOST_CALL, ErrorKind.NO_ROOM, ErrorKind.LOST_PEER)
 
 
 NO_ROOM_ERRNOS = (
@@ -62,65 +62,69 @@ def _full_name(error_class: type) -> str:
 
 # By the name of the class, with its module unless it is built in. The first class in an error's
 # method resolution order that is listed here decides.
-KIND_BY_CLASS: dict[str, Kind] = {
+KIND_BY_CLASS: dict[str, ErrorKind] = {
     **{
         f"ray.exceptions.{name}": kind
         for kind, names in {
-            Kind.LOST_CALL: (
+            ErrorKind.LOST_CALL: (
                 "ActorUnavailableError",
                 "RpcError",
                 "ObjectLostError",  # and its subclasses: slow fetches, owners that died
                 "PlasmaObjectNotAvailable",
             ),
-            Kind.NO_ROOM: ("ObjectStoreFullError", "OutOfDiskError", "PendingCallsLimitExceeded"),
-            Kind.BUG: (
+            ErrorKind.NO_ROOM: (
+                "ObjectStoreFullError",
+                "OutOfDiskError",
+                "PendingCallsLimitExceeded",
+            ),
+            ErrorKind.BUG: (
                 "UserCodeException",
                 "UnserializableException",
                 "OufOfBandObjectRefSerializationException",
                 "CrossLanguageError",
             ),
-            Kind.LOST_PEER: ("RayError",),  # all others: dead actors, processes and nodes
+            ErrorKind.LOST_PEER: ("RayError",),  # all others: dead actors, processes and nodes
         }.items()
         for name in names
     },
     **{
         _full_name(error_class): kind
         for error_class, kind in (
-            (ClientError, Kind.CALLER),
-            (UnreadableError, Kind.LOST_PEER),  # such as a file server that does not answer
-            (OverloadedError, Kind.NO_ROOM),
-            (WorkerError, Kind.LOST_PEER),
-            (StepTimeoutError, Kind.LOST_PEER),
-            (EngineDeadError, Kind.ENDED),
+            (ClientError, ErrorKind.CALLER),
+            (UnreadableError, ErrorKind.LOST_PEER),  # such as a file server that does not answer
+            (OverloadedError, ErrorKind.NO_ROOM),
+            (WorkerError, ErrorKind.LOST_PEER),
+            (StepTimeoutError, ErrorKind.LOST_PEER),
+            (EngineDeadError, ErrorKind.ENDED),
         )
     },
-    "cluster.ray_errors.NoAnswerError": Kind.LOST_PEER,
-    "cluster.ray_errors.LostCallError": Kind.LOST_CALL,
-    "cluster.ray_errors.DriverDiedError": Kind.LOST_PEER,
-    "cluster.grammar.helper.HelperLostError": Kind.LOST_PEER,
-    "concurrent.futures._base.BrokenExecutor": Kind.LOST_PEER,
-    "MemoryError": Kind.NO_ROOM,
-    "EOFError": Kind.LOST_PEER,
-    "OSError": Kind.LOST_PEER,  # and its subclasses; but see `NO_ROOM_ERRNOS`
+    "cluster.ray_errors.NoAnswerError": ErrorKind.LOST_PEER,
+    "cluster.ray_errors.LostCallError": ErrorKind.LOST_CALL,
+    "cluster.ray_errors.DriverDiedError": ErrorKind.LOST_PEER,
+    "cluster.grammar.helper.HelperLostError": ErrorKind.LOST_PEER,
+    "concurrent.futures._base.BrokenExecutor": ErrorKind.LOST_PEER,
+    "MemoryError": ErrorKind.NO_ROOM,
+    "EOFError": ErrorKind.LOST_PEER,
+    "OSError": ErrorKind.LOST_PEER,  # and its subclasses; but see `NO_ROOM_ERRNOS`
 }
 
 
-def kind_of(error: BaseException) -> Kind:
+def kind_of(error: BaseException) -> ErrorKind:
     """What an error means. An error that remote code raised counts as that code's."""
     cause = getattr(error, "cause", None)
     class_names = [error_class.__name__ for error_class in type(error).__mro__]
     if isinstance(cause, BaseException) and "RayTaskError" in class_names:
         return kind_of(cause)
     if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
-        return Kind.NO_ROOM
+        return ErrorKind.NO_ROOM
     if type(error) is RuntimeError and NO_THREAD_MESSAGE in str(error):
-        return Kind.NO_ROOM
+        return ErrorKind.NO_ROOM
     for error_class in type(error).__mro__:
         is_built_in = error_class.__module__ == "builtins"
         name = error_class.__name__ if is_built_in else _full_name(error_class)
         if name in KIND_BY_CLASS:
             return KIND_BY_CLASS[name]
-    return Kind.BUG
+    return ErrorKind.BUG
 
 
 def reason_of(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from cluster.error_kinds import Kind, kind_of
+from cluster.error_kinds import ErrorKind, kind_of
 from cluster.timeouts import CALL_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 
@@ -58,7 +58,7 @@ def call(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
         cause = cause_of(error)
         if isinstance(cause, EaglerayError):
             raise cause from None
-        if kind_of(cause) is Kind.NO_ROOM:
+        if kind_of(cause) is ErrorKind.NO_ROOM:
             raise _translated(cause, action) from error
         raise EngineError(f"could not {action}: {cause}") from error
     except RayError as error:
@@ -78,18 +78,18 @@ def start_call(method: Any, action: str, *arguments: Any) -> Any:
 def was_lost(ended_call: Future[Any]) -> bool:
     """Whether a call has ended because it was lost, although its actor lives."""
     error = ended_call.exception()
-    return error is not None and kind_of(error) is Kind.LOST_CALL
+    return error is not None and kind_of(error) is ErrorKind.LOST_CALL
 
 
 def _translated(error: Exception, action: str) -> EaglerayError:
     kind = kind_of(error)
-    if kind is Kind.LOST_CALL:
+    if kind is ErrorKind.LOST_CALL:
         return LostCallError(f"could not {action}: the connection was lost ({error})")
-    if kind is Kind.NO_ROOM:
+    if kind is ErrorKind.NO_ROOM:
         return NoRoomError(
             f"could not {action}: there is no room for it at the moment, try again later ({error})"
         )
-    if kind is Kind.LOST_PEER:
+    if kind is ErrorKind.LOST_PEER:
         return DriverDiedError(f"could not {action}: the process has died ({error})")
     return EngineDeadError(f"could not {action}: {error}")
 

@@ -19,11 +19,11 @@ from typing import Protocol
 
 from scheduler.errors import ConfigError
 
-# How often the supervisor checks the ranks, and asks those that work. With `ANSWER_S`, this bounds
-# the time until an engine whose rank is stopped no longer reports that it is ready.
+# How often the supervisor checks the ranks, and asks those that work. With the next limit, this
+# bounds the time until an engine whose rank is stopped no longer reports that it is ready.
 HEARTBEAT_S = 0.5
 # If a rank has not answered for this long, the engine does not report that it is ready.
-ANSWER_S = 0.4
+RANK_ANSWER_TIMEOUT_S = 0.4
 # How long a poll waits for news. A hanging driver is noticed this much later than hanging ranks.
 POLL_WAIT_S = 5.0
 # For a call that a healthy process answers at once.
@@ -100,12 +100,12 @@ class Timeouts:
         """The limits that fit the options of an engine: those that would be too short are raised.
         Raises `ConfigError` for options that no limits fit.
         """
-        min_stuck_s = HEARTBEAT_S + ANSWER_S
+        min_stuck_s = HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S
         if options.stuck_after_s <= min_stuck_s:
             raise ConfigError(
                 f"stuck_after_s {options.stuck_after_s:g} would replace ranks that work: they are"
-                f" asked every {HEARTBEAT_S:g} s and may take {ANSWER_S:g} s to answer; give more"
-                f" than {min_stuck_s:g}"
+                f" asked every {HEARTBEAT_S:g} s and may take {RANK_ANSWER_TIMEOUT_S:g} s to"
+                f" answer; give more than {min_stuck_s:g}"
             )
         stuck_s = options.stuck_after_s
         driver_silent_s = POLL_WAIT_S + stuck_s
@@ -133,12 +133,12 @@ class Timeouts:
 
     def describe_raised(self) -> str | None:
         """Which limits are longer than usual, to fit the options; None if none is."""
-        changes = []
+        raised_limits = []
         if self.health_timeout_s > MIN_HEALTH_TIMEOUT_S:
-            changes.append(
+            raised_limits.append(
                 f"a driver that hangs is replaced after {self.driver_silent_s:g} s, and Ray Serve"
                 f" ends a replica that does not answer after {self.replica_silent_s:g} s"
             )
         if self.give_up_s > GIVE_UP_AFTER_S:
-            changes.append(f"lost ranks and drivers are replaced for {self.give_up_s:g} s")
-        return "; ".join(changes) or None
+            raised_limits.append(f"lost ranks and drivers are replaced for {self.give_up_s:g} s")
+        return "; ".join(raised_limits) or None

@@ -55,7 +55,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
 
 
 def _read_line(source: str, line: str) -> BatchRequest:
-    with _naming(source):
+    with _naming_source(source):
         try:
             prompt = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -81,7 +81,9 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
     """
     requests = tokenize_batch(llm.client.builder, requests)
     return llm.generate(
-        [r.prompt for r in requests], [r.params for r in requests], progress=progress
+        [request.prompt for request in requests],
+        [request.params for request in requests],
+        progress=progress,
     )
 
 
@@ -90,17 +92,19 @@ def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> lis
     keep their prompts, because their grammar depends on how the conversation ends. Raises
     `RequestError` naming the line.
     """
-    tokenized = []
+    tokenized_requests = []
     for request in requests:
-        with _naming(request.source):
+        with _naming_source(request.source):
             token_ids = builder.check(request.prompt, request.params)
         if request.params.structured_outputs is not None:
-            tokenized.append(request)
+            tokenized_requests.append(request)
             continue
-        salt = request.prompt.get("cache_salt")
-        prompt = {"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
-        tokenized.append(replace(request, prompt=prompt))
-    return tokenized
+        cache_salt = request.prompt.get("cache_salt")
+        prompt = {"prompt_token_ids": token_ids} | (
+            {"cache_salt": cache_salt} if cache_salt else {}
+        )
+        tokenized_requests.append(replace(request, prompt=prompt))
+    return tokenized_requests
 
 
 def output_line(index: int, output: RequestOutput) -> str:
@@ -133,12 +137,12 @@ def _completion_fields(completion: CompletionOutput) -> dict[str, Any]:
 def _logprob_fields(logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    top = dict(zip(map(str, logprobs.top_token_ids), logprobs.top_logprobs, strict=True))
-    return {"logprob": logprobs.logprob, "top": top}
+    top_logprobs = dict(zip(map(str, logprobs.top_token_ids), logprobs.top_logprobs, strict=True))
+    return {"logprob": logprobs.logprob, "top": top_logprobs}
 
 
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def _naming_source(source: str) -> Iterator[None]:
     """Begin the message of a `RequestError` with the source of the request."""
     try:
         yield

@@ -26,7 +26,7 @@ import torch
 
 from cluster.client.setup import prepare
 from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
-from cluster.commands.timing import TimedRun, due_times, run_timed
+from cluster.commands.timing import TimedRun, arrival_times_s, run_timed
 from cluster.llm import LLM
 from configs.engine import EngineConfig, ResolvedConfig
 from scheduler.errors import ConfigError, RequestError
@@ -63,12 +63,12 @@ def run_bench(job: BenchJob) -> None:
     `ClientError` before the engine starts, unless only the started engine knows whether a prompt
     fits.
     """
-    _check(job)
+    _check_job(job)
     setup = prepare(job.config)
     config = setup.foreseen
     with contextlib.closing(setup.request_builder()) as builder:
-        requests = tokenize_batch(builder, _requests(job, config))
-    machine = _probe(config)
+        requests = tokenize_batch(builder, _read_or_make_requests(job, config))
+    machine = _probe_machine(config)
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it
@@ -77,7 +77,7 @@ def run_bench(job: BenchJob) -> None:
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
         run = run_timed(
-            llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0)
+            llm, requests, arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
         )
         result = _result(llm, config, run, stats_before, machine)
     print(json.dumps(result), flush=True)
@@ -120,7 +120,7 @@ def synthetic_requests(
     return requests
 
 
-def _check(job: BenchJob) -> None:
+def _check_job(job: BenchJob) -> None:
     synthetic_options = {
         "--num-seqs": job.num_seqs,
         "--max-input": job.max_input,
@@ -149,7 +149,7 @@ def _check(job: BenchJob) -> None:
         )
 
 
-def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
+def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
     max_input, max_output = job.max_input or MAX_INPUT, job.max_output or MAX_OUTPUT
@@ -178,7 +178,7 @@ def _warmup(llm: LLM) -> BatchRequest:
     return BatchRequest(source="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
 
 
-def _probe(config: ResolvedConfig) -> Machine | None:
+def _probe_machine(config: ResolvedConfig) -> Machine | None:
     """Measure this machine, unless the ranks will run on GPUs."""
     device = config.engine.device
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -194,9 +194,14 @@ def _result(
     machine: Machine | None,
 ) -> dict[str, Any]:
     stats, engine, device = llm.stats(), config.engine, llm.report.device
+    generations = run.generations
     works = works_of(
-        [g.prompt_token_ids for g in run.generations for _ in g.completions],
-        [len(c.token_ids) for g in run.generations for c in g.completions],
+        [generation.prompt_token_ids for generation in generations for _ in generation.completions],
+        [
+            len(completion.token_ids)
+            for generation in generations
+            for completion in generation.completions
+        ],
     )
     return {
         "engine": "eagleray",
@@ -205,10 +210,10 @@ def _result(
         "quantization": None if config.quantization is None else "int8",
         "tp": engine.tensor_parallel_size,
         "device": device,
-        "requests": len(run.generations),
-        "input_tokens": sum(len(g.prompt_token_ids) for g in run.generations),
+        "requests": len(generations),
+        "input_tokens": sum(len(generation.prompt_token_ids) for generation in generations),
         "output_tokens": run.num_output_tokens,
-        "cached_tokens": sum(g.num_cached_tokens for g in run.generations),
+        "cached_tokens": sum(generation.num_cached_tokens for generation in generations),
         "total_s": round(run.total_s, 4),
         "output_tokens_per_s": round(run.output_tokens_per_s, 2),
         "ttft_s": run.first_token_s(),

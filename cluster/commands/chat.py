@@ -32,7 +32,7 @@ from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 
-PROMPT = "> "
+INPUT_PROMPT = "> "
 HELP = """\
 /new            begin a new conversation
 /system TEXT    begin a new conversation with this instruction; without TEXT, with none
@@ -48,23 +48,21 @@ _DIM = Style(dim=True)
 
 @dataclass(slots=True)
 class Answer:
-    """One answer, so far or complete. first_s, last_s: seconds from the question to the first and
-    the last chunk.
-    """
+    """One answer, so far or complete. first_chunk_s and last_chunk_s count from the question."""
 
     question_at_s: float = field(default_factory=time.monotonic)
     content: str = ""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    first_chunk_s: float = 0.0
+    last_chunk_s: float = 0.0
     finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Count a chunk."""
-        self.last_s = time.monotonic() - self.question_at_s
-        self.first_s = self.first_s or self.last_s
+        self.last_chunk_s = time.monotonic() - self.question_at_s
+        self.first_chunk_s = self.first_chunk_s or self.last_chunk_s
         self.num_tokens += len(chunk.token_ids)
         self.num_prompt_tokens = chunk.num_prompt_tokens
         self.num_cached_tokens = chunk.num_cached_tokens
@@ -72,10 +70,10 @@ class Answer:
 
     def describe(self, max_model_len: int) -> str:
         """Tokens, speed, and how much of the context is used, in one line."""
-        decode_s = self.last_s - self.first_s
+        decode_s = self.last_chunk_s - self.first_chunk_s
         speed = f"{(self.num_tokens - 1) / decode_s:.0f} tokens/s" if decode_s > 0 else "at once"
         return (
-            f"{self.num_tokens} tokens, the first after {self.first_s:.2f} s, then {speed};"
+            f"{self.num_tokens} tokens, the first after {self.first_chunk_s:.2f} s, then {speed};"
             f" {self.num_prompt_tokens} tokens before them, {self.num_cached_tokens} of these from"
             f" the cache; at most {max_model_len} tokens fit into a conversation"
         )
@@ -96,13 +94,13 @@ class Chat:
         self._last_answer: Answer | None = None
         self.num_refused_lines = 0
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Answer a question or carry out a command. False if the user wants to leave."""
         try:
             if line.startswith("/"):
                 return self._run_command(*line[1:].partition(" ")[::2])
             if line.strip():
-                self._ask(line)
+                self._answer_question(line)
         except RequestError as error:
             self.num_refused_lines += 1
             hint = " (/new begins a new conversation)" if len(self._messages) > 1 else ""
@@ -113,7 +111,9 @@ class Chat:
         """False if the user wants to leave. Raises `RequestError`."""
         match command, argument.strip():
             case "new", "":
-                self._messages = [m for m in self._messages[:1] if m["role"] == "system"]
+                self._messages = [
+                    message for message in self._messages[:1] if message["role"] == "system"
+                ]
             case "system", text:
                 self._messages = [{"role": "system", "content": text}] if text else []
             case "think", ("on" | "off") as switch:
@@ -122,9 +122,11 @@ class Chat:
                 self._template_variables["enable_thinking"] = switch == "on"
             case "stats", "":
                 answer = self._last_answer
-                self._note(answer.describe(self._max_model_len) if answer else "no answer yet")
+                self._print_note(
+                    answer.describe(self._max_model_len) if answer else "no answer yet"
+                )
             case "help", "":
-                self._note(HELP)
+                self._print_note(HELP)
             case (("quit" | "exit" | "bye"), ""):
                 return False
             case _:
@@ -133,12 +135,12 @@ class Chat:
                 )
         return True
 
-    def _ask(self, question: str) -> None:
+    def _answer_question(self, question: str) -> None:
         """Show the answer to a question. Raises `RequestError`, with the conversation as before."""
         messages = [*self._messages, {"role": "user", "content": question}]
         self._last_answer = answer = Answer()
         try:
-            for parts in self._parts(messages, answer):
+            for parts in self._answer_parts(messages, answer):
                 if self._console.is_terminal:
                     show(self._console, parts.reasoning, style=_DIM)
                 show(self._console, parts.content)
@@ -149,10 +151,10 @@ class Chat:
             answer.finish_reason = "interrupted"
         show(self._console, "\n")
         if answer.finish_reason in ("length", "interrupted"):
-            self._note(f"[ended: {answer.finish_reason}]")
+            self._print_note(f"[ended: {answer.finish_reason}]")
         self._messages = [*messages, {"role": "assistant", "content": answer.content}]
 
-    def _parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
+    def _answer_parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
         """The parts of the answer to a conversation, counted in `answer`."""
         prompt = {"messages": messages, "chat_template_kwargs": self._template_variables}
         conversation = parse_prompt(prompt).conversation
@@ -165,7 +167,7 @@ class Chat:
                 yield parser.push(chunk.text)
         yield parser.finish()
 
-    def _note(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         if self._console.is_terminal:
             show(self._console, text + "\n", style=_DIM)
         else:
@@ -199,7 +201,7 @@ def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
         if is_terminal:
             print(f"{config.model}. /help lists the commands.")
         for line in _typed_lines() if is_terminal else _piped_lines():
-            if not chat.take(line):
+            if not chat.handle_line(line):
                 break
     if chat.num_refused_lines and not is_terminal:
         raise RequestError(f"{chat.num_refused_lines} lines were refused")
@@ -212,7 +214,7 @@ def _typed_lines() -> Iterator[str]:
     lines: list[str] = []
     with contextlib.suppress(EOFError):
         while True:
-            line = input("... " if lines else PROMPT)
+            line = input("... " if lines else INPUT_PROMPT)
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 yield "\n".join(lines)

@@ -35,7 +35,7 @@ def examine() -> tuple[list[str], list[str]]:
     """The lines of the report, and the problems found."""
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
     lines += [f"{name} {_version(name) or 'not installed'}" for name in PACKAGES]
-    return [*lines, *_device_lines(), _ray_line()], _problems()
+    return [*lines, *_device_lines(), _ray_address_line()], _problems()
 
 
 def _device_lines() -> list[str]:
@@ -45,9 +45,9 @@ def _device_lines() -> list[str]:
     from kernels.select import select_backend
 
     lines = [f"device cpu: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"]
-    names = ["cpu"]
+    device_types = ["cpu"]
     if torch.cuda.is_available():
-        names.append("cuda")
+        device_types.append("cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
             lines.append(
@@ -55,16 +55,16 @@ def _device_lines() -> list[str]:
             )
     else:
         lines.append("device cuda: none")
-    for name in names:
-        kernels = select_backend(name).capabilities
+    for device_type in device_types:
+        kernels = select_backend(device_type).capabilities
         block_size = kernels.default_block_size
         lines.append(
-            f"on {name} the kernels would be {kernels.description}, block size {block_size}"
+            f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
         )
     return lines
 
 
-def _ray_line() -> str:
+def _ray_address_line() -> str:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return f"ray: RAY_ADDRESS is {address}"
@@ -76,8 +76,8 @@ def _ray_line() -> str:
 
 def _problems() -> list[str]:
     problems = [] if IS_INSTALLED else _clashes()
-    shm = Path("/dev/shm")
-    free_shm_bytes = shutil.disk_usage(shm).free if shm.exists() else MIN_SHM_BYTES
+    shm_path = Path("/dev/shm")
+    free_shm_bytes = shutil.disk_usage(shm_path).free if shm_path.exists() else MIN_SHM_BYTES
     if free_shm_bytes < MIN_SHM_BYTES:
         problems.append(
             f"/dev/shm has {free_shm_bytes / 2**20:.0f} MiB free; Ray's object store wants 1 GiB"

@@ -70,8 +70,8 @@ def run_generate(job: GenerateJob) -> None:
         began_s = time.perf_counter()
         outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
         seconds = time.perf_counter() - began_s
-        _write(job, outputs)
-        logger.info("%s", _speed(outputs, seconds))
+        _write_outputs(job, outputs)
+        logger.info("%s", _describe_speed(outputs, seconds))
 
 
 def _check_output(output: Path, input: Path | None) -> None:
@@ -100,7 +100,7 @@ def _request_of(text: str, *, is_chat: bool) -> BatchRequest:
     return BatchRequest(source="", prompt=prompt, params=SamplingParams())
 
 
-def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
+def _write_outputs(job: GenerateJob, outputs: list[RequestOutput]) -> None:
     if job.input is None and job.output is None:
         for prompt, output in zip(job.prompts, outputs, strict=True):
             if output.error is not None:
@@ -118,12 +118,14 @@ def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
         raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
 
 
-def _speed(outputs: list[RequestOutput], seconds: float) -> str:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+def _describe_speed(outputs: list[RequestOutput], seconds: float) -> str:
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    num_output_tokens = sum(
+        len(completion.token_ids) for output in outputs for completion in output.outputs
+    )
     return (
-        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached}"
-        f" cached) and {num_output} output tokens, {num_prompt / seconds:.0f} and"
-        f" {num_output / seconds:.0f} tokens/s"
+        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt_tokens} prompt tokens"
+        f" ({num_cached_tokens} cached) and {num_output_tokens} output tokens,"
+        f" {num_prompt_tokens / seconds:.0f} and {num_output_tokens / seconds:.0f} tokens/s"
     )

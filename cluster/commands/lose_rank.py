@@ -38,7 +38,7 @@ def main() -> None:
     last_rank = parser.parse_args().tp - 1
     logging.getLogger("eagleray").setLevel(logging.ERROR)
     with LLM(tensor_parallel_size=last_rank + 1, dtype="float32", log_level="error") as llm:
-        expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+        expected_token_ids = llm.generate(PROMPT, PARAMS)[0].token_ids
         print("[waiting for the spares, which are made when an engine has served for 5 s]")
         deadline_s = time.monotonic() + SPARES_TIMEOUT_S
         while f"spare {last_rank}" not in processes_of(llm) and time.monotonic() < deadline_s:
@@ -54,11 +54,12 @@ def main() -> None:
                 process = processes_of(llm)[f"rank {last_rank}"]
                 os.kill(process.pid, signal.SIGKILL)
                 print(f"\n[process {process.pid}, rank {last_rank}, was killed]", flush=True)
+        comparison = "the same" if token_ids == expected_token_ids else "NOT the same"
         print(
             f"\n[{len(token_ids)} tokens; the longest wait for one took {longest_gap_s:.2f} s;"
-            f" {'the same' if token_ids == expected else 'NOT the same'} tokens as without]"
+            f" {comparison} tokens as without]"
         )
-    if token_ids != expected:
+    if token_ids != expected_token_ids:
         raise SystemExit(1)
 
 

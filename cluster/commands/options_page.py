@@ -10,26 +10,26 @@ from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.params import DEFAULTS, SamplingParams
 
-HEAD = """\
+INTRODUCTION = """\
 # Options
 
 This page is made from the fields that it describes. Unknown options, flags, keys and parameters are
 refused by name, [fields of HTTP requests](fields.md) only where that matters.
 """
-ENGINE = """\
+ENGINE_SECTION = """\
 ## Engine
 
 `LLM(...)` takes the names on the left, `serve.yaml` has them under `engine:`, and `chat`,
 `generate`, `serve` and `bench` take the flags.
 """
-SERVING = """\
+SERVING_SECTION = """\
 ## Serving
 
 `serve` takes the flags, and `serve.yaml` has the names, beside `engine:` and `sampling:`, the
 defaults of requests. Where to listen is said by `--host` and `--port` (127.0.0.1, 8000), or by
 `http_options`.
 """
-SAMPLING = """\
+SAMPLING_SECTION = """\
 ## Sampling
 
 Fields of `SamplingParams`, keys of `sampling_params` in a file of requests, fields of HTTP
@@ -37,13 +37,13 @@ requests, and flags of `chat`, `generate` and `serve`. A parameter that a reques
 from the flags or `LLM(sampling_defaults=...)`, then from the checkpoint's `generation_config.json`,
 then from this table. `top_k`, `top_p` and `min_p` apply in this order, after the temperature.
 """
-ENVIRONMENT = """\
+ENVIRONMENT_SECTION = """\
 ## Environment
 
 | variable | |
 |---|---|
 """
-VARIABLES = {
+ENVIRONMENT_VARIABLES = {
     "EAGLERAY_API_KEY": "the key that clients of `serve` must send, where other users of the"
     " machine can read command lines",
     "EAGLERAY_CACHE_DIR": "where compiled CPU kernels are kept, by default `~/.cache/eagleray`, or"
@@ -58,11 +58,12 @@ VARIABLES = {
 def page() -> str:
     """The text of docs/options.md."""
     sections = [
-        HEAD,
-        ENGINE + _table("option", _options(EngineConfig)),
-        SERVING + _table("option", _options(ServeConfig)),
-        SAMPLING + _table("parameter", _parameters()),
-        ENVIRONMENT + "".join(f"| `{name}` | {text} |\n" for name, text in VARIABLES.items()),
+        INTRODUCTION,
+        ENGINE_SECTION + _table("option", _option_rows(EngineConfig)),
+        SERVING_SECTION + _table("option", _option_rows(ServeConfig)),
+        SAMPLING_SECTION + _table("parameter", _parameter_rows()),
+        ENVIRONMENT_SECTION
+        + "".join(f"| `{name}` | {text} |\n" for name, text in ENVIRONMENT_VARIABLES.items()),
     ]
     return "\n".join(sections)
 
@@ -80,7 +81,7 @@ def _text_of(default: object) -> object:
     return str(default).lower() if isinstance(default, bool) else default
 
 
-def _options(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
+def _option_rows(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
     """(name, flag, default, help text) of each option."""
     for field in dataclasses.fields(config):
         metadata = field.metadata
@@ -91,7 +92,7 @@ def _options(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
         yield field.name, flag, default, metadata["help"]
 
 
-def _parameters() -> Iterator[tuple[str, str, object, str]]:
+def _parameter_rows() -> Iterator[tuple[str, str, object, str]]:
     """(name, flag, default, help text) of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
         flag = "--" + field.name.replace("_", "-") if field.metadata["has_flag"] else ""

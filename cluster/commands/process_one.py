@@ -23,15 +23,15 @@ def leave_process_one() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
         return
     has_terminal = sys.stdin is not None and sys.stdin.isatty()
-    for number in _FORWARDED_SIGNALS:
+    for signal_number in _FORWARDED_SIGNALS:
         # A terminal sends Ctrl-C to the child as well.
-        if not (has_terminal and number in (signal.SIGINT, signal.SIGQUIT)):
-            signal.signal(number, lambda number, _: os.kill(child_pid, number))
+        if not (has_terminal and signal_number in (signal.SIGINT, signal.SIGQUIT)):
+            signal.signal(signal_number, lambda signal_number, _: os.kill(child_pid, signal_number))
         else:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal_number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
     while True:
-        pid, status = os.wait()
+        pid, wait_status = os.wait()
         if pid == child_pid:
-            exit_code = os.waitstatus_to_exitcode(status)
+            exit_code = os.waitstatus_to_exitcode(wait_status)
             os._exit(exit_code if exit_code >= 0 else 128 - exit_code)

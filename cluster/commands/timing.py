@@ -39,7 +39,7 @@ class Timeline:
             self._arrivals.setdefault(chunk.index, []).append((self._clock(), len(chunk.token_ids)))
 
     @property
-    def first_s(self) -> float | None:
+    def time_to_first_token_s(self) -> float | None:
         """Time from when the request was due to its first token; None if there is none."""
         first_times_s = [arrivals[0][0] for arrivals in self._arrivals.values()]
         return min(first_times_s) - self.due_s if first_times_s else None
@@ -71,7 +71,11 @@ class TimedRun:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(c.token_ids) for g in self.generations for c in g.completions)
+        return sum(
+            len(completion.token_ids)
+            for generation in self.generations
+            for completion in generation.completions
+        )
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -79,11 +83,17 @@ class TimedRun:
 
     def first_token_s(self) -> dict[str, float | None]:
         """Percentiles over the requests."""
-        return percentiles([t.first_s for t in self.timelines if t.first_s is not None])
+        return percentiles(
+            [
+                timeline.time_to_first_token_s
+                for timeline in self.timelines
+                if timeline.time_to_first_token_s is not None
+            ]
+        )
 
     def inter_token_s(self) -> dict[str, float | None]:
         """Percentiles over all gaps between tokens."""
-        return percentiles([gap for t in self.timelines for gap in t.gaps_s()])
+        return percentiles([gap for timeline in self.timelines for gap in timeline.gaps_s()])
 
 
 def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
@@ -99,7 +109,10 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
         num_due = max(num_sent + 1, bisect.bisect_right(due_s, elapsed_s))
         run.timelines += [Timeline(began_s + due) for due in due_s[num_sent:num_due]]
         batch = requests[num_sent:num_due]
-        prompts, params = [r.prompt for r in batch], [r.params for r in batch]
+        prompts, params = (
+            [request.prompt for request in batch],
+            [request.params for request in batch],
+        )
         run.generations += llm.client.submit(prompts, params, run.timelines[num_sent:])
     for generation in run.generations:
         generation.done.result()
@@ -107,7 +120,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
     return run
 
 
-def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
+def arrival_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
     """Times in seconds at which requests are due: all at once, or as a Poisson process of `rate`
     per second from 0 on.
     """

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from scheduler.errors import ConfigError
 
-TIMEOUT_S = 10.0
-PERIOD_S = 1.0
+ANSWER_TIMEOUT_S = 10.0
+REFRESH_PERIOD_S = 1.0
 # Counters of the seconds of steps, and the label by which each is divided.
 STEP_LABELS = {
     "eagleray_step_part_seconds_total": "part",
@@ -25,7 +25,7 @@ STEP_LABELS = {
 
 
 @dataclass(slots=True)
-class Reading:
+class MetricsReading:
     """The metrics of a server at one time. totals: by name, added up over labels; step_seconds: of
     all steps, by "part" or "rank" and its value.
     """
@@ -45,22 +45,22 @@ def run_top(url: str, *, once: bool) -> None:
         return
     with Live(table(url, None, reading), auto_refresh=False) as live:
         while True:
-            time.sleep(PERIOD_S)
+            time.sleep(REFRESH_PERIOD_S)
             previous, reading = reading, read(url)
             live.update(table(url, previous, reading), refresh=True)
 
 
-def read(url: str) -> Reading:
+def read(url: str) -> MetricsReading:
     """The metrics of the server at `url`. Raises `ConfigError`."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S) as answer:
             text = answer.read().decode()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
             " name its address with --url"
         ) from None
-    reading = Reading(time.monotonic())
+    reading = MetricsReading(time.monotonic())
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if label := STEP_LABELS.get(sample.name):
@@ -72,13 +72,13 @@ def read(url: str) -> Reading:
     return reading
 
 
-def table(url: str, previous: Reading | None, reading: Reading) -> Table:
+def table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:
     """A table of the server's state, and of its rates since the previous reading or the start."""
-    start = previous or Reading(reading.time_s)
-    totals, seconds = reading.totals, reading.time_s - start.time_s
+    baseline = previous or MetricsReading(reading.time_s)
+    totals, seconds = reading.totals, reading.time_s - baseline.time_s
 
     def increase(name: str) -> float:
-        return totals[name] - start.totals[name]
+        return totals[name] - baseline.totals[name]
 
     def rate(name: str) -> str:
         return f"{increase(name) / seconds:.1f} per s" if seconds else f"{totals[name]:.0f}"
@@ -90,7 +90,7 @@ def table(url: str, previous: Reading | None, reading: Reading) -> Table:
     def step_ms(label: str, prefix: str = "") -> str:
         if not num_steps:
             return "-"
-        before = start.step_seconds[label]
+        before = baseline.step_seconds[label]
         return ", ".join(
             f"{prefix}{value} {1e3 * (total_s - before.get(value, 0.0)) / num_steps:.1f} ms"
             for value, total_s in reading.step_seconds[label].items()

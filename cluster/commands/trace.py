@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scheduler.errors import ConfigError
 
-TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 
 
 def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> str:
@@ -18,7 +18,7 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             trace = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         body = error.read(1000).decode(errors="replace")

@@ -66,7 +66,7 @@ class Driver:
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._engine_id = engine_id
-        self._maker = RankMaker(config, placement, engine_id, self.rank_actor)
+        self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
         self._grammars = GrammarMatching(
             Path(config.engine.tokenizer or config.model_dir) / "tokenizer.json",
@@ -90,11 +90,11 @@ class Driver:
         self._process = mark(self._engine_id)
         self._event_loop = asyncio.get_running_loop()
         self._supervisor = self.make_supervisor(
-            self._maker,
-            busy_since_s=lambda: self._loop().busy_since_s,
-            has_work=lambda: self._loop().engine.has_work,
-            on_group=lambda group: self._loop().post(RanksReplaced(executor=group)),
-            on_lost=lambda epoch, _: self._loop().post(RanksLost(epoch=epoch)),
+            self._rank_maker,
+            busy_since_s=lambda: self._started_loop().busy_since_s,
+            has_work=lambda: self._started_loop().engine.has_work,
+            on_group=lambda group: self._started_loop().post(RanksReplaced(executor=group)),
+            on_lost=lambda epoch, _: self._started_loop().post(RanksLost(epoch=epoch)),
             on_dead=self._die,
         )
         group, report = await asyncio.to_thread(
@@ -129,7 +129,7 @@ class Driver:
 
     async def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`."""
-        _, loop = self._alive()
+        _, loop = self._limits_and_loop()
         return loop.engine.scheduler.records.since(time.time() - seconds)
 
     async def processes(self) -> dict[str, ProcessId]:
@@ -151,29 +151,29 @@ class Driver:
         """
         if any(request.grammar for request in requests):
             await asyncio.to_thread(self._grammars.start)
-        limits, loop = self._alive()
+        limits, loop = self._limits_and_loop()
         new_requests = self._frontends.admit(frontend_id, requests, limits)
         if new_requests:
             loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
 
     async def finish(
-        self, request_ids: list[str], reason: str, frontend_id: str, *after: None
+        self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: None
     ) -> None:
         """End requests that their frontend no longer needs: `reason` is "abort", or "stop" where a
-        stop string matched. `after`: refs of `submit` calls, for which Ray makes this call wait.
+        stop string matched. `submit_refs`: of `submit` calls, for which Ray makes this call wait.
         """
         self._frontends.remove(frontend_id, request_ids)
         if self._step_loop is not None:
             self._step_loop.post(Finish(request_ids=request_ids, reason=reason))
 
-    async def poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
+    async def poll(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> bytes:
         """The `Deltas` of `Frontends.collect`, pickled because Ray passes bytes on unchanged."""
-        deltas = await self._frontends.collect(frontend_id, acknowledged, wait_s)
+        deltas = await self._frontends.collect(frontend_id, acknowledged_number, wait_s)
         return pickle.dumps(deltas, protocol=5)
 
     async def stats(self) -> EngineStats:
         """The scheduler's state and counters. Raises `EngineDeadError`."""
-        _, loop = self._alive()
+        _, loop = self._limits_and_loop()
         assert self._supervisor is not None
         busy_since_s = loop.busy_since_s
         return dataclasses.replace(
@@ -182,7 +182,7 @@ class Driver:
             state=self._supervisor.recovery.state.value,
             num_recoveries=self._supervisor.recovery.num_recoveries,
             step_age_s=time.monotonic() - busy_since_s if busy_since_s is not None else 0.0,
-            recovery_waits_for=self._maker.placement.missing_resources
+            recovery_waits_for=self._rank_maker.placement.missing_resources
             or self._supervisor.recovery.last_failed_start(),
         )
 
@@ -198,11 +198,11 @@ class Driver:
 
     # -- event loop --------------------------------------------------------------------------------
 
-    def _loop(self) -> StepLoop:
+    def _started_loop(self) -> StepLoop:
         assert self._step_loop is not None
         return self._step_loop
 
-    def _alive(self) -> tuple[SchedulerLimits, StepLoop]:
+    def _limits_and_loop(self) -> tuple[SchedulerLimits, StepLoop]:
         if self._death is not None or self._limits is None or self._step_loop is None:
             raise EngineDeadError(self._death or "the engine has not been started")
         return self._limits, self._step_loop
@@ -212,9 +212,9 @@ class Driver:
         limit_s = self._config.engine.frontend_timeout_s
         while True:
             await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_PERIOD_S, limit_s / 4)))
-            for frontend_id, request_ids in self._frontends.drop_silent().items():
+            for frontend_id, request_ids in self._frontends.fail_silent().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
-                self._loop().post(Finish(request_ids=request_ids, reason="abort"))
+                self._started_loop().post(Finish(request_ids=request_ids, reason="abort"))
 
     def _end_all(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""

@@ -63,7 +63,7 @@ class Frontends:
             if request_id in new_requests or self._is_running(request_id):
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
             new_requests[request_id] = request
-        self._called_by(frontend_id).request_ids.update(new_requests)
+        self._record_call(frontend_id).request_ids.update(new_requests)
         return list(new_requests.values())
 
     def remove(self, frontend_id: str, request_ids: list[str]) -> None:
@@ -74,7 +74,7 @@ class Frontends:
             for request_id in request_ids:
                 frontend.mailbox.drop(request_id)
 
-    async def collect(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
+    async def collect(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> Deltas:
         """All news for a frontend as soon as there is any; empty after `wait_s`.
 
         Raises `EngineError` for a frontend that was silent for so long that it was forgotten: its
@@ -85,7 +85,7 @@ class Frontends:
                 f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were"
                 " aborted"
             )
-        frontend = self._called_by(frontend_id)
+        frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.has_news.clear()
             frontend.num_waiting_polls += 1
@@ -95,7 +95,7 @@ class Frontends:
             finally:
                 frontend.num_waiting_polls -= 1
         frontend.last_call_s = time.monotonic()
-        return frontend.mailbox.collect(acknowledged)
+        return frontend.mailbox.collect(acknowledged_number)
 
     def deliver(self, news: NewsByFrontend) -> None:
         """Put the news of a step into the mailboxes and wake the polls that wait for them."""
@@ -114,11 +114,11 @@ class Frontends:
         for frontend in self._frontends.values():
             frontend.fail(list(frontend.request_ids), error)
 
-    def drop_silent(self) -> dict[str, list[str]]:
+    def fail_silent(self) -> dict[str, list[str]]:
         """Fail the requests of frontends that have stopped polling; returns those requests by
         frontend.
         """
-        dropped_ids = {}
+        failed_ids = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
         has_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
@@ -128,15 +128,15 @@ class Frontends:
                 frontend.last_call_s = now_s
             silent_s = now_s - frontend.last_call_s
             if silent_s > self._timeout_s and frontend.request_ids:
-                dropped_ids[frontend_id] = list(frontend.request_ids)
+                failed_ids[frontend_id] = list(frontend.request_ids)
                 message = (
                     f"this frontend did not poll for {self._timeout_s:g} s, so its requests were"
                     " aborted"
                 )
-                frontend.fail(dropped_ids[frontend_id], EngineError(message))
+                frontend.fail(failed_ids[frontend_id], EngineError(message))
             elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
-        return dropped_ids
+        return failed_ids
 
     def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:
         """Whether this frontend sent this request before and can still get its news."""
@@ -148,7 +148,7 @@ class Frontends:
     def _is_running(self, request_id: str) -> bool:
         return any(request_id in frontend.request_ids for frontend in self._frontends.values())
 
-    def _called_by(self, frontend_id: str) -> _Frontend:
+    def _record_call(self, frontend_id: str) -> _Frontend:
         """The record of a frontend that calls now, made for a new one."""
         frontend = self._frontends.setdefault(frontend_id, self.make_frontend())
         frontend.last_call_s = time.monotonic()

@@ -27,7 +27,7 @@ from scheduler.sequence import Sequence
 # milliseconds, during which a new request would wait.
 IDLE_CHECK_DELAY_S = 1.0
 # A step is planned this long before the ranks need it, or this share of the time they still take.
-LEAD_S, LEAD_SHARE = 0.008, 0.2
+PLAN_LEAD_S, PLAN_LEAD_SHARE = 0.008, 0.2
 # How long tokens are held back from a frontend, at most.
 MAX_HOLD_BACK_S = 2.0
 
@@ -98,7 +98,7 @@ class StepLoop:
         engine: Engine,
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
-        on_lost: Callable[[int, str], None] = lambda epoch, why: None,
+        on_lost: Callable[[int, str], None] = lambda epoch, reason: None,
         on_applied: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """`deliver` receives the news of each step, `on_failure` the error that ended the loop,
@@ -116,8 +116,8 @@ class StepLoop:
         self._open_requests: dict[str, _OpenRequest] = {}  # by request id
         self._all_sent_at_s = 0.0  # when no token was last held back
         self._inbox: deque[Command] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._wake_condition = threading.Condition()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -126,15 +126,15 @@ class StepLoop:
 
     def post(self, command: Command) -> None:
         """Put a command into the inbox. Any thread."""
-        with self._wake:
+        with self._wake_condition:
             self._inbox.append(command)
-            self._wake.notify()
+            self._wake_condition.notify()
 
     def stop(self) -> None:
         """Ask the thread to end after its step. Any thread."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        with self._wake_condition:
+            self._is_stopping = True
+            self._wake_condition.notify()
 
     def join(self, limit_s: float) -> None:
         """Wait for the thread."""
@@ -152,7 +152,7 @@ class StepLoop:
             while self._wait_for_work():
                 self.turn()
         except Exception as error:
-            if not self._stopping:
+            if not self._is_stopping:
                 self._on_failure(error)
 
     def turn(self) -> None:
@@ -160,30 +160,30 @@ class StepLoop:
         while self._inbox:
             self._carry_out(self._inbox.popleft())
         if self._has_ranks:
-            self._step()
+            self._run_step()
         self._report_failed()  # also if the step was lost
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
         try:
             self.engine.start()
             self._report_failed()
             self._wait_for_requests()
-            output = self.engine.step()
+            step_output = self.engine.step()
         except Exception as error:
             if not kind_of(error).may_pass:
                 raise
-            if not self._stopping:
+            if not self._is_stopping:
                 self._on_lost(self.engine.scheduler.epoch, reason_of(error))
                 self._lose_ranks()
             return
-        if output is None:
+        if step_output is None:
             self.busy_since_s = None
             return
         self.busy_since_s = time.monotonic() if self.engine.has_work else None
         self._on_applied(self.engine.scheduler.epoch)
-        if news := self._news(output):
+        if news := self._news(step_output):
             self._deliver(news)
 
     def _wait_for_requests(self) -> None:
@@ -192,7 +192,7 @@ class StepLoop:
         """
         assert self.busy_since_s is not None
         spare_s = self.engine.spare_s
-        plan_at_s = self.busy_since_s + spare_s - max(LEAD_S, LEAD_SHARE * spare_s)
+        plan_at_s = self.busy_since_s + spare_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * spare_s)
         if (wait_s := plan_at_s - time.monotonic()) > 0:
             self.engine.wait(wait_s)
             while self._inbox and isinstance(self._inbox[0], Submit | Finish):
@@ -202,12 +202,12 @@ class StepLoop:
         """Have every sequence wait for the next epoch, except those that keep killing ranks."""
         self._has_ranks, self.busy_since_s = False, None
         for seq in self.engine.start_epoch():
-            conviction = RequestFailedError(
+            error = RequestFailedError(
                 f"ranks failed {seq.strikes} times while request {seq.request_id} ran, and it got"
                 f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
                 f" {seq.strikes - SUSPECT_STRIKES} times it ran alone; all other requests go on"
             )
-            self._fail(seq, conviction)
+            self._fail(seq, error)
 
     def _report_failed(self) -> None:
         """Report the sequences that failed by themselves. Must come before the next command, which
@@ -228,15 +228,15 @@ class StepLoop:
 
         def has_something_to_do() -> bool:
             has_steps = self._has_ranks and self.engine.has_work
-            return has_steps or bool(self._inbox) or self._stopping
+            return has_steps or bool(self._inbox) or self._is_stopping
 
-        with self._wake:
-            is_idle = not self._wake.wait_for(has_something_to_do, IDLE_CHECK_DELAY_S)
+        with self._wake_condition:
+            is_idle = not self._wake_condition.wait_for(has_something_to_do, IDLE_CHECK_DELAY_S)
         if is_idle:
             self.engine.check()
-            with self._wake:
-                self._wake.wait_for(has_something_to_do)
-        return not self._stopping
+            with self._wake_condition:
+                self._wake_condition.wait_for(has_something_to_do)
+        return not self._is_stopping
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Finish):
@@ -262,8 +262,8 @@ class StepLoop:
     def _add(self, request: Request, frontend_id: str) -> None:
         seq = self.engine.add(request)
         if seq.finish_reason is not None:  # it was sent again with all its tokens
-            end = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
-            self._deliver({frontend_id: {request.request_id: end}})
+            end_news = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
+            self._deliver({frontend_id: {request.request_id: end_news}})
             return
         if not self._open_requests:
             self._all_sent_at_s = time.monotonic()
@@ -271,15 +271,15 @@ class StepLoop:
             frontend_id, request.news_interval, seq.num_output_tokens
         )
 
-    def _news(self, output: StepOutput) -> NewsByFrontend:
+    def _news(self, step_output: StepOutput) -> NewsByFrontend:
         """The tokens, endings and scored prompts of a step."""
         news: NewsByFrontend = {}
-        logprobs = output.logprobs or [None] * len(output.sequences)
+        logprobs = step_output.logprobs or [None] * len(step_output.sequences)
         # If this process dies, the frontends need everything generated so far.
         sends_all = time.monotonic() - self._all_sent_at_s > MAX_HOLD_BACK_S
         if sends_all:
             self._all_sent_at_s = time.monotonic()
-        for seq, token_logprobs in zip(output.sequences, logprobs, strict=True):
+        for seq, token_logprobs in zip(step_output.sequences, logprobs, strict=True):
             request = self._open_requests[seq.request_id]
             if token_logprobs is not None:
                 request.unsent_logprobs.append(token_logprobs)
@@ -290,8 +290,8 @@ class StepLoop:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
                 request.num_sent = seq.num_output_tokens
                 news.setdefault(request.frontend_id, {})[seq.request_id] = request_news
-        self._add_scored_prompts(output.prompt_logprobs, news)
-        for seq in output.finished:
+        self._add_scored_prompts(step_output.prompt_logprobs, news)
+        for seq in step_output.finished:
             self._open_requests.pop(seq.request_id, None)
         return news
 

@@ -37,16 +37,16 @@ class Mailbox:
         self._unsent.pop(request_id, None)
         self._unacknowledged.pop(request_id, None)
 
-    def collect(self, acknowledged: int) -> Deltas:
-        """All news that the frontend lacks. `acknowledged`: the number of the last reply that it
+    def collect(self, acknowledged_number: int) -> Deltas:
+        """All news that the frontend lacks. `acknowledged_number`: of the last reply that it
         received.
         """
-        if acknowledged == self._last_reply_number:
+        if acknowledged_number == self._last_reply_number:
             self._unacknowledged = {}
         for request_id, news in self._unsent.items():
             _append(self._unacknowledged, request_id, news)
         self._unsent = {}
-        self._last_reply_number = max(self._last_reply_number, acknowledged) + 1
+        self._last_reply_number = max(self._last_reply_number, acknowledged_number) + 1
         return pack(self._last_reply_number, self._unacknowledged)
 
 

@@ -45,15 +45,16 @@ class EngineProcesses:
     program, ends them.
     """
 
-    def __init__(self, setup: EngineSetup, group: PlacementGroup | None = None) -> None:
+    def __init__(self, setup: EngineSetup, placement_group: PlacementGroup | None = None) -> None:
         """Start everything. If that fails, raises the reason and leaves nothing behind.
 
-        `group`: a placement group of the caller's, with one bundle per rank; it is never removed.
+        `placement_group`: the caller's, with one bundle per rank; it is never removed.
         """
-        stack = contextlib.ExitStack()
-        self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # even at exit
+        undo_stack = contextlib.ExitStack()
+        # Also runs at exit.
+        self.close = weakref.finalize(self, _close_unless_forked, os.getpid(), undo_stack)
         try:
-            self._owner, self.frontend, self.report = _start(setup, group, stack)
+            self._owner, self.frontend, self.report = _start(setup, placement_group, undo_stack)
         except BaseException:
             self.close()
             raise
@@ -69,20 +70,20 @@ class EngineProcesses:
 
 
 def _start(
-    setup: EngineSetup, group: PlacementGroup | None, stack: contextlib.ExitStack
+    setup: EngineSetup, placement_group: PlacementGroup | None, undo_stack: contextlib.ExitStack
 ) -> tuple[DriverOwner, Frontend, StartReport]:
-    """(owner, frontend, report). What undoes each step of the start is pushed onto the stack."""
+    """(owner, frontend, report). What undoes the start is pushed onto `undo_stack`."""
     began_s = time.perf_counter()
-    size = setup.config.tensor_parallel_size
-    session_lease = SESSION.connect(setup.config.ray_address, size)
-    stack.callback(SESSION.release, session_lease)
-    device = pick_device(setup.config.device, size)
+    num_ranks = setup.config.tensor_parallel_size
+    session_lease = SESSION.connect(setup.config.ray_address, num_ranks)
+    undo_stack.callback(SESSION.release, session_lease)
+    device = pick_device(setup.config.device, num_ranks)
     connected_s = time.perf_counter()
     engine_id = uuid.uuid4().hex
     placement = Placement(
-        size, device, f"eagleray-{engine_id}", group, setup.config.wait_for_nodes_s
+        num_ranks, device, f"eagleray-{engine_id}", placement_group, setup.config.wait_for_nodes_s
     )
-    stack.callback(_undo_in_session, session_lease, placement.remove)
+    undo_stack.callback(_undo_in_session, session_lease, placement.remove)
     placement.reserve()
     owner = DriverOwner(_resolve(setup, device, placement), placement, engine_id)
     frontend = Frontend(
@@ -93,9 +94,9 @@ def _start(
         recovery_waits_for=owner.recovery_waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.
-    stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
-    stack.callback(_undo_in_session, session_lease, owner.stop)
-    stack.callback(frontend.close)
+    undo_stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
+    undo_stack.callback(_undo_in_session, session_lease, owner.stop)
+    undo_stack.callback(frontend.close)
     report = owner.start()
     frontend.follow()
     for line in report.log_lines:
@@ -104,7 +105,9 @@ def _start(
     seconds = {"ray": connected_s - began_s, "processes": 0.0, **report.seconds}
     # Each phase has the time of the slowest rank; while one rank is slow, the others wait.
     seconds |= {"processes": max(0.0, total_s - sum(seconds.values())), "all": total_s}
-    logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
+    logger.info(
+        "start: %s", ", ".join(f"{phase} {phase_s:.2f} s" for phase, phase_s in seconds.items())
+    )
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
 
 
@@ -205,13 +208,15 @@ class DriverOwner:
                 self.placement.disown_copies()
                 return
             except Exception as failure:
-                why = reason_of(failure)
+                reason = reason_of(failure)
                 if not kind_of(failure).may_pass:
-                    raise EngineDeadError(f"the last driver could not be ended: {why}") from failure
-                if self._is_stopped or recovery.is_too_late(why):
+                    raise EngineDeadError(
+                        f"the last driver could not be ended: {reason}"
+                    ) from failure
+                if self._is_stopped or recovery.is_too_late(reason):
                     report = recovery.report()
                     raise EngineDeadError(f"no driver could be started: {report}") from failure
-                logger.warning("the driver is not replaced yet: %s", why.split("\n")[0])
+                logger.warning("the driver is not replaced yet: %s", reason.split("\n")[0])
                 time.sleep(END_RETRY_PAUSE_S)
 
     def _end_processes(self) -> None:
@@ -231,8 +236,8 @@ def start_driver(
     had at first, if this driver replaces another.
     """
     places = placement.places()
-    maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
-    ranks = [maker.create(place).actor for place in places]
+    rank_maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
+    ranks = [rank_maker.create(place).actor for place in places]
     return (
         ray.remote(Driver)
         .options(
@@ -277,7 +282,7 @@ def _undo_in_session(session_lease: str, undo: Callable[[], None]) -> None:
         undo()
 
 
-def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
+def _close_unless_forked(pid: int, undo_stack: contextlib.ExitStack) -> None:
     """Close, but not in a fork of the process that owns the engine."""
     if os.getpid() == pid:
-        stack.close()
+        undo_stack.close()

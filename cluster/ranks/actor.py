@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.ranks.cores import Claim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
@@ -64,7 +64,7 @@ class RankActor:
         self._worker: Worker | None = None
         self._is_imported = threading.Event()
         self._compute_thread = ThreadPoolExecutor(1, "rank")
-        self._turn = threading.Condition()  # of the next two
+        self._step_order = threading.Condition()  # of the next two
         self._next_step_id = self._next_mask_step_id = 0
         # By step id: results of recent steps, in case a call was lost and is made again.
         self._replies: dict[int, Future[bytes]] = {}
@@ -79,7 +79,7 @@ class RankActor:
 
     def wait_until_warm(self) -> ProcessId:
         """Returns when a spare could take over at once."""
-        self._imported()
+        self._wait_for_worker()
         return self._process
 
     def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
@@ -87,11 +87,11 @@ class RankActor:
         `on_one_node`.
         """
         host = LOOPBACK_ADDRESS if on_one_node else ray.util.get_node_ip_address()
-        return self._imported().open_rendezvous(host)
+        return self._wait_for_worker().open_rendezvous(host)
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
@@ -102,23 +102,25 @@ class RankActor:
         ranks can reach each other's memory, and no GPU of another engine. `num_kv_blocks`: see
         `Worker.start`.
         """
-        worker = self._imported()
+        worker = self._wait_for_worker()
         # Not earlier: a spare's main thread would wake up that often for the interpreter's lock
         # while the thread that warms up holds the lock and waits for a core.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         show_gpus(gpus)
-        claim = Claim(
-            engine=f"{address[0]}:{address[1]} on {place.node_id}",
+        claim = CoreClaim(
+            engine=f"{rendezvous_address[0]}:{rendezvous_address[1]} on {place.node_id}",
             local_rank=place.local_rank,
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
         share = CoreShare(claim)
-        cores, num_threads = share.current()
+        cores, num_threads = share.cores_and_num_threads()
 
         def start() -> WorkerReport:
             bind(cores)
-            return worker.start(address, num_threads, epoch, place.local_rank, num_kv_blocks)
+            return worker.start(
+                rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
+            )
 
         report = self._compute_thread.submit(start).result()
         threading.Thread(
@@ -130,7 +132,7 @@ class RankActor:
         """See `Worker.allocate_cache`. The first rank then compiles the remaining kernels in the
         background.
         """
-        worker = self._imported()
+        worker = self._wait_for_worker()
         self._compute_thread.submit(worker.allocate_cache, num_blocks).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
@@ -156,9 +158,9 @@ class RankActor:
         Takes a `StepPlan`, pickled and cut into `pieces`, and returns a pickled `StepResult`: Ray
         passes bytes on unchanged, and its own pickling is slower.
         """
-        worker = self._imported()
+        worker = self._wait_for_worker()
         plan: StepPlan = pickle.loads(b"".join(pieces))
-        with self._turn:
+        with self._step_order:
             reply = self._replies.get(plan.step_id)
             if reply is None and plan.step_id < self._next_step_id:
                 raise WorkerError(f"the result of step {plan.step_id} has been read")
@@ -173,13 +175,13 @@ class RankActor:
         return reply.result()
 
     def _run(self, worker: Worker, plan: StepPlan) -> bytes:
-        with self._turn:
+        with self._step_order:
             limit_s = self._config.engine.step_timeout_s
-            self._turn.wait_for(lambda: self._next_step_id == plan.step_id, limit_s)
+            self._step_order.wait_for(lambda: self._next_step_id == plan.step_id, limit_s)
             # After a timeout, the worker fails the step with an error that says so.
             self._compute_thread.submit(worker.launch, plan)
             self._next_step_id = plan.step_id + 1
-            self._turn.notify_all()
+            self._step_order.notify_all()
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
 
     @ray.method(concurrency_group="masks")
@@ -188,15 +190,15 @@ class RankActor:
         that comes again is ignored.
         """
         mask: StepMask = pickle.loads(b"".join(pieces))
-        with self._turn:
+        with self._step_order:
             has_come_before = mask.step_id < self._next_mask_step_id
             self._next_mask_step_id = max(self._next_mask_step_id, mask.step_id + 1)
         if not has_come_before:
-            self._imported().mask(mask)
+            self._wait_for_worker().mask(mask)
 
     def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
         """Move to other cores when engines on this machine start or end. Never returns."""
-        worker = self._imported()
+        worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
             bind(cores)
@@ -204,7 +206,7 @@ class RankActor:
 
         while True:
             time.sleep(CORE_CHECK_PERIOD_S)
-            current_cores, num_threads = share.current()
+            current_cores, num_threads = share.cores_and_num_threads()
             if current_cores != cores:
                 cores = current_cores
                 self._compute_thread.submit(move, cores, num_threads).result()
@@ -230,7 +232,7 @@ class RankActor:
         finally:
             self._is_imported.set()
 
-    def _imported(self) -> Worker:
+    def _wait_for_worker(self) -> Worker:
         """The worker, once it is imported."""
         self._is_imported.wait()
         assert self._worker is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from scheduler.messages import StepMask, StepPlan
 
 MAX_INLINE_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ def arguments_of(message: bytes) -> list[Any]:
     try:
         return [ray.put(message)]
     except Exception as error:
-        if kind_of(error) is not Kind.NO_ROOM:
+        if kind_of(error) is not ErrorKind.NO_ROOM:
             raise
         reason = reason_of(error).split("\n")[0]
         logger.warning("a message travels without the object store: %s", reason)

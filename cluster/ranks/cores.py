@@ -29,7 +29,7 @@ _MAX_CLAIM_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class CoreClaim:
     """What a rank tells the others. engine: identifies it; local_rank: this rank's number among the
     ranks_on_node of its engine; cores: those that its process may use.
     """
@@ -43,7 +43,7 @@ class Claim:
 class CoreShare:
     """One rank's cores, until its process ends."""
 
-    def __init__(self, claim: Claim, folder: Path | None = None) -> None:
+    def __init__(self, claim: CoreClaim, folder: Path | None = None) -> None:
         self._claim = claim
         self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
         self._path: Path | None = None
@@ -68,23 +68,23 @@ class CoreShare:
         hidden_path = Path(name)
         self._path = hidden_path.rename(self._folder / hidden_path.name.removeprefix("."))
 
-    def current(self) -> tuple[tuple[int, ...], int]:
+    def cores_and_num_threads(self) -> tuple[tuple[int, ...], int]:
         """The cores this rank may use at present, and the number of threads: one thread on any of
         the cores when there are more ranks than cores.
         """
-        own = self._claim
-        num_ranks = {own.engine: own.ranks_on_node}  # by engine
-        for other in self._living_claims():
-            if set(other.cores) & set(own.cores):
-                num_ranks[other.engine] = other.ranks_on_node
-        num_earlier = sum(num for engine, num in num_ranks.items() if engine < own.engine)
-        cores_per_rank = len(own.cores) // sum(num_ranks.values())
+        own_claim = self._claim
+        num_ranks = {own_claim.engine: own_claim.ranks_on_node}  # by engine
+        for other_claim in self._living_claims():
+            if set(other_claim.cores) & set(own_claim.cores):
+                num_ranks[other_claim.engine] = other_claim.ranks_on_node
+        num_earlier = sum(count for engine, count in num_ranks.items() if engine < own_claim.engine)
+        cores_per_rank = len(own_claim.cores) // sum(num_ranks.values())
         if cores_per_rank == 0:
-            return own.cores, 1
-        first = (num_earlier + own.local_rank) * cores_per_rank
-        return own.cores[first : first + cores_per_rank], cores_per_rank
+            return own_claim.cores, 1
+        first_index = (num_earlier + own_claim.local_rank) * cores_per_rank
+        return own_claim.cores[first_index : first_index + cores_per_rank], cores_per_rank
 
-    def _living_claims(self) -> Iterator[Claim]:
+    def _living_claims(self) -> Iterator[CoreClaim]:
         """The claims of ranks whose processes live; removes the others."""
         if self._path is None:
             return
@@ -95,15 +95,19 @@ class CoreShare:
                 except BlockingIOError:
                     with contextlib.suppress(ValueError, TypeError, KeyError):
                         fields = json.loads(file.read(_MAX_CLAIM_BYTES))
-                        yield Claim(**fields | {"cores": tuple(fields["cores"])})
+                        yield CoreClaim(**fields | {"cores": tuple(fields["cores"])})
                 else:
                     path.unlink(missing_ok=True)  # its process has ended
 
 
 def _check_ours(folder: Path) -> None:
     """Raise `PermissionError` unless only this user can write to the folder."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    folder_stat = folder.lstat()
+    if (
+        not stat.S_ISDIR(folder_stat.st_mode)
+        or folder_stat.st_uid != os.getuid()
+        or folder_stat.st_mode & 0o022
+    ):
         raise PermissionError(
             f"{folder} is not a folder that this user alone can write to; remove it"
         )
@@ -124,12 +128,12 @@ def bind(cores: tuple[int, ...]) -> None:
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
-    tasks = Path("/proc/self/task")
-    (tasks / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
-    for task in tasks.iterdir():
+    task_folders = Path("/proc/self/task")
+    (task_folders / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
+    for task_folder in task_folders.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if (task / "comm").read_text().strip() == THREAD_NAME:
-                os.sched_setaffinity(int(task.name), cores)
+            if (task_folder / "comm").read_text().strip() == THREAD_NAME:
+                os.sched_setaffinity(int(task_folder.name), cores)
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from cluster.error_kinds import Kind, kind_of
+from cluster.error_kinds import ErrorKind, kind_of
 from cluster.ranks.actor import RankActor
 from cluster.ranks.calls import StepCalls
 from cluster.ranks.processes import ProcessId, end_all
@@ -65,7 +65,7 @@ class RankMaker:
         rank_actor: type[RankActor] = RankActor,
     ) -> None:
         self.config = config
-        self.size = config.engine.tensor_parallel_size
+        self.num_ranks = config.engine.tensor_parallel_size
         self.placement = placement
         # By node id and bundle: the GPUs that Ray gave the first process there. Later ones use them
         # too.
@@ -111,7 +111,7 @@ class RankGroup:
 
     def __init__(
         self,
-        maker: RankMaker,
+        rank_maker: RankMaker,
         epoch: int = 0,
         spares: Seq[RankHandle | None] = (),
         ranks: Seq[RankHandle] = (),
@@ -120,9 +120,9 @@ class RankGroup:
         they have been created already.
         """
         self.epoch = epoch
-        self._maker = maker
-        self._config = maker.config
-        self._spares = [*spares, *[None] * (maker.size - len(spares))]
+        self._rank_maker = rank_maker
+        self._config = rank_maker.config
+        self._spares = [*spares, *[None] * (rank_maker.num_ranks - len(spares))]
         self.ranks = [*ranks]
         self._calls_by_step: dict[int, StepCalls] = {}  # of steps whose result is unread
         self._is_closed = False
@@ -139,26 +139,30 @@ class RankGroup:
         """
         if first_report is not None:
             limit_s = Timeouts.of(self._config.engine).give_up_s
-            if self._maker.placement.restore(limit_s, lambda: not self._is_closed):
+            if self._rank_maker.placement.restore(limit_s, lambda: not self._is_closed):
                 end_ranks([spare for spare in self._spares if spare is not None])
-                self._spares = [None] * self._maker.size
-        places = self._maker.placement.places()
+                self._spares = [None] * self._rank_maker.num_ranks
+        places = self._rank_maker.placement.places()
         began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         if not self.ranks:
-            self.ranks = [self._spare_at(place) or self._maker.create(place) for place in places]
+            self.ranks = [
+                self._spare_at(place) or self._rank_maker.create(place) for place in places
+            ]
         if self._is_closed:
             end_ranks(self.ranks)
         try:
             if first_report is not None:
                 check_again(self._config)
             self._identify(places, limit_s)
-            gpus = [self._maker.gpus_of_node(place.node_id, places) for place in places]
+            gpus = [self._rank_maker.gpus_of_node(place.node_id, places) for place in places]
             on_one_node = len({place.node_id for place in places}) == 1
-            address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
+            rendezvous_address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
             if first_report is not None:
                 num_kv_blocks = first_report.num_blocks
             starts = [
-                rank.actor.start.remote(address, place, self.epoch, node_gpus, num_kv_blocks)
+                rank.actor.start.remote(
+                    rendezvous_address, place, self.epoch, node_gpus, num_kv_blocks
+                )
                 for rank, place, node_gpus in zip(self.ranks, places, gpus, strict=True)
             ]
             reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
@@ -173,7 +177,10 @@ class RankGroup:
             ) from None
         return GroupReport(
             num_blocks=num_blocks,
-            seconds={phase: max(r.seconds[phase] for r in reports) for phase in reports[0].seconds},
+            seconds={
+                phase: max(report.seconds[phase] for report in reports)
+                for phase in reports[0].seconds
+            },
             log_lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
             checkpoint_id=_checkpoint_id(reports),
         )
@@ -258,13 +265,13 @@ class RankGroup:
         deadline_s, pending = time.monotonic() + limit_s, list(refs)
         while pending and time.monotonic() < deadline_s:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=NODE_CHECK_PERIOD_S)
-            if pending and not self._maker.placement.is_whole():
+            if pending and not self._rank_maker.placement.is_whole():
                 raise WorkerError("a node was lost while the ranks were created")
         identities = self._get_all(refs, "create the ranks", 0.0)
         for rank, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
             rank.process = process
             if rank not in self._spares:
-                self._maker.note_gpus(place, gpus)
+                self._rank_maker.note_gpus(place, gpus)
 
     def _check_checkpoint(
         self, first_report: GroupReport | None, reports: Seq[WorkerReport], places: Seq[Place]
@@ -310,7 +317,9 @@ class RankGroup:
             return values
         except GetTimeoutError:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            late_ranks = {i % self._maker.size for i, ref in enumerate(refs) if ref not in ready}
+            late_ranks = {
+                i % self._rank_maker.num_ranks for i, ref in enumerate(refs) if ref not in ready
+            }
             if not late_ranks:  # the last value has just come
                 return self._get_all(refs, action, limit_s)
             raise StepTimeoutError(
@@ -350,11 +359,11 @@ def _translated(error: Exception, refs: Seq[ray.ObjectRef[Any]], action: str) ->
     comes first.
     """
     causes = failures(refs, limit_s=0.0)
-    if causes and all(kind_of(cause) is Kind.LOST_CALL for cause in causes.values()):
+    if causes and all(kind_of(cause) is ErrorKind.LOST_CALL for cause in causes.values()):
         return LostCallsError(f"{action} failed: {next(iter(causes.values()))}", list(causes))
     causes = failures(refs, limit_s=1.0)
     for cause in causes.values():
         if isinstance(cause, ClientError):
             return cause
-    messages = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in causes.items()]
+    messages = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
     return WorkerError(f"{action} failed: {'; '.join(messages) or error}")

@@ -37,7 +37,7 @@ IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_TIMEOUT_S = 10.0
 # Time for processes that Ray was told to end: if they are killed earlier, Ray reports a fault.
-GRACE_S = 0.2
+END_GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
 DESCRIBE_TIMEOUT_S = 3.0
 NODE_CHECK_PERIOD_S = 0.5
@@ -124,20 +124,20 @@ def watch_here(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -
     with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
     busy machine.
     """
-    poll = select.poll()
+    poller = select.poll()
     key_of_pidfd: dict[int, int] = {}
     for key, process in processes.items():
         pidfd = _open_pidfd(process.pid, process.start_ticks)
         if pidfd is None:
             on_end(key)
         else:
-            poll.register(pidfd, select.POLLIN)
+            poller.register(pidfd, select.POLLIN)
             key_of_pidfd[pidfd] = key
 
     def watch() -> None:
         while key_of_pidfd:
-            for pidfd, _ in poll.poll():
-                poll.unregister(pidfd)
+            for pidfd, _ in poller.poll():
+                poller.unregister(pidfd)
                 os.close(pidfd)
                 on_end(key_of_pidfd.pop(pidfd))
 
@@ -213,7 +213,7 @@ def end_here(processes: list[tuple[int, int]]) -> None:
         if pidfd is not None:
             pid_of_pidfd[pidfd] = pid
     try:
-        _wait_for_ends(pid_of_pidfd, GRACE_S)
+        _wait_for_ends(pid_of_pidfd, END_GRACE_S)
         for pidfd in pid_of_pidfd:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -273,12 +273,12 @@ def _check_ended(living_pids: Collection[int]) -> None:
 
 def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
     """Close and remove the descriptors of processes that end in time."""
-    poll, deadline_s = select.poll(), time.monotonic() + limit_s
+    poller, deadline_s = select.poll(), time.monotonic() + limit_s
     for pidfd in pid_of_pidfd:
-        poll.register(pidfd, select.POLLIN)
+        poller.register(pidfd, select.POLLIN)
     while pid_of_pidfd and (remaining_s := deadline_s - time.monotonic()) > 0:
-        for pidfd, _ in poll.poll(1e3 * remaining_s):
-            poll.unregister(pidfd)
+        for pidfd, _ in poller.poll(1e3 * remaining_s):
+            poller.unregister(pidfd)
             os.close(pidfd)
             del pid_of_pidfd[pidfd]
 

@@ -19,7 +19,7 @@ from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 # Spares are made once the engine has served for a while, because a program that generates once and
 # ends needs none, and while it has no work, because starting processes takes time on the cores of
 # the ranks.
-DELAY_S = 5.0
+FIRST_SPARES_DELAY_S = 5.0
 MAX_WAIT_FOR_IDLE_S = 30.0  # then they are made although the engine works
 IDENTIFY_TIMEOUT_S = 1.0
 
@@ -29,35 +29,37 @@ logger = logging.getLogger("eagleray.driver")
 class Spares:
     """One spare per rank, made in the background. One thread."""
 
-    def __init__(self, maker: RankMaker, kind: str) -> None:
-        self._maker = maker
-        self._is_on = kind != "off"
+    def __init__(self, rank_maker: RankMaker, mode: str) -> None:
+        self._rank_maker = rank_maker
+        self._is_enabled = mode != "off"
         self._spares: list[RankHandle] = []
         self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when the spare is
-        self._due_when_idle_s = time.monotonic() + DELAY_S
+        self._due_when_idle_s = time.monotonic() + FIRST_SPARES_DELAY_S
         self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
 
     def prepare(self, *, is_busy: bool) -> None:
         """Make spares if they are due, and note those that have become ready."""
         due_s = self._due_when_busy_s if is_busy else self._due_when_idle_s
-        if self._is_on and not self._spares and time.monotonic() >= due_s:
+        if self._is_enabled and not self._spares and time.monotonic() >= due_s:
             try:
-                self._make()
+                self._create()
             except Exception as error:  # such as a node that is missing
                 if not kind_of(error).may_pass:
                     raise
-                why = reason_of(error).split("\n")[0]
-                logger.warning("spares are made later: %s", why)
-                self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
+                reason = reason_of(error).split("\n")[0]
+                logger.warning("spares are made later: %s", reason)
+                self._due_when_idle_s = self._due_when_busy_s = (
+                    time.monotonic() + FIRST_SPARES_DELAY_S
+                )
         if self._warming:
             ready, _ = ray.wait(list(self._warming), num_returns=len(self._warming), timeout=0)
             for ref in ready:
                 with contextlib.suppress(RayError):  # it has died; `take` will notice
                     self._warming.pop(ref).process = ray.get(ref)
 
-    def _make(self) -> None:
-        places = self._maker.placement.places()
-        spares = [self._maker.create(place, places) for place in places]
+    def _create(self) -> None:
+        places = self._rank_maker.placement.places()
+        spares = [self._rank_maker.create(place, places) for place in places]
         self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 

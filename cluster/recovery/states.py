@@ -20,7 +20,7 @@ from enum import Enum
 from cluster.timeouts import GIVE_UP_AFTER_S
 
 BACKOFF_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
-IDLE_RESETS_AFTER_S = 10.0
+MIN_SERVING_S = 10.0
 
 
 class RecoveryState(Enum):
@@ -46,7 +46,7 @@ class Recovery:
     _next_attempt_s: float = 0.0
     _serving_since_s: float = 0.0
 
-    def fault(self, why: str) -> bool:
+    def fault(self, reason: str) -> bool:
         """A rank was lost, or a new group could not be assembled. Returns False if a fault is
         already being handled.
         """
@@ -55,7 +55,7 @@ class Recovery:
         now_s = self.clock()
         if not self.failures:
             self._first_fault_s = now_s
-        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
+        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {reason}")
         self.state = RecoveryState.FENCING
         return True
 
@@ -70,14 +70,14 @@ class Recovery:
         self._next_attempt_s = now_s + delay_s
         self.state = RecoveryState.BACKOFF if delay_s else RecoveryState.ASSEMBLING
 
-    def is_too_late(self, why: str) -> bool:
+    def is_too_late(self, reason: str) -> bool:
         """Whether to stop trying, because the next transition, such as the end of the last epoch,
-        has failed for too long; the last time because of `why`.
+        has failed for too long; the last time because of `reason`.
         """
         now_s = self.clock()
         if now_s - self._first_fault_s <= self.give_up_after_s:
             return False
-        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
+        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {reason}")
         self.state = RecoveryState.DEAD
         return True
 
@@ -108,8 +108,8 @@ class Recovery:
 
     def idle(self) -> None:
         """The group answers and has no work. After a while, that counts like a result."""
-        idle_s = self.clock() - self._serving_since_s
-        if self.state is RecoveryState.SERVING and idle_s >= IDLE_RESETS_AFTER_S:
+        serving_s = self.clock() - self._serving_since_s
+        if self.state is RecoveryState.SERVING and serving_s >= MIN_SERVING_S:
             self.failures.clear()
 
     def give_up(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId
 from cluster.recovery.spares import Spares
@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(
         self,
-        maker: RankMaker,
+        rank_maker: RankMaker,
         *,
         busy_since_s: Callable[[], float | None],
         has_work: Callable[[], bool],
@@ -48,22 +48,22 @@ class Supervisor:
         on_dead: Callable[[EaglerayError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` gets the epoch that has ended and why, `on_group` the next group, `on_dead` the
-        reason why there will be none. All run on the supervisor's thread. `busy_since_s`: see
-        `Watch.check`.
+        """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group,
+        `on_dead` the reason why there will be none. All run on the supervisor's thread.
+        `busy_since_s`: see `Watch.check`.
         """
         self._clock = clock
-        self._maker = maker
-        self._options = maker.config.engine
+        self._rank_maker = rank_maker
+        self._options = rank_maker.config.engine
         self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
         self._busy_since_s, self._has_work = busy_since_s, has_work
         self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
-        self._spares = self.make_spares(maker, self._options.spares)
+        self._spares = self.make_spares(rank_maker, self._options.spares)
         self._failed_step: tuple[int, str] | None = (
-            None  # its epoch and why, from the engine thread
+            None  # its epoch and reason, from the engine thread
         )
         self._loss_reason = ""  # why the present epoch was lost
         self._is_serving = False  # whether the engine thread has the present group
@@ -72,7 +72,7 @@ class Supervisor:
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[GroupReport] | None = None
         self._assembly_began_s = 0.0
-        self._wake = threading.Event()
+        self._wake_event = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -82,7 +82,7 @@ class Supervisor:
         """The first group, of `ranks` if they have been created. `num_kv_blocks`: see
         `RankGroup.start`. Raises what kept it from starting, and then leaves nothing running.
         """
-        self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
+        self._group = self.make_group(self._rank_maker, epoch=0, ranks=ranks)
         try:
             self._first_report = self._group.start(num_kv_blocks=num_kv_blocks)
         except BaseException:
@@ -100,14 +100,14 @@ class Supervisor:
     def end(self) -> None:
         """End the thread and the ranks without waiting for the thread. Any thread."""
         self._is_stopping = True
-        self._wake.set()
+        self._wake_event.set()
         if self._group is not None:
             self._group.close()
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def step_failed(self, epoch: int, reason: str) -> None:
         """A step of this epoch failed. Any thread."""
-        self._failed_step = epoch, why
-        self._wake.set()
+        self._failed_step = epoch, reason
+        self._wake_event.set()
 
     def applied(self, epoch: int) -> None:
         """A result of this epoch was applied. Any thread; cheap."""
@@ -134,7 +134,7 @@ class Supervisor:
     def stop(self) -> None:
         """End the thread, the ranks and the spares. Raises `EngineError` if a process survives."""
         self._is_stopping = True
-        self._wake.set()
+        self._wake_event.set()
         if self._thread.is_alive():
             self._thread.join(ASSEMBLY_END_TIMEOUT_S)
         self._spares.close()
@@ -144,13 +144,13 @@ class Supervisor:
     # -- the thread --------------------------------------------------------------------------------
 
     def _watch_of(self, group: RankGroup) -> Watch:
-        return self.make_watch(group, self._wake.set, self._options.stuck_after_s)
+        return self.make_watch(group, self._wake_event.set, self._options.stuck_after_s)
 
     def _run(self) -> None:
         while not self._is_stopping and self.recovery.state is not RecoveryState.DEAD:
             wait_s = self.recovery.wait_s() or HEARTBEAT_S
-            self._wake.wait(min(wait_s, HEARTBEAT_S))
-            self._wake.clear()
+            self._wake_event.wait(min(wait_s, HEARTBEAT_S))
+            self._wake_event.clear()
             try:
                 if not self._is_stopping:
                     self.turn()
@@ -167,11 +167,11 @@ class Supervisor:
         except Exception as error:
             if not kind_of(error).may_pass:
                 raise
-            why = reason_of(error)
-            logger.warning("the supervisor tries again: %s", why.split("\n")[0])
-            if self.recovery.fault(why):
-                self._loss_reason = why
-            elif self.recovery.is_too_late(why):
+            reason = reason_of(error)
+            logger.warning("the supervisor tries again: %s", reason.split("\n")[0])
+            if self.recovery.fault(reason):
+                self._loss_reason = reason
+            elif self.recovery.is_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
 
     def _turn(self) -> None:
@@ -182,11 +182,11 @@ class Supervisor:
                 recovery.progress()
             elif self._watch.all_answer and not self._has_work():
                 recovery.idle()
-            why = self._step_failure() or self._watch.check(self._busy_since_s())
-            if why is None:
+            reason = self._step_failure() or self._watch.check(self._busy_since_s())
+            if reason is None:
                 self._spares.prepare(is_busy=self._has_work())
             else:
-                self._lose(why)
+                self._lose(reason)
         elif recovery.state is RecoveryState.FENCING:  # an earlier turn could not finish that
             self._fence()
         elif recovery.state is RecoveryState.ASSEMBLING:
@@ -202,12 +202,12 @@ class Supervisor:
             return None
         return failed_step[1]
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """End this epoch."""
         assert self._group is not None
-        if self.recovery.fault(why):
-            logger.warning("epoch %d is lost: %s", self._group.epoch, why)
-            self._loss_reason = why
+        if self.recovery.fault(reason):
+            logger.warning("epoch %d is lost: %s", self._group.epoch, reason)
+            self._loss_reason = reason
             self._fence()
 
     def _fence(self) -> None:
@@ -235,9 +235,11 @@ class Supervisor:
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
         self._assembly_began_s = self._clock()
-        self._group = self.make_group(self._maker, epoch=self._epoch, spares=self._spares.take())
+        self._group = self.make_group(
+            self._rank_maker, epoch=self._epoch, spares=self._spares.take()
+        )
         self._assembly = self._assembly_executor.submit(self._group.start, self._first_report)
-        self._assembly.add_done_callback(lambda _: self._wake.set())
+        self._assembly.add_done_callback(lambda _: self._wake_event.set())
 
     def _check_assembly(self) -> None:
         group, assembly = self._group, self._assembly
@@ -246,7 +248,7 @@ class Supervisor:
             error = assembly.exception()
             if error is None:
                 self._serve(group)
-            elif kind_of(error) is Kind.CALLER:  # such as a checkpoint that has changed
+            elif kind_of(error) is ErrorKind.CALLER:  # such as a checkpoint that has changed
                 self._lose(str(error))
                 self._die(str(error))
             else:
@@ -255,9 +257,9 @@ class Supervisor:
         if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
             self._watch = self._watch_of(group)
         if self._watch is not None:
-            why = self._watch.check(self._assembly_began_s)
-            if why is not None:
-                self._lose(why)
+            reason = self._watch.check(self._assembly_began_s)
+            if reason is not None:
+                self._lose(reason)
 
     def _serve(self, group: RankGroup) -> None:
         self._assembly, self._is_serving = None, True
@@ -268,6 +270,6 @@ class Supervisor:
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
         self._on_group(group)
 
-    def _die(self, why: str) -> None:
+    def _die(self, reason: str) -> None:
         self.recovery.give_up()
-        self._on_dead(EngineDeadError(why))
+        self._on_dead(EngineDeadError(reason))

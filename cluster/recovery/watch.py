@@ -18,7 +18,7 @@ from typing import Any
 from cluster.ranks.group import RankGroup
 from cluster.ranks.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.ray_errors import was_lost
-from cluster.timeouts import ANSWER_S, HEARTBEAT_S
+from cluster.timeouts import HEARTBEAT_S, RANK_ANSWER_TIMEOUT_S
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
@@ -26,7 +26,7 @@ from workers.progress import Progress
 # each costs a millisecond.
 IDLE_HEARTBEAT_S = 2.0
 # If this process itself did not run for this long, the silence of the ranks proves nothing.
-STALL_S = 2.0
+MIN_STALL_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -58,7 +58,7 @@ class Watch:
         self._last_check_s = now_s = self._clock()
         self._pulses = [_Pulse(last_answer_s=now_s, last_progress_s=now_s) for _ in group.ranks]
         self._deaths: list[tuple[int, str]] = []  # rank and reason
-        self._local_processes = on_this_node([handle.process for handle in group.ranks])
+        self._local_processes = on_this_node([rank_handle.process for rank_handle in group.ranks])
         watch_here(self._local_processes, self._note_exit)
         self._call_for_ends()
 
@@ -67,7 +67,8 @@ class Watch:
         """Whether every rank has answered recently."""
         now_s = self._clock()
         return not self._deaths and all(
-            pulse.unanswered_since_s is None or now_s - pulse.unanswered_since_s < ANSWER_S
+            pulse.unanswered_since_s is None
+            or now_s - pulse.unanswered_since_s < RANK_ANSWER_TIMEOUT_S
             for pulse in self._pulses
         )
 
@@ -76,14 +77,14 @@ class Watch:
         began or the last result came, whichever is later; None without work.
         """
         if self._deaths:
-            rank, why = self._deaths[0]
-            return f"rank {rank} died: {why}"
+            rank, reason = self._deaths[0]
+            return f"rank {rank} died: {reason}"
         self._call_for_ends()
         now_s = self._clock()
         stalled_s = now_s - self._last_check_s - HEARTBEAT_S
         self._last_check_s = now_s
         for rank, pulse in enumerate(self._pulses):
-            if stalled_s > STALL_S:
+            if stalled_s > MIN_STALL_S:
                 pulse.last_progress_s += stalled_s
                 if pulse.unanswered_since_s is not None:
                     pulse.unanswered_since_s += stalled_s
@@ -98,7 +99,7 @@ class Watch:
             if silent_since_s is not None and now_s - silent_since_s > self._stuck_after_s:
                 return self._report(rank, "has not answered")
         if busy_since_s is not None:
-            last_progress_s = max(busy_since_s, *(p.last_progress_s for p in self._pulses))
+            last_progress_s = max(busy_since_s, *(pulse.last_progress_s for pulse in self._pulses))
             if now_s - last_progress_s > self._stuck_after_s:
                 return self._report(self._furthest_behind(), "has not moved")
         return None
@@ -119,18 +120,26 @@ class Watch:
 
     def _furthest_behind(self) -> int:
         """The rank that the others wait for: the one that has run the fewest collectives."""
-        counts = [p.progress.num_collectives if p.progress else -1 for p in self._pulses]
+        counts = [
+            pulse.progress.num_collectives if pulse.progress else -1 for pulse in self._pulses
+        ]
         return counts.index(min(counts))
 
     def _report(self, stuck_rank: int, symptom: str) -> str:
         lines = []
-        for rank, (pulse, handle) in enumerate(zip(self._pulses, self.group.ranks, strict=True)):
-            place = pulse.progress.describe() if pulse.progress else "not known"
+        for rank, (pulse, rank_handle) in enumerate(
+            zip(self._pulses, self.group.ranks, strict=True)
+        ):
+            activity = pulse.progress.describe() if pulse.progress else "not known"
             try:
-                state = describe(handle.process) if handle.process is not None else "not known"
+                state = (
+                    describe(rank_handle.process)
+                    if rank_handle.process is not None
+                    else "not known"
+                )
             except EaglerayError as error:
                 state = str(error)
-            lines.append(f"rank {rank} at {place}: {state}")
+            lines.append(f"rank {rank} at {activity}: {state}")
         progress = self._pulses[stuck_rank].progress
         return (
             f"rank {stuck_rank} {symptom} for {self._stuck_after_s:g} s"
@@ -148,12 +157,12 @@ class Watch:
             self._pulses[rank].has_end_call = False  # the next check makes the call again
             self._wake()
             return
-        why = str(ended_call.exception() or "it has ended")
+        reason = str(ended_call.exception() or "it has ended")
         if (
             self._deaths
         ):  # Ray may say more than the kernel, such as that there was too little memory
-            logger.info("Ray says of rank %d: %s", rank, why)
-        self._deaths.append((rank, why.split("\n")[0]))
+            logger.info("Ray says of rank %d: %s", rank, reason)
+        self._deaths.append((rank, reason.split("\n")[0]))
         self._wake()
 
     def _handle_answer(self, rank: int, ended_call: Any) -> None:

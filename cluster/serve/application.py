@@ -41,14 +41,14 @@ def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
     prepare(config.engine, SamplingParams.from_dict(config.sampling))
     timeouts = Timeouts.of(config.engine)
-    if raised := timeouts.describe_raised():
-        logger.info("to fit the options of the engine: %s", raised)
-    size = config.engine.tensor_parallel_size
+    if raised_limits := timeouts.describe_raised():
+        logger.info("to fit the options of the engine: %s", raised_limits)
+    num_ranks = config.engine.tensor_parallel_size
     if not ray.is_initialized():
         ray.init(address="auto")
-    device = pick_device(config.engine.device, size)
+    device = pick_device(config.engine.device, num_ranks)
     if not config.engine.wait_for_nodes_s:
-        check_room(size, device, groups=config.replicas)
+        check_room(num_ranks, device, groups=config.replicas)
     shared_options: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "max_queued_requests": -1,
@@ -61,8 +61,8 @@ def application(config: ServeConfig) -> serve.Application:
     }
     engine_options: dict[str, Any] = shared_options | {
         "name": DEPLOYMENT_NAME,
-        "placement_group_bundles": [bundle_of(device) for _ in range(size)],
-        "placement_group_strategy": strategy_for(size, device),
+        "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],
+        "placement_group_strategy": strategy_for(num_ranks, device),
     }
     if config.is_single:
         return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)

@@ -35,9 +35,9 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 DEPLOYMENT_NAME = "engine"
-DRIVER_TIMEOUT_S = 0.1  # another engine may be available at once
-LAST_DRIVER_TIMEOUT_S = 10.0
-HOLDER_CHECK_S = 5.0
+LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
+LAST_CHOICE_LOOKUP_TIMEOUT_S = 10.0
+HOLDER_CHECK_PERIOD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ class EngineReplica:
         self._model_name = config.model_name
         sampling = SamplingParams.from_dict(config.sampling)
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
-        group = ray.util.get_current_placement_group()
-        self._engine = await asyncio.to_thread(EngineProcesses, setup, group)
+        placement_group = ray.util.get_current_placement_group()
+        self._engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
         timeouts = Timeouts.of(config.engine)
         self._health = DriverHealth(self._engine.frontend, timeouts.replaced_s)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
@@ -117,7 +117,7 @@ class EngineReplica:
             lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.live_driver))
             self._driver_lookup = lookup
         is_last_choice = self._replica_id in lease_request.avoid
-        limit_s = LAST_DRIVER_TIMEOUT_S if is_last_choice else DRIVER_TIMEOUT_S
+        limit_s = LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.
         has_driver = lookup.done() and lookup.exception() is None
@@ -166,7 +166,7 @@ class EngineReplica:
 async def _wait_until_dead(actor: Any) -> None:
     """Returns when an actor is dead. One that does not answer counts as alive."""
     while True:
-        await asyncio.sleep(HOLDER_CHECK_S)
+        await asyncio.sleep(HOLDER_CHECK_PERIOD_S)
         try:
             await actor.__ray_ready__.remote()
         except ActorDiedError:

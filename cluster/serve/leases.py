@@ -149,7 +149,7 @@ class EngineLeases:
     ) -> str:
         """The replica id of the engine for a request. On the router's thread."""
         with self._table_lock:
-            chosen = self._table.choose(routed, replica_ids, hashes, session, avoid)
+            chosen_id = self._table.choose(routed, replica_ids, hashes, session, avoid)
             if routed.has_ended():  # `stop_counting` may have been called just before
                 self._table.end(routed)
-        return chosen
+        return chosen_id

@@ -25,11 +25,11 @@ from ray.serve.schema import (
 )
 from ray.util import list_named_actors
 
-from cluster.error_kinds import Kind, kind_of
+from cluster.error_kinds import ErrorKind, kind_of
 from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
 from scheduler.errors import EngineError
 
-CANNOT_START = "the engine was lost and could not be started again"
+CANNOT_START_MESSAGE = "the engine was lost and could not be started again"
 
 logger = logging.getLogger("eagleray")
 
@@ -40,14 +40,14 @@ class Application:
     def __init__(
         self,
         name: str,
-        check_again: Callable[[], None] = lambda: None,
+        check_can_start: Callable[[], None] = lambda: None,
         check_ray: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_again` raises `ClientError` if no engine could start any more, `check_ray` raises
-        `EngineError` if Ray has lost a process that it needs.
+        """`check_can_start` raises `ClientError` if no engine could start any more, `check_ray`
+        raises `EngineError` if Ray has lost a process that it needs.
         """
         self._name = name
-        self._check_again = check_again
+        self._check_can_start = check_can_start
         self._check_ray = check_ray
         self._reported_loss = ""  # the reason that was logged for replicas that are lost now
 
@@ -76,15 +76,15 @@ class Application:
             return
         reason = reason_of(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
-            raise EngineError(f"{CANNOT_START}: {reason}")
-        unhealthy = [
+            raise EngineError(f"{CANNOT_START_MESSAGE}: {reason}")
+        unhealthy_deployments = [
             deployment
             for deployment in overview.deployments.values()
             if deployment.status == DeploymentStatus.UNHEALTHY
         ]
-        if not unhealthy or reason == self._reported_loss:
+        if not unhealthy_deployments or reason == self._reported_loss:
             return
-        if any(map(_has_no_replica, unhealthy)):
+        if any(map(_has_no_replica, unhealthy_deployments)):
             self._check_that_another_can_start()
         event = "has failed to start" if self._reported_loss else "is lost"
         logger.warning("a replica %s, Ray Serve starts another one: %s", event, reason)
@@ -93,10 +93,10 @@ class Application:
     def _check_that_another_can_start(self) -> None:
         """Raise `EngineError` at once for a fault that another start would not repair."""
         try:
-            self._check_again()
+            self._check_can_start()
         except Exception as error:
-            if kind_of(error) is Kind.CALLER:
-                raise EngineError(f"{CANNOT_START}: {error}") from error
+            if kind_of(error) is ErrorKind.CALLER:
+                raise EngineError(f"{CANNOT_START_MESSAGE}: {error}") from error
             # Such as a disk that does not answer; Ray Serve will find out.
             logger.warning("the checkpoint could not be looked at: %s", error)
 
@@ -197,8 +197,8 @@ def reason_of(overview: ApplicationStatusOverview) -> str:
 
 
 def _controller() -> Any:
-    client: Any = serve.context._get_global_client()
-    return client._controller
+    serve_client: Any = serve.context._get_global_client()
+    return serve_client._controller
 
 
 def _first_line(error: Exception) -> str:

@@ -70,14 +70,14 @@ class EnginePool:
         loop of the pool. Raises `RequestError`, `OverloadedError` when no engine takes them in
         time.
         """
-        batch = [RoutedRequest(generation) for generation in generations]
+        routed_requests = [RoutedRequest(generation) for generation in generations]
         with self._lock:
-            self._routed |= {id(routed.generation): routed for routed in batch}
-        for routed in batch:
-            routed.generation.done.add_done_callback(functools.partial(self._release, routed))
+            self._routed |= {id(routed.generation): routed for routed in routed_requests}
+        for routed in routed_requests:
+            routed.generation.done.add_done_callback(functools.partial(self._handle_done, routed))
         try:
             async with asyncio.timeout(self._lease_limit_s):
-                await self._place(batch)
+                await self._lease_and_send(routed_requests)
         except TimeoutError:
             self.abort(generations)
             raise _no_answer(self._lease_limit_s) from None
@@ -133,13 +133,13 @@ class EnginePool:
 
     # -- placing -----------------------------------------------------------------------------------
 
-    async def _place(self, batch: list[RoutedRequest]) -> None:
+    async def _lease_and_send(self, routed_requests: list[RoutedRequest]) -> None:
         """Lease an engine for each request and send it there, or to another engine if that one is
         lost meanwhile. No request waits for the engine of another one.
         """
-        leases = await asyncio.gather(*map(self._leases.lease, batch))
+        leases = await asyncio.gather(*map(self._leases.lease, routed_requests))
         by_sender: dict[RequestSender, list[RoutedRequest]] = {}
-        for routed, lease in zip(batch, leases, strict=True):
+        for routed, lease in zip(routed_requests, leases, strict=True):
             if lease is not None:
                 with self._lock:
                     sender = self._sender(lease.driver)
@@ -147,15 +147,15 @@ class EnginePool:
                 by_sender.setdefault(sender, []).append(routed)
         await asyncio.gather(*(self._send_to(*part) for part in by_sender.items()))
 
-    async def _send_to(self, sender: RequestSender, batch: list[RoutedRequest]) -> None:
+    async def _send_to(self, sender: RequestSender, routed_requests: list[RoutedRequest]) -> None:
         """Send requests to one engine, or elsewhere if it is lost."""
         try:
-            await sender.send([routed.generation for routed in batch])
+            await sender.send([routed.generation for routed in routed_requests])
         except (EngineDeadError, NoAnswerError) as error:
-            self._note_loss(batch, error)
-            if unfinished := [routed for routed in batch if not routed.has_ended()]:
+            self._note_loss(routed_requests, error)
+            if unfinished := [routed for routed in routed_requests if not routed.has_ended()]:
                 await asyncio.sleep(RETRY_PAUSE_S)
-                await self._place(unfinished)
+                await self._lease_and_send(unfinished)
 
     def _sender(self, driver: Any) -> RequestSender:
         """The sender of a driver's requests. Call it with the lock held."""
@@ -175,23 +175,23 @@ class EnginePool:
         """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
             sender = self._senders.pop(driver_id, None)
-            batch = [self._routed[id(g)] for g in generations if id(g) in self._routed]
-        if batch:
-            logger.warning("%d requests move to other engines: %s", len(batch), error)
+            routed_requests = [self._routed[id(g)] for g in generations if id(g) in self._routed]
+        if routed_requests:
+            logger.warning("%d requests move to other engines: %s", len(routed_requests), error)
         if sender is not None:
             sender.frontend.close()
-        self._note_loss(batch, error)
-        for routed in batch:
+        self._note_loss(routed_requests, error)
+        for routed in routed_requests:
             if not routed.has_ended():
-                asyncio.run_coroutine_threadsafe(self._place_or_fail(routed), self._loop)
+                asyncio.run_coroutine_threadsafe(self._lease_and_send_or_fail(routed), self._loop)
         self._call_news_callbacks()
 
-    async def _place_or_fail(self, routed: RoutedRequest) -> None:
+    async def _lease_and_send_or_fail(self, routed: RoutedRequest) -> None:
         """Place a request that has lost its engine; if that is not possible, it fails alone."""
         generation = routed.generation
         try:
             async with asyncio.timeout(self._lease_limit_s):
-                await self._place([routed])
+                await self._lease_and_send([routed])
         except TimeoutError:
             generation.fail(_no_answer(self._lease_limit_s))
         except EaglerayError as failure:
@@ -201,9 +201,9 @@ class EnginePool:
             generation.fail(EngineError(f"this request could not move: {failure!r}"))
         self._call_news_callbacks()
 
-    def _note_loss(self, batch: list[RoutedRequest], error: EaglerayError) -> None:
+    def _note_loss(self, routed_requests: list[RoutedRequest], error: EaglerayError) -> None:
         """These requests have lost their engine. Those that were at too many engines fail."""
-        for routed in batch:
+        for routed in routed_requests:
             with self._lock:
                 routed.frontend = None
             self._leases.give_back(routed)
@@ -218,13 +218,13 @@ class EnginePool:
                     )
                 )
 
-    def _release(self, routed: RoutedRequest, done: Future[None]) -> None:
+    def _handle_done(self, routed: RoutedRequest, done_future: Future[None]) -> None:
         """Called when a request has ended, or its caller was canceled."""
         self._leases.stop_counting(routed)
         with self._lock:
             self._routed.pop(id(routed.generation), None)
             frontend = routed.frontend
-        if done.cancelled() and frontend is not None:
+        if done_future.cancelled() and frontend is not None:
             frontend.abort([routed.generation])
         self._leases.give_back(routed)
 

@@ -32,9 +32,9 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
         stride *= 2
     hashes = array("Q")
     hasher = xxhash.xxh3_64(cache_salt.encode())
-    tokens = array("i", token_ids)
-    for end in range(stride, len(tokens) + 1, stride):
-        hasher.update(tokens[end - stride : end].tobytes())
+    token_array = array("i", token_ids)
+    for end in range(stride, len(token_array) + 1, stride):
+        hasher.update(token_array[end - stride : end].tobytes())
         hashes.append(hasher.intdigest())
     return hashes
 
@@ -73,8 +73,8 @@ class PrefixTable:
         if self._engines != (present_engines := frozenset(all_engines)):
             self._keep_only(present_engines)
         candidates = present_engines - set(avoid) or present_engines
-        if (chosen := self._engine_by_request.get(request, "")) in candidates:
-            return chosen
+        if (chosen_engine := self._engine_by_request.get(request, "")) in candidates:
+            return chosen_engine
         self.end(request)
         loads = [self._num_open[engine] for engine in candidates]
         mean_load = sum(loads) / len(loads)
@@ -88,20 +88,20 @@ class PrefixTable:
             last_choice = self._last_choice[engine]
             return is_full, is_new_to_session, -num_hashes[engine], num_open, last_choice
 
-        chosen = min(sorted(candidates), key=preference)
-        self._engine_by_request[request] = chosen
-        self._num_open[chosen] += 1
+        chosen_engine = min(sorted(candidates), key=preference)
+        self._engine_by_request[request] = chosen_engine
+        self._num_open[chosen_engine] += 1
         self._num_choices += 1
-        self._last_choice[chosen] = self._num_choices
+        self._last_choice[chosen_engine] = self._num_choices
         if session is not None:
-            self._engines_by_hash[session] = {chosen}
+            self._engines_by_hash[session] = {chosen_engine}
             self._engines_by_hash.move_to_end(session)
         for prefix_hash in hashes:
-            self._engines_by_hash.setdefault(prefix_hash, set()).add(chosen)
+            self._engines_by_hash.setdefault(prefix_hash, set()).add(chosen_engine)
             self._engines_by_hash.move_to_end(prefix_hash)
         while len(self._engines_by_hash) > self._max_hashes:
             self._engines_by_hash.popitem(last=False)
-        return chosen
+        return chosen_engine
 
     def end(self, request: Hashable) -> None:
         """A request has ended, or was not sent."""

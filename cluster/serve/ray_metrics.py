@@ -15,7 +15,7 @@ from ray.util.metrics import Gauge
 from cluster.api.metrics import Family
 from scheduler.errors import EaglerayError
 
-PERIOD_S = 5.0
+REPORT_PERIOD_S = 5.0
 
 
 class RayMetrics:
@@ -43,6 +43,6 @@ async def report_periodically(
     """Report a replica's metrics to Ray, forever."""
     metrics = RayMetrics(replica_id)
     while True:
-        await asyncio.sleep(PERIOD_S)
+        await asyncio.sleep(REPORT_PERIOD_S)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
             metrics.report(await gather_families())

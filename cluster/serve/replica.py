@@ -83,8 +83,8 @@ class ApiReplica:
 
     async def _start_engine(self, config: ServeConfig, setup: EngineSetup) -> Client:
         """Start this replica's own engine; returns a client of it."""
-        group = ray.util.get_current_placement_group()
-        self._engine = engine = await asyncio.to_thread(EngineProcesses, setup, group)
+        placement_group = ray.util.get_current_placement_group()
+        self._engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
         replaced_s = Timeouts.of(config.engine).replaced_s
         self._health = DriverHealth(engine.frontend, replaced_s)
         return Client(setup.request_builder(engine.report.limits), engine.frontend)
@@ -136,8 +136,8 @@ class ApiReplica:
         """
         with self._api.admission.admit(_num_outputs(sampling_params)):
             async with self._client.stream([prompt], sampling_params) as (_, chunks):
-                while items := await chunks.next():
-                    for _, chunk in items:
+                while prompts_and_chunks := await chunks.next():
+                    for _, chunk in prompts_and_chunks:
                         yield chunk
 
     async def stream_chat(

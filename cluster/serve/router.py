@@ -46,5 +46,5 @@ class LeaseRouter(RequestRouter):
         lease_request: LeaseRequest = pending_request.args[0]
         assert lease_request.choose is not None
         replica_by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        chosen = replica_by_id.pop(lease_request.choose(replica_by_id.keys()))
-        return [[chosen], [*replica_by_id.values()]]
+        chosen_replica = replica_by_id.pop(lease_request.choose(replica_by_id.keys()))
+        return [[chosen_replica], [*replica_by_id.values()]]

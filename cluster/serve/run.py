@@ -70,12 +70,14 @@ def run_serve(job: ServeJob) -> None:
             )
     setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _signals() as signals:
-        size = job.config.engine.tensor_parallel_size
-        session_lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
+        num_ranks = job.config.engine.tensor_parallel_size
+        session_lease = SESSION.connect(
+            job.config.engine.ray_address, num_ranks * job.config.replicas
+        )
         try:
             if not job.config.engine.wait_for_nodes_s:
-                device = pick_device(job.config.engine.device, size)
-                check_room(size, device, groups=job.config.replicas)
+                device = pick_device(job.config.engine.device, num_ranks)
+                check_room(num_ranks, device, groups=job.config.replicas)
             ends_with_ray = SESSION.owns(session_lease)
             _serve(job, setup, signals, began_s, ends_with_ray=ends_with_ray)
         finally:
@@ -89,7 +91,7 @@ class _Signals:
         self.is_serving = False
         self.stopping = threading.Event()
 
-    def handle(self, number: int, _: FrameType | None) -> None:
+    def handle(self, signal_number: int, _: FrameType | None) -> None:
         if self.stopping.is_set() or not self.is_serving:
             raise KeyboardInterrupt
         self.stopping.set()
@@ -113,7 +115,7 @@ def _serve(
     )
     try:
         handle = _start(job, ends_with_ray=ends_with_ray)
-        _wait_until_it_listens(job)
+        _wait_until_listening(job)
         signals.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
         address = host_and_port(job.host, job.port)
@@ -149,8 +151,8 @@ def _checked_against_running_serve(job: ServeJob, *, ends_with_ray: bool) -> Ser
             f" 'launch.py down {job.name}' or give another --name"
         )
     if status.proxies:
-        client: Any = serve.context._get_global_client()
-        host, port = client.http_config.host, client.http_config.port
+        serve_client: Any = serve.context._get_global_client()
+        host, port = serve_client.http_config.host, serve_client.http_config.port
         if (job.host, job.port) != (host, port):
             job = dataclasses.replace(job, host=host, port=port)
             logger.info("Serve listens on %s already", host_and_port(host, port))
@@ -186,7 +188,7 @@ def _start(job: ServeJob, *, ends_with_ray: bool) -> Any:
         raise EngineError(f"the application did not start: {reason}") from error
 
 
-def _wait_until_it_listens(job: ServeJob) -> None:
+def _wait_until_listening(job: ServeJob) -> None:
     deadline_s = time.monotonic() + LISTEN_TIMEOUT_S
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(job.host, job.host)
     while True:
@@ -237,10 +239,11 @@ def _signals() -> Iterator[_Signals]:
     """Handlers of SIGTERM and SIGINT for the block."""
     signals = _Signals()
     previous_handlers = {
-        number: signal.signal(number, signals.handle) for number in (signal.SIGTERM, signal.SIGINT)
+        signal_number: signal.signal(signal_number, signals.handle)
+        for signal_number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield signals
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)

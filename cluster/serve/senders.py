@@ -13,7 +13,7 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Generation
 from cluster.ray_errors import NoAnswerError
 
-NUM_THREADS = 8  # calls to one engine that may wait for their answers at a time
+NUM_SEND_THREADS = 8  # calls to one engine that may wait for their answers at a time
 
 
 class RequestSender:
@@ -21,7 +21,7 @@ class RequestSender:
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "eagleray-send")
+        self._threads = ThreadPoolExecutor(NUM_SEND_THREADS, "eagleray-send")
         self._last_timeout_s = float("-inf")  # when a call last got no answer
 
     async def send(self, generations: Seq[Generation]) -> None:

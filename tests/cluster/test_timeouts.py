@@ -22,7 +22,7 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     options = EngineConfig(stuck_after_s=stuck, start_timeout_s=start, wait_for_nodes_s=nodes)
     limits = Timeouts.of(options)
     order = [
-        timeouts.HEARTBEAT_S + timeouts.ANSWER_S,
+        timeouts.HEARTBEAT_S + timeouts.RANK_ANSWER_TIMEOUT_S,
         limits.stuck_s,
         limits.driver_silent_s,
         limits.replica_silent_s,

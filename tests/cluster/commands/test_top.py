@@ -17,7 +17,7 @@ from scheduler.errors import ConfigError
 from tests.cluster.api.scripted import echo_number, serve
 
 
-def text_of(last: top.Reading | None, now: top.Reading) -> str:
+def text_of(last: top.MetricsReading | None, now: top.MetricsReading) -> str:
     console = Console(width=120)
     with console.capture() as captured:
         console.print(top.table("URL", last, now))

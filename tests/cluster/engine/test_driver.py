@@ -288,7 +288,7 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     now_s = time.monotonic()
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
-        assert list(frontends.drop_silent()) == dropped
+        assert list(frontends.fail_silent()) == dropped
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:

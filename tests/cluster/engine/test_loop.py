@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from cluster.engine.loop import (
-    LEAD_S,
-    LEAD_SHARE,
+    PLAN_LEAD_S,
+    PLAN_LEAD_SHARE,
     Command,
     Finish,
     NewsByFrontend,
@@ -193,13 +193,13 @@ def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
     loop.turn()
     assert executor.events == ["wait 2", "launch 3 admits 1", "result 2"]
     [limit_s] = executor.waits_s
-    assert 0 < STEP_S - limit_s - max(LEAD_S, LEAD_SHARE * STEP_S) < 0.2
+    assert 0 < STEP_S - limit_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * STEP_S) < 0.2
 
 
 def test_a_plan_is_late_by_nothing_where_steps_take_little() -> None:
     loop, executor = slow_loop(2)
     for decode_s in loop.engine.scheduler.pace._decode_s.values():
-        decode_s.extend([LEAD_S])
+        decode_s.extend([PLAN_LEAD_S])
     loop.turn()
     assert executor.events == ["launch 3 admits 0", "result 2"]
 

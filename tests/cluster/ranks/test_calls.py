@@ -204,7 +204,7 @@ class BareRank(RankActor):
         self._is_imported = threading.Event()
         self._is_imported.set()
         self._compute_thread = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
-        self._turn = threading.Condition()
+        self._step_order = threading.Condition()
         self._next_step_id = self._next_mask_step_id = 0
         self._replies = {}
 

@@ -215,7 +215,7 @@ class SeeingRankActor(RankActor):
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         self._met_at = address
-        self._imported().start = self._look  # type: ignore[assignment, method-assign]
+        self._wait_for_worker().start = self._look  # type: ignore[assignment, method-assign]
         return super().start(address, place, epoch, gpus, num_kv_blocks)
 
     def allocate_cache(self, num_blocks: int) -> None:

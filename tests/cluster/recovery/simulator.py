@@ -199,7 +199,7 @@ class Driver:
         self.scheduler = world.parts.scheduler(world.scenario.limits)
         options = EngineConfig(spares="off", stuck_after_s=1.0)
         config = SimpleNamespace(engine=options)
-        maker: Any = SimpleNamespace(world=world, config=config, size=1)
+        maker: Any = SimpleNamespace(world=world, config=config, num_ranks=1)
         kind = type(
             "SimulatedSupervisor",
             (world.parts.supervisor,),

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.recovery import watch as watch_module
 from cluster.recovery.watch import IDLE_HEARTBEAT_S, Watch
-from cluster.timeouts import ANSWER_S, HEARTBEAT_S
+from cluster.timeouts import HEARTBEAT_S, RANK_ANSWER_TIMEOUT_S
 from workers.progress import Progress
 
 STUCK_AFTER_S = 5.0
@@ -125,7 +125,7 @@ def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
     stopped.add(41)
     world.ranks[1].answers = False
     began_s = world.now_s
-    assert world.run(HEARTBEAT_S + ANSWER_S) is None and not world.watch.all_answer
+    assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None and not world.watch.all_answer
     why = world.run(10.0)
     assert why is not None and why.startswith("rank 1 has not answered for 1 s")
     assert world.now_s - began_s <= 1.0 + 3 * HEARTBEAT_S
@@ -166,7 +166,7 @@ def test_results_that_come_are_movement_too(world: World) -> None:
 def test_a_rank_that_does_not_answer_is_soon_not_ready_and_later_stuck(world: World) -> None:
     assert world.run(1.0) is None
     world.ranks[0].answers = False
-    assert world.run(HEARTBEAT_S + ANSWER_S) is None
+    assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None
     assert not world.watch.all_answer
     why = world.run(3 * STUCK_AFTER_S)
     assert why is not None and why.startswith("rank 0 has not answered for 5 s (at step -1, ")
