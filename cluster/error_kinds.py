@@ -40,7 +40,7 @@ class ErrorKind(Enum):
     BUG = "a bug"
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether another attempt may succeed."""
         return self in (ErrorKind.LOST_CALL, ErrorKind.NO_ROOM, ErrorKind.LOST_PEER)
 

@@ -70,7 +70,7 @@ def start_call(method: Any, action: str, *arguments: Any) -> Any:
     try:
         return method.remote(*arguments)
     except Exception as error:
-        if not kind_of(error).may_pass:
+        if not kind_of(error).is_transient:
             raise
         raise _translated(error, action) from error
 

@@ -134,7 +134,7 @@ class Frontend:
                 pass  # that driver has been replaced since
         except BaseException as error:
             self._forget(generations)
-            has_refused = isinstance(error, EaglerayError) and not kind_of(error).may_pass
+            has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
             was_closed = self._closed and self._on_dead is not None
             if not has_refused or was_closed:  # the driver may have them, or receive them later
                 request_ids = [request.request_id for request in requests]

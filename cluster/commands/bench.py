@@ -34,7 +34,7 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.roofline import Machine, probe_cpu, report, works_of
 
-NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
+DEFAULT_NUM_SEQS, DEFAULT_MAX_INPUT, DEFAULT_MAX_OUTPUT, DEFAULT_TEMPERATURE = 256, 1024, 1024, 0.6
 MAX_SYNTHETIC_TOKEN_ID = 10000
 
 logger = logging.getLogger("eagleray")
@@ -73,7 +73,7 @@ def run_bench(job: BenchJob) -> None:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it
         requests = tokenize_batch(llm.client.builder, requests)
-        run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
+        run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
         run = run_timed(
@@ -152,7 +152,7 @@ def _check_job(job: BenchJob) -> None:
 def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
-    max_input, max_output = job.max_input or MAX_INPUT, job.max_output or MAX_OUTPUT
+    max_input, max_output = job.max_input or DEFAULT_MAX_INPUT, job.max_output or DEFAULT_MAX_OUTPUT
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
             f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
@@ -160,16 +160,16 @@ def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchR
             " checkpoint goes, raise --max-model-len"
         )
     return synthetic_requests(
-        job.num_seqs or NUM_SEQS,
+        job.num_seqs or DEFAULT_NUM_SEQS,
         max_input,
         max_output,
         seed=job.config.seed or 0,
-        temperature=TEMPERATURE if job.temperature is None else job.temperature,
+        temperature=DEFAULT_TEMPERATURE if job.temperature is None else job.temperature,
         vocab_size=config.model.vocab_size,
     )
 
 
-def _warmup(llm: LLM) -> BatchRequest:
+def _warmup_request(llm: LLM) -> BatchRequest:
     """A warm-up request: three prompt tokens and four output tokens, or as many as the engine
     takes.
     """

@@ -34,7 +34,7 @@ MIN_SHM_BYTES = 2**30
 def examine() -> tuple[list[str], list[str]]:
     """The lines of the report, and the problems found."""
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
-    lines += [f"{name} {_version(name) or 'not installed'}" for name in PACKAGES]
+    lines += [f"{package} {_version(package) or 'not installed'}" for package in PACKAGES]
     return [*lines, *_device_lines(), _ray_address_line()], _problems()
 
 
@@ -112,8 +112,8 @@ def _clashes() -> list[str]:
     return problems
 
 
-def _version(name: str) -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None

@@ -63,13 +63,15 @@ def page() -> str:
         SERVING_SECTION + _table("option", _option_rows(ServeConfig)),
         SAMPLING_SECTION + _table("parameter", _parameter_rows()),
         ENVIRONMENT_SECTION
-        + "".join(f"| `{name}` | {text} |\n" for name, text in ENVIRONMENT_VARIABLES.items()),
+        + "".join(
+            f"| `{name}` | {description} |\n" for name, description in ENVIRONMENT_VARIABLES.items()
+        ),
     ]
     return "\n".join(sections)
 
 
-def _table(kind: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
-    lines = ["", f"| {kind} | flag | default | |", "|---|---|---|---|"]
+def _table(name_heading: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
+    lines = ["", f"| {name_heading} | flag | default | |", "|---|---|---|---|"]
     for name, flag, default, help_text in rows:
         default_cell = "" if default is None else f"`{_text_of(default)}`"
         flag_cell = f"`{flag}`" if flag else ""

@@ -108,10 +108,10 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
         elapsed_s = time.perf_counter() - began_s
         num_due = max(num_sent + 1, bisect.bisect_right(due_s, elapsed_s))
         run.timelines += [Timeline(began_s + due) for due in due_s[num_sent:num_due]]
-        batch = requests[num_sent:num_due]
+        due_requests = requests[num_sent:num_due]
         prompts, params = (
-            [request.prompt for request in batch],
-            [request.params for request in batch],
+            [request.prompt for request in due_requests],
+            [request.params for request in due_requests],
         )
         run.generations += llm.client.submit(prompts, params, run.timelines[num_sent:])
     for generation in run.generations:

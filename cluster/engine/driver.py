@@ -56,10 +56,10 @@ class Driver:
         config: ResolvedConfig,
         placement: Placement,
         engine_id: str,
-        ranks: Seq[Any] = (),
+        rank_actors: Seq[Any] = (),
         num_kv_blocks: int | None = None,
     ) -> None:
-        """`ranks`: the actors of the first epoch's ranks. `num_kv_blocks`: how many blocks the
+        """`rank_actors`: of the first epoch. `num_kv_blocks`: how many blocks the
         engine had at first, if this driver replaces one that has died.
         """
         gc.disable()  # until the engine has started
@@ -73,7 +73,7 @@ class Driver:
             config.model.vocab_size,
             sorted(config.model.eos_token_ids),
         )
-        self._ranks = [RankHandle(actor) for actor in ranks]
+        self._ranks = [RankHandle(actor) for actor in rank_actors]
         self._num_kv_blocks = num_kv_blocks
         self._limits: SchedulerLimits | None = None
         self._step_loop: StepLoop | None = None
@@ -111,8 +111,8 @@ class Driver:
             engine,
             self._deliver_soon,
             self._die,
-            on_lost=self._supervisor.step_failed,
-            on_applied=self._supervisor.applied,
+            on_lost=self._supervisor.note_failed_step,
+            on_applied=self._supervisor.note_applied,
         )
         self._supervisor.watch()
         gc.freeze()  # so that later garbage collections do not visit the blocks
@@ -216,7 +216,7 @@ class Driver:
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                 self._started_loop().post(Finish(request_ids=request_ids, reason="abort"))
 
-    def _end_all(self, death: EngineDeadError) -> None:
+    def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""
         self._death = str(death)
         self._has_died.set()
@@ -236,5 +236,5 @@ class Driver:
         # The supervisor reports that no ranks can be started; any other error is a bug.
         error_class = EngineLostError if isinstance(error, EngineDeadError) else EngineDeadError
         death = error_class(f"the engine has stopped: {reason}")
-        self._event_loop.call_soon_threadsafe(self._end_all, death)
+        self._event_loop.call_soon_threadsafe(self._fail_all_requests, death)
         self._supervisor.end()

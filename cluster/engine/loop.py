@@ -172,7 +172,7 @@ class StepLoop:
             self._wait_for_requests()
             step_output = self.engine.step()
         except Exception as error:
-            if not kind_of(error).may_pass:
+            if not kind_of(error).is_transient:
                 raise
             if not self._is_stopping:
                 self._on_lost(self.engine.scheduler.epoch, reason_of(error))

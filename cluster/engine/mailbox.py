@@ -50,7 +50,7 @@ class Mailbox:
         return pack(self._last_reply_number, self._unacknowledged)
 
 
-def _append(news_by_request: dict[str, News], request_id: str, later: News) -> None:
-    earlier = news_by_request.setdefault(request_id, later)
-    if earlier is not later:
-        earlier.append(later)
+def _append(news_by_request: dict[str, News], request_id: str, later_news: News) -> None:
+    earlier_news = news_by_request.setdefault(request_id, later_news)
+    if earlier_news is not later_news:
+        earlier_news.append(later_news)

@@ -155,10 +155,10 @@ class DriverOwner:
             )
         limit_s = self._timeouts.give_up_s
         recovery = self._recovery = Recovery(time.monotonic, limit_s)
-        recovery.fault(str(error))
+        recovery.note_fault(str(error))
         while True:
             self._end_for_certain(recovery)
-            recovery.fenced()
+            recovery.note_fenced()
             while (
                 not self._is_stopped
                 and recovery.state is RecoveryState.BACKOFF
@@ -177,9 +177,9 @@ class DriverOwner:
                 self.start()
             except Exception as failure:
                 kind = kind_of(failure)
-                if not (kind.may_pass or isinstance(failure, EngineError)):
+                if not (kind.is_transient or isinstance(failure, EngineError)):
                     raise EngineDeadError(reason_of(failure)) from failure
-                recovery.fault(reason_of(failure))
+                recovery.note_fault(reason_of(failure))
                 logger.warning("the driver is not replaced yet: %s", recovery.last_failed_start())
             else:
                 self._recovery = None
@@ -209,7 +209,7 @@ class DriverOwner:
                 return
             except Exception as failure:
                 reason = reason_of(failure)
-                if not kind_of(failure).may_pass:
+                if not kind_of(failure).is_transient:
                     raise EngineDeadError(
                         f"the last driver could not be ended: {reason}"
                     ) from failure
@@ -237,7 +237,7 @@ def start_driver(
     """
     places = placement.places()
     rank_maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
-    ranks = [rank_maker.create(place).actor for place in places]
+    rank_actors = [rank_maker.create(place).actor for place in places]
     return (
         ray.remote(Driver)
         .options(
@@ -248,7 +248,7 @@ def start_driver(
             runtime_env=actor_environment(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(places[0].node_id, soft=False),
         )
-        .remote(config, placement, engine_id, ranks, num_kv_blocks)
+        .remote(config, placement, engine_id, rank_actors, num_kv_blocks)
     )
 
 

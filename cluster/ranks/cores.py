@@ -58,14 +58,14 @@ class CoreShare:
 
     def _write_claim(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        _check_ours(self._folder)
+        _check_only_we_can_write(self._folder)
         # Others do not see the file before it is locked and complete.
-        descriptor, name = tempfile.mkstemp(prefix=".", dir=self._folder)
+        descriptor, hidden_name = tempfile.mkstemp(prefix=".", dir=self._folder)
         self._file = os.fdopen(descriptor, "w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump(asdict(self._claim), self._file)
         self._file.flush()
-        hidden_path = Path(name)
+        hidden_path = Path(hidden_name)
         self._path = hidden_path.rename(self._folder / hidden_path.name.removeprefix("."))
 
     def cores_and_num_threads(self) -> tuple[tuple[int, ...], int]:
@@ -88,8 +88,8 @@ class CoreShare:
         """The claims of ranks whose processes live; removes the others."""
         if self._path is None:
             return
-        for path in self._folder.glob("[!.]*"):
-            with contextlib.suppress(OSError), open(path, opener=_open_file) as file:
+        for claim_path in self._folder.glob("[!.]*"):
+            with contextlib.suppress(OSError), open(claim_path, opener=_open_file) as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -97,10 +97,10 @@ class CoreShare:
                         fields = json.loads(file.read(_MAX_CLAIM_BYTES))
                         yield CoreClaim(**fields | {"cores": tuple(fields["cores"])})
                 else:
-                    path.unlink(missing_ok=True)  # its process has ended
+                    claim_path.unlink(missing_ok=True)  # its process has ended
 
 
-def _check_ours(folder: Path) -> None:
+def _check_only_we_can_write(folder: Path) -> None:
     """Raise `PermissionError` unless only this user can write to the folder."""
     folder_stat = folder.lstat()
     if (

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.error_kinds import ErrorKind, kind_of
 from cluster.ranks.actor import RankActor
 from cluster.ranks.calls import StepCalls
-from cluster.ranks.processes import ProcessId, end_all
+from cluster.ranks.processes import ProcessId, end_processes
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import Timeouts
@@ -154,21 +154,23 @@ class RankGroup:
             if first_report is not None:
                 check_again(self._config)
             self._identify(places, limit_s)
-            gpus = [self._rank_maker.gpus_of_node(place.node_id, places) for place in places]
+            gpus_by_rank = [
+                self._rank_maker.gpus_of_node(place.node_id, places) for place in places
+            ]
             on_one_node = len({place.node_id for place in places}) == 1
             rendezvous_address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
             if first_report is not None:
                 num_kv_blocks = first_report.num_blocks
             starts = [
-                rank.actor.start.remote(
+                handle.actor.start.remote(
                     rendezvous_address, place, self.epoch, node_gpus, num_kv_blocks
                 )
-                for rank, place, node_gpus in zip(self.ranks, places, gpus, strict=True)
+                for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
             reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
             self._check_checkpoint(first_report, reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
-            allocations = [rank.actor.allocate_cache.remote(num_blocks) for rank in self.ranks]
+            allocations = [handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks]
             remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
             self._get_all(allocations, "allocate the KV cache", remaining_s)
         except StepTimeoutError:
@@ -230,7 +232,7 @@ class RankGroup:
     def _calls_of(self, step_id: int) -> StepCalls:
         """The calls of a step; its mask may be sent before or after its plan."""
         if step_id not in self._calls_by_step:
-            self._calls_by_step[step_id] = StepCalls([rank.actor for rank in self.ranks])
+            self._calls_by_step[step_id] = StepCalls([handle.actor for handle in self.ranks])
         return self._calls_by_step[step_id]
 
     def _answers(self, calls: StepCalls, action: str) -> list[bytes]:
@@ -261,16 +263,16 @@ class RankGroup:
 
     def _identify(self, places: list[Place], limit_s: float) -> None:
         """Learn the processes and their GPUs. Raises `WorkerError` as soon as a node is lost."""
-        refs = [rank.actor.identify.remote() for rank in self.ranks]
+        refs = [handle.actor.identify.remote() for handle in self.ranks]
         deadline_s, pending = time.monotonic() + limit_s, list(refs)
         while pending and time.monotonic() < deadline_s:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=NODE_CHECK_PERIOD_S)
             if pending and not self._rank_maker.placement.is_whole():
                 raise WorkerError("a node was lost while the ranks were created")
         identities = self._get_all(refs, "create the ranks", 0.0)
-        for rank, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
-            rank.process = process
-            if rank not in self._spares:
+        for handle, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
+            handle.process = process
+            if handle not in self._spares:
                 self._rank_maker.note_gpus(place, gpus)
 
     def _check_checkpoint(
@@ -290,7 +292,7 @@ class RankGroup:
 
     def _phases(self) -> str:
         """What each rank is doing at the moment."""
-        refs = [rank.actor.progress.remote() for rank in self.ranks]
+        refs = [handle.actor.progress.remote() for handle in self.ranks]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         return ", ".join(
             (
@@ -344,9 +346,11 @@ class LostCallsError(WorkerError):
 
 def end_ranks(ranks: Seq[RankHandle]) -> None:
     """End actors, and return when their processes are dead."""
-    for rank in ranks:
-        ray.kill(rank.actor)  # so that Ray knows, even of actors whose process has not started yet
-    end_all([rank.process for rank in ranks if rank.process is not None])
+    for handle in ranks:
+        ray.kill(
+            handle.actor
+        )  # so that Ray knows, even of actors whose process has not started yet
+    end_processes([handle.process for handle in ranks if handle.process is not None])
 
 
 def _checkpoint_id(reports: Seq[WorkerReport]) -> str:

@@ -90,7 +90,7 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_all(processes: list[ProcessId]) -> None:
+def end_processes(processes: list[ProcessId]) -> None:
     """End processes, each on its node, and return when they are dead. Raises `EngineError` naming
     those that stay alive.
     """
@@ -102,7 +102,7 @@ def end_all(processes: list[ProcessId]) -> None:
 
 
 def end_marked(engine_id: str, node_ids: set[str]) -> None:
-    """End every process of an engine on these nodes, as `end_all`."""
+    """End every process of an engine on these nodes, as `end_processes`."""
     for node_id in node_ids:
         on_node(node_id, end_marked_here, engine_id)
 
@@ -188,7 +188,7 @@ def on_node(
         try:
             return call(ref, action)
         except EaglerayError as error:  # the node, or the process there, has died meanwhile
-            has_died = isinstance(error, EngineDeadError) or kind_of(error).may_pass
+            has_died = isinstance(error, EngineDeadError) or kind_of(error).is_transient
             if not has_died or time.monotonic() > deadline_s:
                 raise
             time.sleep(NODE_CHECK_PERIOD_S)
@@ -203,7 +203,7 @@ def _is_alive(node_id: str) -> bool:
 
 
 def end_here(processes: list[tuple[int, int]]) -> None:
-    """See `end_all`. `processes`: (pid, start ticks)."""
+    """See `end_processes`. `processes`: (pid, start ticks)."""
     if not has_pidfds():
         _end_without_pidfds([pid for pid, _ in processes])
         return

@@ -33,7 +33,9 @@ class Spares:
         self._rank_maker = rank_maker
         self._is_enabled = mode != "off"
         self._spares: list[RankHandle] = []
-        self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when the spare is
+        self._warming_spares: dict[
+            Any, RankHandle
+        ] = {}  # by the ref that is ready when the spare is
         self._due_when_idle_s = time.monotonic() + FIRST_SPARES_DELAY_S
         self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
 
@@ -44,23 +46,25 @@ class Spares:
             try:
                 self._create()
             except Exception as error:  # such as a node that is missing
-                if not kind_of(error).may_pass:
+                if not kind_of(error).is_transient:
                     raise
                 reason = reason_of(error).split("\n")[0]
                 logger.warning("spares are made later: %s", reason)
                 self._due_when_idle_s = self._due_when_busy_s = (
                     time.monotonic() + FIRST_SPARES_DELAY_S
                 )
-        if self._warming:
-            ready, _ = ray.wait(list(self._warming), num_returns=len(self._warming), timeout=0)
+        if self._warming_spares:
+            ready, _ = ray.wait(
+                list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
+            )
             for ref in ready:
                 with contextlib.suppress(RayError):  # it has died; `take` will notice
-                    self._warming.pop(ref).process = ray.get(ref)
+                    self._warming_spares.pop(ref).process = ray.get(ref)
 
     def _create(self) -> None:
         places = self._rank_maker.placement.places()
         spares = [self._rank_maker.create(place, places) for place in places]
-        self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
+        self._warming_spares = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 
     def ready(self) -> list[RankHandle]:
@@ -72,7 +76,7 @@ class Spares:
         soon as the engine serves again: a rank that failed once may fail again.
         """
         spares, self._spares = self._spares, []
-        self._warming = {}
+        self._warming_spares = {}
         self._due_when_idle_s = self._due_when_busy_s = time.monotonic()
         refs = [spare.actor.identify.remote() for spare in spares]
         if refs:

@@ -46,7 +46,7 @@ class Recovery:
     _next_attempt_s: float = 0.0
     _serving_since_s: float = 0.0
 
-    def fault(self, reason: str) -> bool:
+    def note_fault(self, reason: str) -> bool:
         """A rank was lost, or a new group could not be assembled. Returns False if a fault is
         already being handled.
         """
@@ -59,7 +59,7 @@ class Recovery:
         self.state = RecoveryState.FENCING
         return True
 
-    def fenced(self) -> None:
+    def note_fenced(self) -> None:
         """Every process of the last epoch is dead."""
         assert self.state is RecoveryState.FENCING, self.state
         now_s = self.clock()
@@ -94,19 +94,19 @@ class Recovery:
             return True
         return False
 
-    def assembled(self) -> None:
+    def note_assembled(self) -> None:
         """A new group is ready."""
         assert self.state is RecoveryState.ASSEMBLING, self.state
         self.num_recoveries += 1
         self._serving_since_s = self.clock()
         self.state = RecoveryState.SERVING
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """A result of the present epoch was applied."""
         if self.state is RecoveryState.SERVING:
             self.failures.clear()
 
-    def idle(self) -> None:
+    def note_idle(self) -> None:
         """The group answers and has no work. After a while, that counts like a result."""
         serving_s = self.clock() - self._serving_since_s
         if self.state is RecoveryState.SERVING and serving_s >= MIN_SERVING_S:

@@ -104,12 +104,12 @@ class Supervisor:
         if self._group is not None:
             self._group.close()
 
-    def step_failed(self, epoch: int, reason: str) -> None:
+    def note_failed_step(self, epoch: int, reason: str) -> None:
         """A step of this epoch failed. Any thread."""
         self._failed_step = epoch, reason
         self._wake_event.set()
 
-    def applied(self, epoch: int) -> None:
+    def note_applied(self, epoch: int) -> None:
         """A result of this epoch was applied. Any thread; cheap."""
         self._last_applied_epoch = epoch
 
@@ -127,7 +127,7 @@ class Supervisor:
     def processes(self) -> dict[str, ProcessId]:
         """The processes of the present epoch and the spares, as far as known. Any thread."""
         ranks = self._group.ranks if self._group is not None else []
-        processes = {f"rank {i}": rank.process for i, rank in enumerate(ranks)}
+        processes = {f"rank {i}": handle.process for i, handle in enumerate(ranks)}
         processes |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
         return {name: process for name, process in processes.items() if process is not None}
 
@@ -165,11 +165,11 @@ class Supervisor:
         try:
             self._turn()
         except Exception as error:
-            if not kind_of(error).may_pass:
+            if not kind_of(error).is_transient:
                 raise
             reason = reason_of(error)
             logger.warning("the supervisor tries again: %s", reason.split("\n")[0])
-            if self.recovery.fault(reason):
+            if self.recovery.note_fault(reason):
                 self._loss_reason = reason
             elif self.recovery.is_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
@@ -179,9 +179,9 @@ class Supervisor:
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._watch is not None
             if self._last_applied_epoch == self._group.epoch:
-                recovery.progress()
+                recovery.note_progress()
             elif self._watch.all_answer and not self._has_work():
-                recovery.idle()
+                recovery.note_idle()
             reason = self._step_failure() or self._watch.check(self._busy_since_s())
             if reason is None:
                 self._spares.prepare(is_busy=self._has_work())
@@ -205,7 +205,7 @@ class Supervisor:
     def _lose(self, reason: str) -> None:
         """End this epoch."""
         assert self._group is not None
-        if self.recovery.fault(reason):
+        if self.recovery.note_fault(reason):
             logger.warning("epoch %d is lost: %s", self._group.epoch, reason)
             self._loss_reason = reason
             self._fence()
@@ -225,7 +225,7 @@ class Supervisor:
             self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
         self._watch = None
-        self.recovery.fenced()
+        self.recovery.note_fenced()
         logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
         if self.recovery.state is RecoveryState.DEAD:
             self._die(f"no result for too long; {self.recovery.report()}")
@@ -254,7 +254,7 @@ class Supervisor:
             else:
                 self._lose(f"the next group could not be assembled: {reason_of(error)}")
             return
-        if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
+        if self._watch is None and group.ranks and all(handle.process for handle in group.ranks):
             self._watch = self._watch_of(group)
         if self._watch is not None:
             reason = self._watch.check(self._assembly_began_s)
@@ -265,7 +265,7 @@ class Supervisor:
         self._assembly, self._is_serving = None, True
         if self._watch is None:
             self._watch = self._watch_of(group)
-        self.recovery.assembled()
+        self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
         self._on_group(group)

@@ -58,9 +58,9 @@ class Watch:
         self._last_check_s = now_s = self._clock()
         self._pulses = [_Pulse(last_answer_s=now_s, last_progress_s=now_s) for _ in group.ranks]
         self._deaths: list[tuple[int, str]] = []  # rank and reason
-        self._local_processes = on_this_node([rank_handle.process for rank_handle in group.ranks])
+        self._local_processes = on_this_node([handle.process for handle in group.ranks])
         watch_here(self._local_processes, self._note_exit)
-        self._call_for_ends()
+        self._watch_for_ends()
 
     @property
     def all_answer(self) -> bool:
@@ -79,7 +79,7 @@ class Watch:
         if self._deaths:
             rank, reason = self._deaths[0]
             return f"rank {rank} died: {reason}"
-        self._call_for_ends()
+        self._watch_for_ends()
         now_s = self._clock()
         stalled_s = now_s - self._last_check_s - HEARTBEAT_S
         self._last_check_s = now_s
@@ -104,7 +104,7 @@ class Watch:
                 return self._report(self._furthest_behind(), "has not moved")
         return None
 
-    def _call_for_ends(self) -> None:
+    def _watch_for_ends(self) -> None:
         """Have a call wait for the end of each rank."""
         for rank, pulse in enumerate(self._pulses):
             if not pulse.has_end_call:
@@ -127,16 +127,10 @@ class Watch:
 
     def _report(self, stuck_rank: int, symptom: str) -> str:
         lines = []
-        for rank, (pulse, rank_handle) in enumerate(
-            zip(self._pulses, self.group.ranks, strict=True)
-        ):
+        for rank, (pulse, handle) in enumerate(zip(self._pulses, self.group.ranks, strict=True)):
             activity = pulse.progress.describe() if pulse.progress else "not known"
             try:
-                state = (
-                    describe(rank_handle.process)
-                    if rank_handle.process is not None
-                    else "not known"
-                )
+                state = describe(handle.process) if handle.process is not None else "not known"
             except EaglerayError as error:
                 state = str(error)
             lines.append(f"rank {rank} at {activity}: {state}")

@@ -25,7 +25,7 @@ from configs.engine import num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
-API_NAME = "api"
+API_DEPLOYMENT_NAME = "api"
 MAX_ONGOING_REQUESTS = 100_000  # so that our own limits are reached before Serve's
 MAX_STARTS = 2  # of a replica, before Serve gives up
 
@@ -66,14 +66,16 @@ def application(config: ServeConfig) -> serve.Application:
     }
     if config.is_single:
         return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)
-    engines = serve.deployment(
+    bound_engines = serve.deployment(
         **engine_options,
         num_replicas="auto" if config.max_replicas else config.replicas,
         autoscaling_config=_autoscaling(config, device),
         request_router_config={"request_router_class": LeaseRouter},
     )(EngineReplica).bind(config)
-    api = serve.deployment(**shared_options, name=API_NAME, num_replicas=config.api_replicas)
-    return api(serve.ingress()(ApiReplica)).bind(config, engines)
+    api_deployment = serve.deployment(
+        **shared_options, name=API_DEPLOYMENT_NAME, num_replicas=config.api_replicas
+    )
+    return api_deployment(serve.ingress()(ApiReplica)).bind(config, bound_engines)
 
 
 def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:

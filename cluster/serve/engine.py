@@ -116,7 +116,7 @@ class EngineReplica:
         if lookup is None or lookup.done():
             lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.live_driver))
             self._driver_lookup = lookup
-        is_last_choice = self._replica_id in lease_request.avoid
+        is_last_choice = self._replica_id in lease_request.avoided_ids
         limit_s = LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.

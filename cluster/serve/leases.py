@@ -34,7 +34,7 @@ logger = logging.getLogger("eagleray")
 
 
 class LeaseCall:
-    """A call of `EngineReplica.lease`, on the event loop. granted: the lease, or why there is none.
+    """A call of `EngineReplica.lease`, on the event loop. lease_future: the lease, or the error.
 
     The call may only be canceled once it has been answered; see the top of this file.
     """
@@ -42,26 +42,26 @@ class LeaseCall:
     def __init__(self, stream: Any) -> None:
         """stream: the response that the deployment handle has returned."""
         self._stream = stream
-        self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self.lease_future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._answer = asyncio.ensure_future(anext(stream))
         self._answer.add_done_callback(self._handle_answer)
 
     def end(self) -> None:
-        """Give the lease back, or stop waiting for it: then `granted` is canceled."""
-        self.granted.cancel()
+        """Give the lease back, or stop waiting for it: then `lease_future` is canceled."""
+        self.lease_future.cancel()
         if self._answer.done():
             self._stream.cancel()
 
     def _handle_answer(self, answer: asyncio.Task[Lease]) -> None:
         error = None if answer.cancelled() else answer.exception()
-        if self.granted.done():
+        if self.lease_future.done():
             self._stream.cancel()
         elif answer.cancelled():
-            self.granted.cancel()
+            self.lease_future.cancel()
         elif error is not None:
-            self.granted.set_exception(error)
+            self.lease_future.set_exception(error)
         else:
-            self.granted.set_result(answer.result())
+            self.lease_future.set_result(answer.result())
 
 
 @dataclass(slots=True, eq=False)
@@ -98,18 +98,20 @@ class EngineLeases:
         """Lease an engine that has a driver; asks until there is one. None if the request ends."""
         request = routed.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
-        session_id, avoid = routed.generation.session_id, list(routed.lost_replica_ids)
+        session_id, avoided_ids = routed.generation.session_id, list(routed.lost_replica_ids)
         hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
-        session = session_hash(session_id) if session_id is not None else None
+        hashed_session = session_hash(session_id) if session_id is not None else None
         while not routed.has_ended():
             self.stop_counting(routed)  # at the engine of an earlier lease
-            choose = functools.partial(self._choose, routed, hashes, session, tuple(avoid))
-            lease_request = LeaseRequest(tuple(avoid), choose, self._holder)
+            choose = functools.partial(
+                self._choose, routed, hashes, hashed_session, tuple(avoided_ids)
+            )
+            lease_request = LeaseRequest(tuple(avoided_ids), choose, self._holder)
             call = routed.lease_call = LeaseCall(self._lease_method.remote(lease_request))
             if routed.has_ended():  # `give_back` may have been called just before
                 call.end()
             try:
-                lease = await call.granted
+                lease = await call.lease_future
             except (RayError, RayServeException, EaglerayError) as error:
                 # The lease or its engine is lost; another engine is asked.
                 logger.warning("a lease failed: %s", str(error).split("\n")[0])
@@ -123,9 +125,9 @@ class EngineLeases:
                 if lease.driver is not None:
                     return lease
                 call.end()
-                is_last_choice = lease.replica_id in avoid
+                is_last_choice = lease.replica_id in avoided_ids
                 await asyncio.sleep(RETRY_PAUSE_S if is_last_choice else RETRY_PAUSE_S / 10)
-                avoid.append(lease.replica_id)
+                avoided_ids.append(lease.replica_id)
         return None
 
     def give_back(self, routed: RoutedRequest) -> None:
@@ -143,13 +145,13 @@ class EngineLeases:
         self,
         routed: RoutedRequest,
         hashes: Seq[int],
-        session: int | None,
-        avoid: Seq[str],
+        hashed_session: int | None,
+        avoided_ids: Seq[str],
         replica_ids: Collection[str],
     ) -> str:
         """The replica id of the engine for a request. On the router's thread."""
         with self._table_lock:
-            chosen_id = self._table.choose(routed, replica_ids, hashes, session, avoid)
+            chosen_id = self._table.choose(routed, replica_ids, hashes, hashed_session, avoided_ids)
             if routed.has_ended():  # `stop_counting` may have been called just before
                 self._table.end(routed)
         return chosen_id

@@ -51,11 +51,11 @@ class Application:
         self._check_ray = check_ray
         self._reported_loss = ""  # the reason that was logged for replicas that are lost now
 
-    def watch(self, stopping: threading.Event) -> None:
-        """Return when `stopping` is set. Logs when replicas are lost and when they are back. Raises
-        `EngineError` when they will not come back.
+    def watch(self, stop_event: threading.Event) -> None:
+        """Return when `stop_event` is set. Logs when replicas are lost and when they are back.
+        Raises `EngineError` when they will not come back.
         """
-        while not stopping.wait(WATCH_PERIOD_S):
+        while not stop_event.wait(WATCH_PERIOD_S):
             self._check_ray()
             try:
                 overview = self._overview()
@@ -74,7 +74,7 @@ class Application:
                 logger.info("every replica serves again")
             self._reported_loss = ""
             return
-        reason = reason_of(overview)
+        reason = reported_reason(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
             raise EngineError(f"{CANNOT_START_MESSAGE}: {reason}")
         unhealthy_deployments = [
@@ -187,7 +187,7 @@ def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 
-def reason_of(overview: ApplicationStatusOverview) -> str:
+def reported_reason(overview: ApplicationStatusOverview) -> str:
     """Serve's message about the deployment that failed, in one line."""
     messages = [deployment.message for deployment in overview.deployments.values()]
     # The last line of a remote traceback names the error.

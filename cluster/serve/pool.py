@@ -115,7 +115,7 @@ class EnginePool:
 
     def stats(self) -> EngineStats:
         """The counters of all engines, added up. Raises `OverloadedError` if none answers."""
-        return merged(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
+        return merged_stats(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of one of the engines: those of several do not fit into one list."""
@@ -256,15 +256,15 @@ def _no_answer(limit_s: float) -> OverloadedError:
     return OverloadedError(f"no engine answered within {limit_s:.0f} s")
 
 
-def merged(all_stats: list[EngineStats]) -> EngineStats:
+def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
     """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not all_stats:
         raise OverloadedError("no engine answers")
-    ready = [stats for stats in all_stats if stats.is_ready] or all_stats
+    first_ready = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]
     return replace(
-        ready[0],
+        first_ready,
         **{name: sum(getattr(stats, name) for stats in all_stats) for name in SUMMED_STATS},
         step_seconds={
             part: sum(stats.step_seconds.get(part, 0.0) for stats in all_stats)

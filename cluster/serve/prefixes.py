@@ -63,39 +63,41 @@ class PrefixTable:
         request: Hashable,
         all_engines: Collection[str],
         hashes: Seq[int],
-        session: int | None,
-        avoid: Collection[str] = (),
+        hashed_session: int | None,
+        avoided_engines: Collection[str] = (),
     ) -> str:
         """The engine for a request, which counts as open until `end` is called; the same engine if
         called again. The engine of its session comes first, then the one with the longest prefix of
-        its prompt; those in `avoid` come last. Engines that are not in `all_engines` are forgotten.
+        its prompt; `avoided_engines` come last. Engines not in `all_engines` are forgotten.
         """
         if self._engines != (present_engines := frozenset(all_engines)):
             self._keep_only(present_engines)
-        candidates = present_engines - set(avoid) or present_engines
+        candidates = present_engines - set(avoided_engines) or present_engines
         if (chosen_engine := self._engine_by_request.get(request, "")) in candidates:
             return chosen_engine
         self.end(request)
         loads = [self._num_open[engine] for engine in candidates]
         mean_load = sum(loads) / len(loads)
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
-        num_hashes = self._num_matching_hashes(hashes)
-        session_engines = self._engines_by_hash.get(session, set()) if session is not None else ()
+        num_matching = self._num_matching_hashes(hashes)
+        session_engines = (
+            self._engines_by_hash.get(hashed_session, set()) if hashed_session is not None else ()
+        )
 
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open = self._num_open[engine]
             is_full, is_new_to_session = num_open > max_load, engine not in session_engines
             last_choice = self._last_choice[engine]
-            return is_full, is_new_to_session, -num_hashes[engine], num_open, last_choice
+            return is_full, is_new_to_session, -num_matching[engine], num_open, last_choice
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine
         self._num_open[chosen_engine] += 1
         self._num_choices += 1
         self._last_choice[chosen_engine] = self._num_choices
-        if session is not None:
-            self._engines_by_hash[session] = {chosen_engine}
-            self._engines_by_hash.move_to_end(session)
+        if hashed_session is not None:
+            self._engines_by_hash[hashed_session] = {chosen_engine}
+            self._engines_by_hash.move_to_end(hashed_session)
         for prefix_hash in hashes:
             self._engines_by_hash.setdefault(prefix_hash, set()).add(chosen_engine)
             self._engines_by_hash.move_to_end(prefix_hash)
@@ -125,11 +127,11 @@ class PrefixTable:
 
     def _num_matching_hashes(self, hashes: Seq[int]) -> Counter[str]:
         """By engine, how many hashes long the prefix is that it has been sent before."""
-        num_hashes: Counter[str] = Counter()
+        num_matching: Counter[str] = Counter()
         for number, prefix_hash in enumerate(hashes, 1):
             engines_with_hash = self._engines_by_hash.get(prefix_hash)
             if not engines_with_hash:
                 break
             for engine in engines_with_hash:
-                num_hashes[engine] = number
-        return num_hashes
+                num_matching[engine] = number
+        return num_matching

@@ -69,7 +69,7 @@ def run_serve(job: ServeJob) -> None:
                 " --head', or name one with --ray-address"
             )
     setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
-    with _signals() as signals:
+    with _handled_signals() as signal_handler:
         num_ranks = job.config.engine.tensor_parallel_size
         session_lease = SESSION.connect(
             job.config.engine.ray_address, num_ranks * job.config.replicas
@@ -79,26 +79,31 @@ def run_serve(job: ServeJob) -> None:
                 device = pick_device(job.config.engine.device, num_ranks)
                 check_room(num_ranks, device, groups=job.config.replicas)
             ends_with_ray = SESSION.owns(session_lease)
-            _serve(job, setup, signals, began_s, ends_with_ray=ends_with_ray)
+            _serve(job, setup, signal_handler, began_s, ends_with_ray=ends_with_ray)
         finally:
             SESSION.release(session_lease)
 
 
-class _Signals:
+class _SignalHandler:
     """The effect of SIGTERM and SIGINT: see the table at the top."""
 
     def __init__(self) -> None:
         self.is_serving = False
-        self.stopping = threading.Event()
+        self.stop_event = threading.Event()
 
     def handle(self, signal_number: int, _: FrameType | None) -> None:
-        if self.stopping.is_set() or not self.is_serving:
+        if self.stop_event.is_set() or not self.is_serving:
             raise KeyboardInterrupt
-        self.stopping.set()
+        self.stop_event.set()
 
 
 def _serve(
-    job: ServeJob, setup: EngineSetup, signals: _Signals, began_s: float, *, ends_with_ray: bool
+    job: ServeJob,
+    setup: EngineSetup,
+    signal_handler: _SignalHandler,
+    began_s: float,
+    *,
+    ends_with_ray: bool,
 ) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
@@ -107,7 +112,7 @@ def _serve(
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     has_serve_to_itself = not serve.status().applications
-    job = _checked_against_running_serve(job, ends_with_ray=ends_with_ray)
+    job = _adapt_to_running_serve(job, ends_with_ray=ends_with_ray)
     application = Application(
         job.name,
         functools.partial(check_again, setup.foreseen),
@@ -116,14 +121,14 @@ def _serve(
     try:
         handle = _start(job, ends_with_ray=ends_with_ray)
         _wait_until_listening(job)
-        signals.is_serving = True
+        signal_handler.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
         address = host_and_port(job.host, job.port)
         logger.info("ready on http://%s%s after %.1f s", address, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
-        application.watch(signals.stopping)
+        application.watch(signal_handler.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
     except BaseException:
@@ -138,7 +143,7 @@ def _serve(
         serve.shutdown()
 
 
-def _checked_against_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
+def _adapt_to_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
     """The job, with the address on which Serve listens already, if it does. Raises `ConfigError`
     if the name or the port is taken.
     """
@@ -219,10 +224,10 @@ def _failure_reason(name: str) -> str:
     """Serve's message about the deployment that failed."""
     from ray import serve
 
-    from cluster.serve.lifetime import reason_of
+    from cluster.serve.lifetime import reported_reason
 
     application = serve.status().applications.get(name)
-    return reason_of(application) if application is not None else ""
+    return reported_reason(application) if application is not None else ""
 
 
 def _check_names(job: ServeJob) -> None:
@@ -235,15 +240,15 @@ def _check_names(job: ServeJob) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[_Signals]:
+def _handled_signals() -> Iterator[_SignalHandler]:
     """Handlers of SIGTERM and SIGINT for the block."""
-    signals = _Signals()
+    signal_handler = _SignalHandler()
     previous_handlers = {
-        signal_number: signal.signal(signal_number, signals.handle)
+        signal_number: signal.signal(signal_number, signal_handler.handle)
         for signal_number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        yield signals
+        yield signal_handler
     finally:
         for signal_number, handler in previous_handlers.items():
             signal.signal(signal_number, handler)

@@ -76,7 +76,7 @@ def method_raising(error: Exception) -> Any:
 def test_a_call_that_cannot_be_made_for_want_of_room_says_so_and_may_be_made_later() -> None:
     with pytest.raises(NoRoomError, match=r"could not submit requests: .* later") as raised:
         start_call(method_raising(exceptions.OutOfDiskError("full")), "submit requests", 1, 2)
-    assert isinstance(raised.value, OverloadedError) and kind_of(raised.value).may_pass
+    assert isinstance(raised.value, OverloadedError) and kind_of(raised.value).is_transient
 
 
 def test_a_call_that_cannot_be_made_because_of_a_bug_is_a_bug() -> None:

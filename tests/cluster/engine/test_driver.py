@@ -83,10 +83,10 @@ class FakeSupervisor:
     def watch(self) -> None:
         pass
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def note_failed_step(self, epoch: int, why: str) -> None:
         raise AssertionError(f"epoch {epoch}: {why}")
 
-    def applied(self, epoch: int) -> None:
+    def note_applied(self, epoch: int) -> None:
         assert epoch == 0
 
     def end(self) -> None:

@@ -53,7 +53,7 @@ class DeathsAreNotNoticed(Supervisor):
 class FailedStepsAreForgotten(Supervisor):
     """A group whose step has failed is still considered good."""
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def note_failed_step(self, epoch: int, why: str) -> None:
         assert self._group is not None
         self._on_group(self._group)
 
@@ -139,8 +139,8 @@ class NeverTriesAgain(Recovery):
 class RecoversOnce(Recovery):
     """Later faults are mistaken for known ones."""
 
-    def fault(self, why: str) -> bool:
-        return self.num_recoveries == 0 and super().fault(why)
+    def note_fault(self, why: str) -> bool:
+        return self.num_recoveries == 0 and super().note_fault(why)
 
 
 class ForgetsWhatWasSent(Mailbox):

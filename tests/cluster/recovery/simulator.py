@@ -225,8 +225,8 @@ class Driver:
             engine,
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
             self.fail,
-            on_lost=self.supervisor.step_failed,
-            on_applied=self.supervisor.applied,
+            on_lost=self.supervisor.note_failed_step,
+            on_applied=self.supervisor.note_applied,
         )
 
     def fail(self, error: Exception) -> None:

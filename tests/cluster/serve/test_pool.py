@@ -169,7 +169,7 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     one = generation("one")
     pool.submit([one])
     assert leases.drivers["c"].has == [one]
-    assert [lease_request.avoid for lease_request in leases.asked] == [(), ("a",), ("a", "b")]
+    assert [lease_request.avoided_ids for lease_request in leases.asked] == [(), ("a",), ("a", "b")]
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
     assert not pool._routed and not pool._leases._table._engine_by_request

@@ -117,8 +117,8 @@ def test_engines_that_are_gone_are_forgotten_and_new_ones_get_their_share_only()
 def test_engines_to_avoid_come_last_and_are_not_forgotten() -> None:
     table, hashes = PrefixTable(), prefix_hashes(list(range(64)), 16)
     assert table.choose("one", "ab", hashes, None) == "a"
-    assert table.choose("one", "ab", hashes, None, avoid="a") == "b", "chosen anew"
-    assert table.choose("two", "ab", hashes, None, avoid="ab") == "a", "there is no other"
+    assert table.choose("one", "ab", hashes, None, avoided_engines="a") == "b", "chosen anew"
+    assert table.choose("two", "ab", hashes, None, avoided_engines="ab") == "a", "there is no other"
     for request in ("one", "two"):
         table.end(request)
     assert not +table._num_open and not table._engine_by_request
