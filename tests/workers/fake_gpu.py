@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.interface import Kernels
-from tests.kernels.replaced import Replaced
+from kernels.interface import Kernels, SamplingKernels
+from tests.kernels.replaced import Replaced, functions_of
 from workers.device import (
     Array,
     BufferedUploads,
@@ -170,6 +170,11 @@ class FakeGpu(Device):
         recorded: dict[str, Any] = {
             name: self._recordable(getattr(kernels, name)) for name in names
         }
+        sampling = {
+            name: self._recordable(getattr(kernels.sampling, name))
+            for name in functions_of(SamplingKernels)
+        }
+        recorded["sampling"] = Replaced(kernels.sampling, **sampling)
         return cast(Kernels, Replaced(kernels, **recorded))
 
     def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
