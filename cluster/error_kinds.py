@@ -18,15 +18,7 @@ import errno
 from enum import Enum
 
 from configs.paths import PREFIX
-from scheduler.errors import (
-    ClientError,
-    EaglerayError,
-    EngineDeadError,
-    OverloadedError,
-    StepTimeoutError,
-    UnreadableError,
-    WorkerError,
-)
+from scheduler.errors import EaglerayError
 
 
 class ErrorKind(Enum):
@@ -56,48 +48,27 @@ NO_ROOM_ERRNOS = (
 NO_THREAD_MESSAGE = "can't start new thread"  # of a plain RuntimeError
 
 
-def _full_name(error_class: type) -> str:
-    return f"{error_class.__module__}.{error_class.__name__}".removeprefix(PREFIX)
-
-
 # By the name of the class, with its module unless it is built in. The first class in an error's
 # method resolution order that is listed here decides.
-KIND_BY_CLASS: dict[str, ErrorKind] = {
-    **{
-        f"ray.exceptions.{name}": kind
-        for kind, names in {
-            ErrorKind.LOST_CALL: (
-                "ActorUnavailableError",
-                "RpcError",
-                "ObjectLostError",  # and its subclasses: slow fetches, owners that died
-                "PlasmaObjectNotAvailable",
-            ),
-            ErrorKind.NO_ROOM: (
-                "ObjectStoreFullError",
-                "OutOfDiskError",
-                "PendingCallsLimitExceeded",
-            ),
-            ErrorKind.BUG: (
-                "UserCodeException",
-                "UnserializableException",
-                "OufOfBandObjectRefSerializationException",
-                "CrossLanguageError",
-            ),
-            ErrorKind.LOST_PEER: ("RayError",),  # all others: dead actors, processes and nodes
-        }.items()
-        for name in names
-    },
-    **{
-        _full_name(error_class): kind
-        for error_class, kind in (
-            (ClientError, ErrorKind.CALLER),
-            (UnreadableError, ErrorKind.LOST_PEER),  # such as a file server that does not answer
-            (OverloadedError, ErrorKind.NO_ROOM),
-            (WorkerError, ErrorKind.LOST_PEER),
-            (StepTimeoutError, ErrorKind.LOST_PEER),
-            (EngineDeadError, ErrorKind.ENDED),
-        )
-    },
+KIND_BY_CLASS = {
+    "ray.exceptions.ActorUnavailableError": ErrorKind.LOST_CALL,
+    "ray.exceptions.RpcError": ErrorKind.LOST_CALL,
+    "ray.exceptions.ObjectLostError": ErrorKind.LOST_CALL,  # also slow fetches, owners that died
+    "ray.exceptions.PlasmaObjectNotAvailable": ErrorKind.LOST_CALL,
+    "ray.exceptions.ObjectStoreFullError": ErrorKind.NO_ROOM,
+    "ray.exceptions.OutOfDiskError": ErrorKind.NO_ROOM,
+    "ray.exceptions.PendingCallsLimitExceeded": ErrorKind.NO_ROOM,
+    "ray.exceptions.UserCodeException": ErrorKind.BUG,
+    "ray.exceptions.UnserializableException": ErrorKind.BUG,
+    "ray.exceptions.OufOfBandObjectRefSerializationException": ErrorKind.BUG,
+    "ray.exceptions.CrossLanguageError": ErrorKind.BUG,
+    "ray.exceptions.RayError": ErrorKind.LOST_PEER,  # all others: dead actors, processes, nodes
+    "scheduler.errors.ClientError": ErrorKind.CALLER,
+    "scheduler.errors.UnreadableError": ErrorKind.LOST_PEER,  # as of a file server that is silent
+    "scheduler.errors.OverloadedError": ErrorKind.NO_ROOM,
+    "scheduler.errors.WorkerError": ErrorKind.LOST_PEER,
+    "scheduler.errors.StepTimeoutError": ErrorKind.LOST_PEER,
+    "scheduler.errors.EngineDeadError": ErrorKind.ENDED,
     "cluster.ray_errors.NoAnswerError": ErrorKind.LOST_PEER,
     "cluster.ray_errors.LostCallError": ErrorKind.LOST_CALL,
     "cluster.ray_errors.DriverDiedError": ErrorKind.LOST_PEER,
@@ -120,9 +91,8 @@ def kind_of(error: BaseException) -> ErrorKind:
     if type(error) is RuntimeError and NO_THREAD_MESSAGE in str(error):
         return ErrorKind.NO_ROOM
     for error_class in type(error).__mro__:
-        is_built_in = error_class.__module__ == "builtins"
-        name = error_class.__name__ if is_built_in else _full_name(error_class)
-        if name in KIND_BY_CLASS:
+        name = f"{error_class.__module__}.{error_class.__name__}".removeprefix("builtins.")
+        if (name := name.removeprefix(PREFIX)) in KIND_BY_CLASS:
             return KIND_BY_CLASS[name]
     return ErrorKind.BUG
 

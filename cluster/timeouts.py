@@ -76,24 +76,16 @@ class _Options(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """The limits of one engine, in seconds.
+    """The limits of one engine, in seconds."""
 
-    stuck_s: ranks without progress are replaced after this time; also how long a driver may take to
-    answer. driver_silent_s: a hanging driver is noticed after this time while requests run.
-    start_s: for one start of a driver. give_up_s: how long a replacement is tried, not counting the
-    last attempt. replaced_s: the longest that a replacement may take. health_timeout_s: how long
-    Ray Serve waits for one answer of a replica. lease_s: how long a request waits for one of
-    several engines. first_engine_s: how long an API waits for the first engine.
-    """
-
-    stuck_s: float
-    driver_silent_s: float
-    start_s: float
-    give_up_s: float
-    replaced_s: float
-    health_timeout_s: float
-    lease_s: float
-    first_engine_s: float
+    stuck_s: float  # until ranks without progress are replaced; also for an answer of the driver
+    driver_silent_s: float  # until a hanging driver is noticed while requests run
+    start_s: float  # for one start of a driver
+    give_up_s: float  # how long a replacement is tried, not counting the last attempt
+    replaced_s: float  # the longest that a replacement may take
+    health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
+    lease_s: float  # how long a request waits for one of several engines
+    first_engine_s: float  # how long an API waits for the first engine
 
     @classmethod
     def of(cls, options: _Options) -> Timeouts:

@@ -80,11 +80,8 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
     line.
     """
     requests = tokenize_batch(llm.client.builder, requests)
-    return llm.generate(
-        [request.prompt for request in requests],
-        [request.params for request in requests],
-        progress=progress,
-    )
+    prompts, params = [request.prompt for request in requests], [r.params for r in requests]
+    return llm.generate(prompts, params, progress=progress)
 
 
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
@@ -100,9 +97,9 @@ def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> lis
             tokenized_requests.append(request)
             continue
         cache_salt = request.prompt.get("cache_salt")
-        prompt = {"prompt_token_ids": token_ids} | (
-            {"cache_salt": cache_salt} if cache_salt else {}
-        )
+        prompt = {"prompt_token_ids": token_ids}
+        if cache_salt:
+            prompt["cache_salt"] = cache_salt
         tokenized_requests.append(replace(request, prompt=prompt))
     return tokenized_requests
 

@@ -195,13 +195,10 @@ def _result(
 ) -> dict[str, Any]:
     stats, engine, device = llm.stats(), config.engine, llm.report.device
     generations = run.generations
+    completions = [completion for g in generations for completion in g.completions]
     works = works_of(
         [generation.prompt_token_ids for generation in generations for _ in generation.completions],
-        [
-            len(completion.token_ids)
-            for generation in generations
-            for completion in generation.completions
-        ],
+        [len(completion.token_ids) for completion in completions],
     )
     return {
         "engine": "eagleray",

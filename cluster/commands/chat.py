@@ -111,9 +111,7 @@ class Chat:
         """False if the user wants to leave. Raises `RequestError`."""
         match command, argument.strip():
             case "new", "":
-                self._messages = [
-                    message for message in self._messages[:1] if message["role"] == "system"
-                ]
+                self._messages = [m for m in self._messages[:1] if m["role"] == "system"]
             case "system", text:
                 self._messages = [{"role": "system", "content": text}] if text else []
             case "think", ("on" | "off") as switch:
@@ -121,10 +119,8 @@ class Chat:
                     raise RequestError("the chat template of this model cannot switch thinking")
                 self._template_variables["enable_thinking"] = switch == "on"
             case "stats", "":
-                answer = self._last_answer
-                self._print_note(
-                    answer.describe(self._max_model_len) if answer else "no answer yet"
-                )
+                last = self._last_answer
+                self._print_note(last.describe(self._max_model_len) if last else "no answer yet")
             case "help", "":
                 self._print_note(HELP)
             case (("quit" | "exit" | "bye"), ""):

@@ -46,10 +46,8 @@ def run_down(name: str, address: str | None) -> None:
     with _connected(address):
         applications = _applications()
         if name not in applications:
-            running_names = ", ".join(sorted(applications)) or "none"
-            raise ConfigError(
-                f"no engine named {name!r} runs in this cluster; running: {running_names}"
-            )
+            running = ", ".join(sorted(applications)) or "none"
+            raise ConfigError(f"no engine named {name!r} runs in this cluster; running: {running}")
         Application(name).finish()
 
 

@@ -53,8 +53,8 @@ class Timeline:
             previous_s = None
             for time_s, num_tokens in arrivals:
                 if since_s < time_s <= until_s:
-                    gaps += [] if previous_s is None else [time_s - previous_s]
-                    gaps += [0.0] * (num_tokens - 1)
+                    first_gap = [] if previous_s is None else [time_s - previous_s]
+                    gaps += first_gap + [0.0] * (num_tokens - 1)
                 previous_s = time_s
         return gaps
 
@@ -71,11 +71,8 @@ class TimedRun:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(
-            len(completion.token_ids)
-            for generation in self.generations
-            for completion in generation.completions
-        )
+        completions = [c for generation in self.generations for c in generation.completions]
+        return sum(len(completion.token_ids) for completion in completions)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -83,13 +80,8 @@ class TimedRun:
 
     def first_token_s(self) -> dict[str, float | None]:
         """Percentiles over the requests."""
-        return percentiles(
-            [
-                timeline.time_to_first_token_s
-                for timeline in self.timelines
-                if timeline.time_to_first_token_s is not None
-            ]
-        )
+        times_s = [timeline.time_to_first_token_s for timeline in self.timelines]
+        return percentiles([time_s for time_s in times_s if time_s is not None])
 
     def inter_token_s(self) -> dict[str, float | None]:
         """Percentiles over all gaps between tokens."""
@@ -109,10 +101,8 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
         num_due = max(num_sent + 1, bisect.bisect_right(due_s, elapsed_s))
         run.timelines += [Timeline(began_s + due) for due in due_s[num_sent:num_due]]
         due_requests = requests[num_sent:num_due]
-        prompts, params = (
-            [request.prompt for request in due_requests],
-            [request.params for request in due_requests],
-        )
+        prompts = [request.prompt for request in due_requests]
+        params = [request.params for request in due_requests]
         run.generations += llm.client.submit(prompts, params, run.timelines[num_sent:])
     for generation in run.generations:
         generation.done.result()
@@ -121,9 +111,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
 
 def arrival_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """Times in seconds at which requests are due: all at once, or as a Poisson process of `rate`
-    per second from 0 on.
-    """
+    """When requests are due: all at once, or as a Poisson process of `rate` per second from 0 on."""
     if rate is None:
         return [0.0] * num_requests
     rng = random.Random(f"arrivals {seed}")

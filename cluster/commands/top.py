@@ -56,10 +56,7 @@ def read(url: str) -> MetricsReading:
         with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S) as answer:
             text = answer.read().decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
-            " name its address with --url"
-        ) from None
+        raise no_server(url, error) from None
     reading = MetricsReading(time.monotonic())
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -70,6 +67,14 @@ def read(url: str) -> MetricsReading:
     if "eagleray_http_outputs_open" not in reading.totals:
         raise ConfigError(f"what answers at {url!r} is not Eagleray; name its address with --url")
     return reading
+
+
+def no_server(url: str, error: Exception) -> ConfigError:
+    """The error for an address at which no server answers."""
+    return ConfigError(
+        f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or name"
+        " its address with --url"
+    )
 
 
 def table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:

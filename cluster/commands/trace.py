@@ -7,9 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from cluster.commands.top import ANSWER_TIMEOUT_S, no_server
 from scheduler.errors import ConfigError
-
-ANSWER_TIMEOUT_S = 10.0
 
 
 def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> str:
@@ -24,10 +23,7 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
         body = error.read(1000).decode(errors="replace")
         raise ConfigError(f"{url!r} answers {error.code}: {body}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
-            " name its address with --url"
-        ) from None
+        raise no_server(url, error) from None
     try:
         output.write_text(json.dumps(trace))
     except OSError as error:

@@ -81,10 +81,7 @@ class Frontends:
         requests have been aborted.
         """
         if frontend_id not in self._frontends:
-            raise EngineError(
-                f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were"
-                " aborted"
-            )
+            raise _silence_error(2 * self._timeout_s)
         frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.has_news.clear()
@@ -129,11 +126,7 @@ class Frontends:
             silent_s = now_s - frontend.last_call_s
             if silent_s > self._timeout_s and frontend.request_ids:
                 failed_ids[frontend_id] = list(frontend.request_ids)
-                message = (
-                    f"this frontend did not poll for {self._timeout_s:g} s, so its requests were"
-                    " aborted"
-                )
-                frontend.fail(failed_ids[frontend_id], EngineError(message))
+                frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
             elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
         return failed_ids
@@ -153,3 +146,9 @@ class Frontends:
         frontend = self._frontends.setdefault(frontend_id, self.make_frontend())
         frontend.last_call_s = time.monotonic()
         return frontend
+
+
+def _silence_error(seconds: float) -> EngineError:
+    return EngineError(
+        f"this frontend did not poll for {seconds:g} s, so its requests were aborted"
+    )

@@ -105,9 +105,8 @@ def _start(
     seconds = {"ray": connected_s - began_s, "processes": 0.0, **report.seconds}
     # Each phase has the time of the slowest rank; while one rank is slow, the others wait.
     seconds |= {"processes": max(0.0, total_s - sum(seconds.values())), "all": total_s}
-    logger.info(
-        "start: %s", ", ".join(f"{phase} {phase_s:.2f} s" for phase, phase_s in seconds.items())
-    )
+    phases = (f"{phase} {phase_s:.2f} s" for phase, phase_s in seconds.items())
+    logger.info("start: %s", ", ".join(phases))
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
 
 
@@ -266,11 +265,8 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
         runtime_env=actor_environment(),
         scheduling_strategy=placement.in_bundle(0),
     )
-    resolved: ResolvedConfig = call(
-        remote_resolve.remote(*arguments),
-        "see what is installed where the ranks run",
-        setup.config.start_timeout_s,
-    )
+    ref, action = remote_resolve.remote(*arguments), "see what is installed where the ranks run"
+    resolved: ResolvedConfig = call(ref, action, setup.config.start_timeout_s)
     return resolved
 
 

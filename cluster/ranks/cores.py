@@ -81,8 +81,8 @@ class CoreShare:
         cores_per_rank = len(own_claim.cores) // sum(num_ranks.values())
         if cores_per_rank == 0:
             return own_claim.cores, 1
-        first_index = (num_earlier + own_claim.local_rank) * cores_per_rank
-        return own_claim.cores[first_index : first_index + cores_per_rank], cores_per_rank
+        start = (num_earlier + own_claim.local_rank) * cores_per_rank
+        return own_claim.cores[start : start + cores_per_rank], cores_per_rank
 
     def _living_claims(self) -> Iterator[CoreClaim]:
         """The claims of ranks whose processes live; removes the others."""
@@ -102,12 +102,8 @@ class CoreShare:
 
 def _check_only_we_can_write(folder: Path) -> None:
     """Raise `PermissionError` unless only this user can write to the folder."""
-    folder_stat = folder.lstat()
-    if (
-        not stat.S_ISDIR(folder_stat.st_mode)
-        or folder_stat.st_uid != os.getuid()
-        or folder_stat.st_mode & 0o022
-    ):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
             f"{folder} is not a folder that this user alone can write to; remove it"
         )

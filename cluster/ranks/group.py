@@ -145,9 +145,8 @@ class RankGroup:
         places = self._rank_maker.placement.places()
         began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         if not self.ranks:
-            self.ranks = [
-                self._spare_at(place) or self._rank_maker.create(place) for place in places
-            ]
+            create = self._rank_maker.create
+            self.ranks = [self._spare_at(place) or create(place) for place in places]
         if self._is_closed:
             end_ranks(self.ranks)
         try:
@@ -158,13 +157,11 @@ class RankGroup:
                 self._rank_maker.gpus_of_node(place.node_id, places) for place in places
             ]
             on_one_node = len({place.node_id for place in places}) == 1
-            rendezvous_address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
+            address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
             if first_report is not None:
                 num_kv_blocks = first_report.num_blocks
             starts = [
-                handle.actor.start.remote(
-                    rendezvous_address, place, self.epoch, node_gpus, num_kv_blocks
-                )
+                handle.actor.start.remote(address, place, self.epoch, node_gpus, num_kv_blocks)
                 for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
             reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
@@ -179,10 +176,7 @@ class RankGroup:
             ) from None
         return GroupReport(
             num_blocks=num_blocks,
-            seconds={
-                phase: max(report.seconds[phase] for report in reports)
-                for phase in reports[0].seconds
-            },
+            seconds={phase: max(r.seconds[phase] for r in reports) for phase in reports[0].seconds},
             log_lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
             checkpoint_id=_checkpoint_id(reports),
         )
@@ -319,9 +313,8 @@ class RankGroup:
             return values
         except GetTimeoutError:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            late_ranks = {
-                i % self._rank_maker.num_ranks for i, ref in enumerate(refs) if ref not in ready
-            }
+            num_ranks = self._rank_maker.num_ranks
+            late_ranks = {i % num_ranks for i, ref in enumerate(refs) if ref not in ready}
             if not late_ranks:  # the last value has just come
                 return self._get_all(refs, action, limit_s)
             raise StepTimeoutError(

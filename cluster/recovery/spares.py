@@ -19,7 +19,7 @@ from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 # Spares are made once the engine has served for a while, because a program that generates once and
 # ends needs none, and while it has no work, because starting processes takes time on the cores of
 # the ranks.
-FIRST_SPARES_DELAY_S = 5.0
+DELAY_S = 5.0
 MAX_WAIT_FOR_IDLE_S = 30.0  # then they are made although the engine works
 IDENTIFY_TIMEOUT_S = 1.0
 
@@ -36,7 +36,7 @@ class Spares:
         self._warming_spares: dict[
             Any, RankHandle
         ] = {}  # by the ref that is ready when the spare is
-        self._due_when_idle_s = time.monotonic() + FIRST_SPARES_DELAY_S
+        self._due_when_idle_s = time.monotonic() + DELAY_S
         self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
 
     def prepare(self, *, is_busy: bool) -> None:
@@ -50,9 +50,7 @@ class Spares:
                     raise
                 reason = reason_of(error).split("\n")[0]
                 logger.warning("spares are made later: %s", reason)
-                self._due_when_idle_s = self._due_when_busy_s = (
-                    time.monotonic() + FIRST_SPARES_DELAY_S
-                )
+                self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
         if self._warming_spares:
             ready, _ = ray.wait(
                 list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0

@@ -62,9 +62,7 @@ class Supervisor:
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
         self._spares = self.make_spares(rank_maker, self._options.spares)
-        self._failed_step: tuple[int, str] | None = (
-            None  # its epoch and reason, from the engine thread
-        )
+        self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
         self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0

@@ -65,12 +65,11 @@ class Watch:
     @property
     def all_answer(self) -> bool:
         """Whether every rank has answered recently."""
-        now_s = self._clock()
-        return not self._deaths and all(
-            pulse.unanswered_since_s is None
-            or now_s - pulse.unanswered_since_s < RANK_ANSWER_TIMEOUT_S
-            for pulse in self._pulses
-        )
+        late_s = self._clock() - RANK_ANSWER_TIMEOUT_S
+        unanswered = [
+            p.unanswered_since_s for p in self._pulses if p.unanswered_since_s is not None
+        ]
+        return not self._deaths and all(since_s > late_s for since_s in unanswered)
 
     def check(self, busy_since_s: float | None) -> str | None:
         """Returns what is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
@@ -120,9 +119,7 @@ class Watch:
 
     def _furthest_behind(self) -> int:
         """The rank that the others wait for: the one that has run the fewest collectives."""
-        counts = [
-            pulse.progress.num_collectives if pulse.progress else -1 for pulse in self._pulses
-        ]
+        counts = [p.progress.num_collectives if p.progress else -1 for p in self._pulses]
         return counts.index(min(counts))
 
     def _report(self, stuck_rank: int, symptom: str) -> str:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -30,11 +30,7 @@ from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
-SUMMED_STATS = (
-    *("num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_steps", "queue_s"),
-    *("num_preemptions", "num_prompt_tokens", "num_cached_tokens", "num_admitted"),
-    "num_recoveries",
-)
+SUMMED_STATS = [f.name for f in fields(EngineStats) if f.name.startswith("num_")] + ["queue_s"]
 
 logger = logging.getLogger("eagleray")
 

@@ -80,9 +80,8 @@ class PrefixTable:
         mean_load = sum(loads) / len(loads)
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
         num_matching = self._num_matching_hashes(hashes)
-        session_engines = (
-            self._engines_by_hash.get(hashed_session, set()) if hashed_session is not None else ()
-        )
+        by_hash = self._engines_by_hash
+        session_engines = by_hash.get(hashed_session, set()) if hashed_session is not None else ()
 
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open = self._num_open[engine]
@@ -117,11 +116,8 @@ class PrefixTable:
         for counter in (self._num_open, self._last_choice):
             for lost_engine in counter.keys() - engines:
                 del counter[lost_engine]
-        self._engine_by_request = {
-            request: engine
-            for request, engine in self._engine_by_request.items()
-            if engine in engines
-        }
+        open_requests = self._engine_by_request.items()
+        self._engine_by_request = {r: engine for r, engine in open_requests if engine in engines}
         for engines_with_hash in self._engines_by_hash.values():
             engines_with_hash &= engines
 

@@ -18,31 +18,18 @@ from scheduler.errors import EaglerayError
 REPORT_PERIOD_S = 5.0
 
 
-class RayMetrics:
-    """Reports the metrics of one replica."""
-
-    def __init__(self, replica_id: str) -> None:
-        self._replica_id = replica_id
-        self._gauges: dict[str, Gauge] = {}
-
-    def report(self, families: list[Family]) -> None:
-        """Set every gauge. For a histogram, its sum and count are reported."""
-        for family in families:
-            for name, labels, value in family.samples:
-                if name.endswith("_bucket"):
-                    continue
-                tags = dict(labels) | {"replica": self._replica_id}
-                if name not in self._gauges:
-                    self._gauges[name] = Gauge(name, description=family.help, tag_keys=tuple(tags))
-                self._gauges[name].set(value, tags=tags)
-
-
 async def report_periodically(
     replica_id: str, gather_families: Callable[[], Awaitable[list[Family]]]
 ) -> NoReturn:
-    """Report a replica's metrics to Ray, forever."""
-    metrics = RayMetrics(replica_id)
+    """Report a replica's metrics to Ray, forever. For a histogram, its sum and count."""
+    gauges: dict[str, Gauge] = {}
     while True:
         await asyncio.sleep(REPORT_PERIOD_S)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
-            metrics.report(await gather_families())
+            for family in await gather_families():
+                for name, labels, value in family.samples:
+                    tags = dict(labels) | {"replica": replica_id}
+                    if not name.endswith("_bucket"):
+                        if name not in gauges:
+                            gauges[name] = Gauge(name, family.help, tag_keys=tuple(tags))
+                        gauges[name].set(value, tags=tags)

@@ -78,8 +78,7 @@ def run_serve(job: ServeJob) -> None:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, num_ranks)
                 check_room(num_ranks, device, groups=job.config.replicas)
-            ends_with_ray = SESSION.owns(session_lease)
-            _serve(job, setup, signal_handler, began_s, ends_with_ray=ends_with_ray)
+            _serve(job, setup, signal_handler, began_s, SESSION.owns(session_lease))
         finally:
             SESSION.release(session_lease)
 
@@ -98,12 +97,7 @@ class _SignalHandler:
 
 
 def _serve(
-    job: ServeJob,
-    setup: EngineSetup,
-    signal_handler: _SignalHandler,
-    began_s: float,
-    *,
-    ends_with_ray: bool,
+    job: ServeJob, setup: EngineSetup, signals: _SignalHandler, began_s: float, ends_with_ray: bool
 ) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
@@ -121,14 +115,14 @@ def _serve(
     try:
         handle = _start(job, ends_with_ray=ends_with_ray)
         _wait_until_listening(job)
-        signal_handler.is_serving = True
+        signals.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
         address = host_and_port(job.host, job.port)
         logger.info("ready on http://%s%s after %.1f s", address, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
-        application.watch(signal_handler.stop_event)
+        application.watch(signals.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
     except BaseException:
