@@ -50,10 +50,10 @@ class Timeline:
         """
         gaps: list[float] = []
         for arrivals in self._arrivals.values():
-            previous_s = None
+            previous_s: float | None = None
             for time_s, num_tokens in arrivals:
                 if since_s < time_s <= until_s:
-                    first_gap = [] if previous_s is None else [time_s - previous_s]
+                    first_gap: list[float] = [] if previous_s is None else [time_s - previous_s]
                     gaps += first_gap + [0.0] * (num_tokens - 1)
                 previous_s = time_s
         return gaps
@@ -111,7 +111,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
 
 def arrival_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """When requests are due: all at once, or as a Poisson process of `rate` per second from 0 on."""
+    """When requests are due: all at once, or as a Poisson process of `rate` per second from 0."""
     if rate is None:
         return [0.0] * num_requests
     rng = random.Random(f"arrivals {seed}")
