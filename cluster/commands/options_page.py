@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs.engine import EngineConfig
+from configs.options import flag_of
 from configs.serve import ServeConfig
 from scheduler.params import DEFAULTS, SamplingParams
 
@@ -89,15 +90,15 @@ def _option_rows(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
         metadata = field.metadata
         if "flag" not in metadata:
             continue
-        flag = (metadata["flag"] or "").replace("/--no-", "` `--no-")
-        default = metadata["flag_default"] if metadata["flag"] else field.default
+        flag = (flag_of(field) or "").replace("/--no-", "` `--no-")
+        default = metadata["flag_default"] if flag else field.default
         yield field.name, flag, default, metadata["help"]
 
 
 def _parameter_rows() -> Iterator[tuple[str, str, object, str]]:
     """(name, flag, default, help text) of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
-        flag = "--" + field.name.replace("_", "-") if field.metadata["has_flag"] else ""
+        flag = flag_of(field) or ""
         yield field.name, flag, getattr(DEFAULTS, field.name), field.metadata["help"]
 
 

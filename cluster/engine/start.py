@@ -98,7 +98,7 @@ def _start(
     undo_stack.callback(_undo_in_session, session_lease, owner.stop)
     undo_stack.callback(frontend.close)
     report = owner.start()
-    frontend.follow()
+    frontend.driver.follow()
     for line in report.log_lines:
         logger.info(line)
     total_s = time.perf_counter() - began_s

@@ -114,7 +114,7 @@ class EngineReplica:
         """
         lookup = self._driver_lookup
         if lookup is None or lookup.done():
-            lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.live_driver))
+            lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.driver.live))
             self._driver_lookup = lookup
         is_last_choice = self._replica_id in lease_request.avoided_ids
         limit_s = LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S

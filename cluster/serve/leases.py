@@ -132,9 +132,10 @@ class EngineLeases:
 
     def give_back(self, routed: RoutedRequest) -> None:
         """End the lease of a request, or the wait for one."""
-        if routed.lease_call is not None:
+        call, routed.lease_call = routed.lease_call, None  # it refers to the request
+        if call is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
-                self._loop.call_soon_threadsafe(routed.lease_call.end)
+                self._loop.call_soon_threadsafe(call.end)
 
     def stop_counting(self, routed: RoutedRequest) -> None:
         """A request is no longer open at the engine that was chosen for it."""

@@ -69,8 +69,10 @@ class EnginePool:
         routed_requests = [RoutedRequest(generation) for generation in generations]
         with self._lock:
             self._routed |= {id(routed.generation): routed for routed in routed_requests}
-        for routed in routed_requests:
-            routed.generation.done.add_done_callback(functools.partial(self._handle_done, routed))
+        for generation in generations:
+            # The future keeps its callbacks, so none of them may keep the generation.
+            callback = functools.partial(self._handle_done, id(generation))
+            generation.done.add_done_callback(callback)
         try:
             async with asyncio.timeout(self._lease_limit_s):
                 await self._lease_and_send(routed_requests)
@@ -163,7 +165,7 @@ class EnginePool:
                 on_dead=lambda generations, error: self._move(driver_id, generations, error),
             )
             frontend.after_news(self._call_news_callbacks)
-            frontend.follow()
+            frontend.driver.follow()
             self._senders[driver_id] = RequestSender(frontend)
         return self._senders[driver_id]
 
@@ -214,12 +216,12 @@ class EnginePool:
                     )
                 )
 
-    def _handle_done(self, routed: RoutedRequest, done_future: Future[None]) -> None:
+    def _handle_done(self, generation_id: int, done_future: Future[None]) -> None:
         """Called when a request has ended, or its caller was canceled."""
-        self._leases.stop_counting(routed)
         with self._lock:
-            self._routed.pop(id(routed.generation), None)
+            routed = self._routed.pop(generation_id)
             frontend = routed.frontend
+        self._leases.stop_counting(routed)
         if done_future.cancelled() and frontend is not None:
             frontend.abort([routed.generation])
         self._leases.give_back(routed)
