@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from cluster.engine.driver import Driver
-from cluster.engine.report import EngineReport
+from cluster.engine.report import StartReport
 from cluster.ranks.actor import RankActor
 from cluster.resources.placement import Place
 from configs.engine import ResolvedConfig
@@ -28,10 +28,10 @@ class TimedDriver(Driver):
         super().__init__(*arguments)
         self._moments: list[float] = []
 
-    async def start(self) -> EngineReport:
+    async def start(self) -> StartReport:
         report = await super().start()
-        assert self._engine_loop is not None
-        engine = self._engine_loop.engine
+        assert self._step_loop is not None
+        engine = self._step_loop.engine
         step = engine.step
 
         def timed_step() -> Any:

@@ -20,7 +20,7 @@ from benchmarks.common import alternate, median, model_or_random, write_result
 from cluster import LLM, SamplingParams
 from cluster.commands.batch import BatchRequest
 from cluster.commands.bench import synthetic_requests
-from cluster.commands.timing import due_times, percentiles, run_timed
+from cluster.commands.timing import arrival_times_s, percentiles, run_timed
 
 DECODE_PROMPT = 16
 ARRIVED_PROMPT = 1000
@@ -80,7 +80,7 @@ def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 temperature=0.6,
                 vocab_size=vocab_size,
             )
-            timed = run_timed(llm, requests, due_times(len(requests), rate, seed))
+            timed = run_timed(llm, requests, arrival_times_s(len(requests), rate, seed))
             rows.append(
                 {
                     "rate": rate,
@@ -129,10 +129,16 @@ def decode(
     prompts = [request(numbers, ARRIVED_PROMPT, 1) for _ in prompts_due_s]
     timed = run_timed(llm, decodes + prompts, due_s + prompts_due_s)
     lines, of_prompts = timed.timelines[: len(decodes)], timed.timelines[len(decodes) :]
-    since_s = max(line.due_s + (line.first_s or 0.0) for line in lines)
+    since_s = max(line.due_s + (line.time_to_first_token_s or 0.0) for line in lines)
     until_s = since_s + arriving_s if prompts else math.inf
     gaps = percentiles([gap for line in lines for gap in line.gaps_s(since_s, until_s)])
-    first = percentiles([line.first_s for line in of_prompts if line.first_s is not None])
+    first = percentiles(
+        [
+            line.time_to_first_token_s
+            for line in of_prompts
+            if line.time_to_first_token_s is not None
+        ]
+    )
     values = {"gap_p50_s": gaps["p50"], "gap_p99_s": gaps["p99"], "prompt_ttft_p50_s": first["p50"]}
     return {name: value for name, value in values.items() if value is not None} | {
         "total_s": timed.total_s
@@ -143,7 +149,7 @@ def request(numbers: random.Random, num_prompt: int, num_output: int) -> BatchRe
     """A synthetic request that shares nothing with the cache."""
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0)
     token_ids = [numbers.randrange(500) for _ in range(num_prompt)]
-    return BatchRequest(where="", prompt={"prompt_token_ids": token_ids}, params=params)
+    return BatchRequest(source="", prompt={"prompt_token_ids": token_ids}, params=params)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def run(llm: LLM, args: argparse.Namespace, numbers: random.Random) -> dict[str,
     params = SamplingParams(max_tokens=args.output, ignore_eos=True, temperature=0.0)
     requests = [
         BatchRequest(
-            where="",
+            source="",
             prompt={"prompt_token_ids": prefix + [numbers.randrange(500) for _ in range(args.own)]},
             params=params,
         )

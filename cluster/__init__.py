@@ -28,7 +28,7 @@ __all__ = [
     "StructuredOutputs",
 ]
 
-_MODULES = {
+_MODULE_OF_NAME = {
     "LLM": "cluster.llm",
     "Chunk": "cluster.client.outputs",
     "CompletionOutput": "cluster.client.outputs",
@@ -43,6 +43,6 @@ use_token_if_there_is_one()  # before anything imports Ray
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(PREFIX + _MODULES[name]), name)
+    return getattr(importlib.import_module(PREFIX + _MODULE_OF_NAME[name]), name)

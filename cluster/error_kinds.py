@@ -1,16 +1,15 @@
-"""Every error, sorted once: may another attempt succeed, is the caller wrong, or is there a bug?
+"""What an error means: may another attempt succeed, is the caller wrong, or is there a bug?
 
     LOST_CALL   a message may not have arrived: make the call again
-    NO_ROOM     no memory, disk, process or thread to be had at the moment: later
+    NO_ROOM     no memory, disk space, process or thread is free at the moment: try later
     LOST_PEER   a process, a node or an object is gone: start it again
-    CALLER      asking again changes nothing
+    CALLER      trying again changes nothing
     ENDED       the engine has stopped
     BUG         a fault of our own code, which would happen again
 
-Whoever decides whether an error ends the engine asks `kind_of`. Whatever the world outside our code
-raises that is not in the table counts as a lost peer: all errors of Ray and of the operating
-system. So a fault that nobody thought of costs an attempt, not the engine. Ray's errors are known
-by name: this module imports nothing that a helper process lacks.
+`kind_of` decides whether an error ends the engine. Errors of Ray and of the operating system that
+the table does not name count as a lost peer, so an unforeseen fault costs an attempt, not the
+engine. Ray's errors are listed by name: this module imports nothing that a helper process lacks.
 """
 
 from __future__ import annotations
@@ -19,18 +18,10 @@ import errno
 from enum import Enum
 
 from configs.paths import PREFIX
-from scheduler.errors import (
-    ClientError,
-    EaglerayError,
-    EngineDeadError,
-    OverloadedError,
-    StepTimeoutError,
-    UnreadableError,
-    WorkerError,
-)
+from scheduler.errors import EaglerayError
 
 
-class Kind(Enum):
+class ErrorKind(Enum):
     """What an error means; see the table at the top."""
 
     LOST_CALL = "a call was lost"
@@ -41,9 +32,9 @@ class Kind(Enum):
     BUG = "a bug"
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether another attempt may succeed."""
-        return self in (Kind.LOST_CALL, Kind.NO_ROOM, Kind.LOST_PEER)
+        return self in (ErrorKind.LOST_CALL, ErrorKind.NO_ROOM, ErrorKind.LOST_PEER)
 
 
 NO_ROOM_ERRNOS = (
@@ -54,79 +45,60 @@ NO_ROOM_ERRNOS = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-NO_THREAD = "can't start new thread"  # Python says this in a plain RuntimeError
+NO_THREAD_MESSAGE = "can't start new thread"  # of a plain RuntimeError
 
-# By class, with the module where it is not a built-in one. The first class of an error's method
-# resolution order that is here decides.
-KINDS: dict[str, Kind] = {
-    **{
-        f"ray.exceptions.{name}": kind
-        for kind, names in {
-            Kind.LOST_CALL: (
-                "ActorUnavailableError",
-                "RpcError",
-                "ObjectLostError",  # with it, of fetches that took too long, of owners that died
-                "PlasmaObjectNotAvailable",
-            ),
-            Kind.NO_ROOM: ("ObjectStoreFullError", "OutOfDiskError", "PendingCallsLimitExceeded"),
-            Kind.BUG: (
-                "UserCodeException",
-                "UnserializableException",
-                "OufOfBandObjectRefSerializationException",
-                "CrossLanguageError",
-            ),
-            Kind.LOST_PEER: ("RayError",),  # all others: actors, processes and nodes that died
-        }.items()
-        for name in names
-    },
-    **{
-        f"{each.__module__}.{each.__name__}".removeprefix(PREFIX): kind
-        for each, kind in (
-            (ClientError, Kind.CALLER),
-            (UnreadableError, Kind.LOST_PEER),  # such as a file server that does not answer
-            (OverloadedError, Kind.NO_ROOM),
-            (WorkerError, Kind.LOST_PEER),
-            (StepTimeoutError, Kind.LOST_PEER),
-            (EngineDeadError, Kind.ENDED),
-        )
-    },
-    "cluster.ray_errors.NoAnswerError": Kind.LOST_PEER,
-    "cluster.ray_errors.LostCallError": Kind.LOST_CALL,
-    "cluster.ray_errors.DriverDiedError": Kind.LOST_PEER,
-    "cluster.grammar.helper.HelperLostError": Kind.LOST_PEER,
-    "concurrent.futures._base.BrokenExecutor": Kind.LOST_PEER,
-    "MemoryError": Kind.NO_ROOM,
-    "EOFError": Kind.LOST_PEER,
-    "OSError": Kind.LOST_PEER,  # with it, of connections and time limits; see `NO_ROOM_ERRNOS`
+
+# By the name of the class, with its module unless it is built in. The first class in an error's
+# method resolution order that is listed here decides.
+KIND_BY_CLASS = {
+    "ray.exceptions.ActorUnavailableError": ErrorKind.LOST_CALL,
+    "ray.exceptions.RpcError": ErrorKind.LOST_CALL,
+    "ray.exceptions.ObjectLostError": ErrorKind.LOST_CALL,  # also slow fetches, owners that died
+    "ray.exceptions.PlasmaObjectNotAvailable": ErrorKind.LOST_CALL,
+    "ray.exceptions.ObjectStoreFullError": ErrorKind.NO_ROOM,
+    "ray.exceptions.OutOfDiskError": ErrorKind.NO_ROOM,
+    "ray.exceptions.PendingCallsLimitExceeded": ErrorKind.NO_ROOM,
+    "ray.exceptions.UserCodeException": ErrorKind.BUG,
+    "ray.exceptions.UnserializableException": ErrorKind.BUG,
+    "ray.exceptions.OufOfBandObjectRefSerializationException": ErrorKind.BUG,
+    "ray.exceptions.CrossLanguageError": ErrorKind.BUG,
+    "ray.exceptions.RayError": ErrorKind.LOST_PEER,  # all others: dead actors, processes, nodes
+    "scheduler.errors.ClientError": ErrorKind.CALLER,
+    "scheduler.errors.UnreadableError": ErrorKind.LOST_PEER,  # as of a file server that is silent
+    "scheduler.errors.OverloadedError": ErrorKind.NO_ROOM,
+    "scheduler.errors.WorkerError": ErrorKind.LOST_PEER,
+    "scheduler.errors.StepTimeoutError": ErrorKind.LOST_PEER,
+    "scheduler.errors.EngineDeadError": ErrorKind.ENDED,
+    "cluster.ray_errors.NoAnswerError": ErrorKind.LOST_PEER,
+    "cluster.ray_errors.LostCallError": ErrorKind.LOST_CALL,
+    "cluster.ray_errors.DriverDiedError": ErrorKind.LOST_PEER,
+    "cluster.grammar.helper.HelperLostError": ErrorKind.LOST_PEER,
+    "concurrent.futures._base.BrokenExecutor": ErrorKind.LOST_PEER,
+    "MemoryError": ErrorKind.NO_ROOM,
+    "EOFError": ErrorKind.LOST_PEER,
+    "OSError": ErrorKind.LOST_PEER,  # and its subclasses; but see `NO_ROOM_ERRNOS`
 }
 
 
-def kind_of(error: BaseException) -> Kind:
+def kind_of(error: BaseException) -> ErrorKind:
     """What an error means. An error that remote code raised counts as that code's."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException) and "RayTaskError" in _names(error):
+    class_names = [error_class.__name__ for error_class in type(error).__mro__]
+    if isinstance(cause, BaseException) and "RayTaskError" in class_names:
         return kind_of(cause)
     if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
-        return Kind.NO_ROOM
-    if type(error) is RuntimeError and NO_THREAD in str(error):
-        return Kind.NO_ROOM
-    for each in type(error).__mro__:
-        name = each.__name__ if each.__module__ == "builtins" else _full_name(each)
-        if name in KINDS:
-            return KINDS[name]
-    return Kind.BUG
+        return ErrorKind.NO_ROOM
+    if type(error) is RuntimeError and NO_THREAD_MESSAGE in str(error):
+        return ErrorKind.NO_ROOM
+    for error_class in type(error).__mro__:
+        name = f"{error_class.__module__}.{error_class.__name__}".removeprefix("builtins.")
+        if (name := name.removeprefix(PREFIX)) in KIND_BY_CLASS:
+            return KIND_BY_CLASS[name]
+    return ErrorKind.BUG
 
 
 def reason_of(error: BaseException) -> str:
-    """What a message says of an error. The text of an error that is not ours may not say what it
-    is.
+    """An error for a message. The text of an error that is not ours may not say what kind it is, so
+    its class is added.
     """
     return str(error) if isinstance(error, EaglerayError) else f"{type(error).__name__}: {error}"
-
-
-def _names(error: BaseException) -> list[str]:
-    return [each.__name__ for each in type(error).__mro__]
-
-
-def _full_name(of: type) -> str:
-    return f"{of.__module__}.{of.__name__}".removeprefix(PREFIX)

@@ -1,4 +1,4 @@
-"""The scheduler's limits, from a configuration and the size of the cache."""
+"""The scheduler's limits, from a configuration and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scheduler.limits import SchedulerLimits
 
 
 def limits_of(config: ResolvedConfig, num_blocks: int) -> SchedulerLimits:
-    """Limits of an engine whose cache has `num_blocks` blocks."""
+    """The limits of an engine whose KV cache has `num_blocks` blocks."""
     return SchedulerLimits(
         num_blocks=num_blocks,
         block_size=config.block_size,

@@ -21,7 +21,7 @@ from cluster.client.outputs import Chunk, Generation, RequestOutput
 from cluster.client.progress import ProgressBar
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import EngineSetup, prepare
-from cluster.engine.report import EngineReport
+from cluster.engine.report import StartReport
 from cluster.engine.start import EngineProcesses
 from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, RequestError
@@ -34,9 +34,9 @@ class LLM:
     ends it.
 
     `model` is a directory or a hub id, by default the small default model; the other options are
-    those of `configs.EngineConfig`. `sampling_defaults` fill what a request leaves unset; the
-    checkpoint's own defaults fill the rest. Raises `ConfigError` for what cannot work, before any
-    actor starts where that can be known.
+    those of `configs.EngineConfig`. `sampling_defaults` fill the parameters that a request leaves
+    unset; the checkpoint's own defaults fill the rest. Raises `ConfigError` for options that cannot
+    work, if possible before any actor starts.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class LLM:
         """
         if not progress:
             return self.client.wait(self.client.submit(prompts, sampling_params))
-        many = as_list(prompts)
+        prompt_list = as_list(prompts)
         with ProgressBar() as bar:
-            generations = self.client.submit(many, sampling_params, [bar.sink() for _ in many])
+            sinks = [bar.sink() for _ in prompt_list]
+            generations = self.client.submit(prompt_list, sampling_params, sinks)
             bar.expect(sum(len(generation.outputs) for generation in generations))
             return self.client.wait(generations)
 
@@ -147,13 +148,13 @@ class LLM:
         self._check_unused(request_id)
         async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
             with self._running(generation, request_id):
-                while items := await chunks.next():
-                    for _, chunk in items:
+                while prompts_and_chunks := await chunks.next():
+                    for _, chunk in prompts_and_chunks:
                         yield chunk
 
     def abort(self, request_id: str) -> bool:
-        """End the stream that was given this `request_id`; its last chunk says "abort". False if it
-        is not running.
+        """End the stream with this `request_id`; its last chunk has the `finish_reason` "abort".
+        False if it is not running.
         """
         if request_id not in self._streams or self._streams[request_id].done.done():
             return False
@@ -185,8 +186,8 @@ class LLM:
         return self._setup.has_chat_template
 
     @property
-    def report(self) -> EngineReport:
-        """The limits of the engine, and how long its start took."""
+    def report(self) -> StartReport:
+        """The device and limits of the engine, and how long its start took."""
         return self._engine.report
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""The one place that turns Ray's errors into ours, by the kinds of `error_kinds.py`.
+"""Translates Ray's errors into ours, by the kinds of `error_kinds.py`; nothing else does.
 
 a remote function raised one of our errors      that error itself
 it found no room, memory or process             NoRoomError, an OverloadedError
@@ -19,81 +19,79 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from cluster.error_kinds import Kind, kind_of
+from cluster.error_kinds import ErrorKind, kind_of
 from cluster.timeouts import CALL_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 
 
 class NoAnswerError(EngineError):
-    """A call to the driver, or to a node of the ranks, was not answered in time or was lost; it is
-    not known whether it was carried out.
+    """A call to the driver, or to a node of the ranks, was not answered in time or was lost. It may
+    have been carried out.
     """
 
 
 class NoRoomError(OverloadedError):
-    """There is no room for a message at the moment: Ray's object store and the disk are full."""
+    """Ray's object store and the disk have no room for a message at the moment."""
 
 
 class DriverDiedError(EngineDeadError):
-    """The process that was called is gone. The owner of a driver may start another one."""
+    """The process that was called has died. The owner of a driver may start another one."""
 
 
 class LostCallError(NoAnswerError):
     """The connection was lost: the call may have been carried out, and may be made again."""
 
 
-def call(ref: Any, what: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
-    """The value of `ref`. `what` completes "could not ..."; see the table at the top for what is
-    raised.
+def call(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
+    """The value of `ref`. `action` completes "could not ...". Raises the errors of the table at the
+    top.
     """
     try:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:
-        raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s") from None
+        raise NoAnswerError(f"could not {action}: no answer within {limit_s:g} s") from None
     except SystemExit as error:
         if not hasattr(error, "ray_terminate_msg"):  # the program's own
             raise
-        raise EngineDeadError(f"could not {what}: Ray was shut down") from None
+        raise EngineDeadError(f"could not {action}: Ray was shut down") from None
     except RayTaskError as error:
         cause = cause_of(error)
         if isinstance(cause, EaglerayError):
             raise cause from None
-        if kind_of(cause) is Kind.NO_ROOM:
-            raise _ours(cause, what) from error
-        raise EngineError(f"could not {what}: {cause}") from error
+        if kind_of(cause) is ErrorKind.NO_ROOM:
+            raise _translated(cause, action) from error
+        raise EngineError(f"could not {action}: {cause}") from error
     except RayError as error:
-        raise _ours(error, what) from error
+        raise _translated(error, action) from error
 
 
-def made(method: Any, what: str, *arguments: Any) -> Any:
-    """The ref of a call of an actor's method. What keeps it from being made is raised as by `call`;
-    large arguments need room.
-    """
+def start_call(method: Any, action: str, *arguments: Any) -> Any:
+    """Call an actor's method; returns the ref. Raises as `call`: large arguments need room."""
     try:
         return method.remote(*arguments)
     except Exception as error:
-        if not kind_of(error).may_pass:
+        if not kind_of(error).is_transient:
             raise
-        raise _ours(error, what) from error
+        raise _translated(error, action) from error
 
 
-def was_lost(ended: Future[Any]) -> bool:
-    """Whether a call has ended because it was lost, and not its actor."""
-    error = ended.exception()
-    return error is not None and kind_of(error) is Kind.LOST_CALL
+def was_lost(ended_call: Future[Any]) -> bool:
+    """Whether a call has ended because it was lost, although its actor lives."""
+    error = ended_call.exception()
+    return error is not None and kind_of(error) is ErrorKind.LOST_CALL
 
 
-def _ours(error: Exception, what: str) -> EaglerayError:
+def _translated(error: Exception, action: str) -> EaglerayError:
     kind = kind_of(error)
-    if kind is Kind.LOST_CALL:
-        return LostCallError(f"could not {what}: the connection was lost ({error})")
-    if kind is Kind.NO_ROOM:
+    if kind is ErrorKind.LOST_CALL:
+        return LostCallError(f"could not {action}: the connection was lost ({error})")
+    if kind is ErrorKind.NO_ROOM:
         return NoRoomError(
-            f"could not {what}: there is no room for it at the moment, try again later ({error})"
+            f"could not {action}: there is no room for it at the moment, try again later ({error})"
         )
-    if kind is Kind.LOST_PEER:
-        return DriverDiedError(f"could not {what}: the process has died ({error})")
-    return EngineDeadError(f"could not {what}: {error}")
+    if kind is ErrorKind.LOST_PEER:
+        return DriverDiedError(f"could not {action}: the process has died ({error})")
+    return EngineDeadError(f"could not {action}: {error}")
 
 
 def cause_of(error: Exception) -> Exception:
@@ -102,14 +100,14 @@ def cause_of(error: Exception) -> Exception:
     return cause if isinstance(cause, Exception) else error
 
 
-def failures(refs: Sequence[Any], patience_s: float) -> dict[int, Exception]:
-    """The cause of each failed ref, by index, after waiting up to `patience_s` for the others."""
-    found: dict[int, Exception] = {}
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
-    for place, ref in enumerate(refs):
-        if ref in done:
+def failures(refs: Sequence[Any], limit_s: float) -> dict[int, Exception]:
+    """The cause of each failed ref, by index, after waiting up to `limit_s` for all of them."""
+    causes: dict[int, Exception] = {}
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
+    for index, ref in enumerate(refs):
+        if ref in ready:
             try:
                 ray.get(ref)
             except RayError as failure:
-                found[place] = cause_of(failure)
-    return found
+                causes[index] = cause_of(failure)
+    return causes

@@ -222,8 +222,8 @@ class EngineStats:
     num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
     the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
-    the last result while steps are under way. waits_for names the missing resources while ranks
-    cannot be placed, or says why the last start failed while another one follows.
+    the last result while steps are under way. recovery_waits_for names the missing resources while
+    ranks cannot be placed, or says why the last start failed while another one follows.
     """
 
     num_running: int
@@ -242,7 +242,7 @@ class EngineStats:
     state: str = "serving"
     num_recoveries: int = 0
     step_age_s: float = 0.0
-    waits_for: str = ""
+    recovery_waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

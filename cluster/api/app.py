@@ -149,9 +149,10 @@ class Api:
             raise OverloadedError("the server is shutting down")
         stats = await self.stats()
         if not stats.is_ready:
+            reason = stats.recovery_waits_for
             raise OverloadedError(
                 f"the ranks are {stats.state}, and the last result came {stats.step_age_s:.1f} s"
-                f" ago; requests are kept and will continue. {stats.waits_for}".rstrip(". ")
+                f" ago; requests are kept and will continue. {reason}".rstrip(". ")
             )
         return JsonResponse({"state": stats.state, "step_age_s": round(stats.step_age_s, 3)})
 

@@ -24,7 +24,7 @@ from cluster.ray_errors import (
     NoRoomError,
     call,
     cause_of,
-    made,
+    start_call,
     was_lost,
 )
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
@@ -63,7 +63,7 @@ class DriverHandle:
         replace: Replace,
         answer_limit_s: float,
         is_shared: bool,
-        waits_for: Callable[[], str],
+        recovery_waits_for: Callable[[], str],
     ) -> None:
         """See `Frontend`. `is_shared`: the engine outlives the frontend."""
         self.actor = actor
@@ -77,7 +77,7 @@ class DriverHandle:
         self._replace = replace
         self._answer_limit_s = answer_limit_s
         self._is_shared = is_shared
-        self._waits_for = waits_for
+        self._recovery_waits_for = recovery_waits_for
         self._frontend_id = uuid.uuid4().hex[:12]
         # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
         # replica, even the message that a request was canceled. A call from a thread of its own
@@ -128,7 +128,7 @@ class DriverHandle:
             raise DriverDiedError("the driver has died")
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
-            ref = made(actor.poll, action, self._frontend_id, acknowledged, POLL_WAIT_S)
+            ref = start_call(actor.poll, action, self._frontend_id, acknowledged, POLL_WAIT_S)
             deltas: Deltas = pickle.loads(call(ref, action, limit_s))
         except LostCallError:
             time.sleep(LOST_CALL_PAUSE_S)
@@ -158,7 +158,7 @@ class DriverHandle:
                 raise
             raise OverloadedError(
                 "the driver has died and is being replaced; requests are kept and will continue."
-                f" {self._waits_for()}".rstrip(". ")
+                f" {self._recovery_waits_for()}".rstrip(". ")
             ) from None
 
     def finish(self, request_ids: list[str], reason: str, after: Iterable[Any] = ()) -> None:
@@ -191,7 +191,7 @@ class DriverHandle:
         until = time.monotonic() + limit_s
         while True:
             try:
-                ref = made(method, action, *arguments)
+                ref = start_call(method, action, *arguments)
                 if refs is not None:
                     refs.append(ref)
                 return call(ref, action, limit_s)

@@ -46,7 +46,7 @@ class Frontend:
         replace: Replace = cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
-        waits_for: Callable[[], str] = lambda: "",
+        recovery_waits_for: Callable[[], str] = lambda: "",
     ) -> None:
         """`driver`: the actor. `is_reachable`: whether this process is still part of the driver's
         cluster. `replace` takes a driver that has died or does not answer, the reason, and whether
@@ -54,8 +54,8 @@ class Frontend:
         the driver may take beyond what it was asked to wait. `on_dead` gets the requests that the
         driver had, and the reason, if there will be no other driver; without it they fail. It runs
         on the polling thread. With it, the engine is somebody else's and outlives this frontend, so
-        it is told of every request that it no longer needs to run, even after `close`. `waits_for`:
-        what the replacement of a driver waits for, in one line.
+        it is told of every request that it no longer needs to run, even after `close`.
+        `recovery_waits_for`: what the replacement of a driver waits for, in one line.
         """
         self._on_dead = on_dead
         self._after_news: list[Callable[[], None]] = []
@@ -69,7 +69,7 @@ class Frontend:
             replace=replace,
             answer_limit_s=answer_limit_s,
             is_shared=on_dead is not None,
-            waits_for=waits_for,
+            recovery_waits_for=recovery_waits_for,
         )
         self._acknowledged: tuple[Any, int] = (driver, 0)  # a driver, and its last reply
         self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
@@ -88,7 +88,7 @@ class Frontend:
             self.driver.submit(requests, refs)
         except BaseException as error:
             self._outstanding.forget(generations)
-            has_refused = isinstance(error, EaglerayError) and not kind_of(error).may_pass
+            has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
             was_closed = self.driver.is_closed and self._on_dead is not None
             if not has_refused or was_closed:  # the driver may have them, or receive them later
                 request_ids = [request.request_id for request in requests]

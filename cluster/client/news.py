@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.errors import EaglerayError, EngineError
+from scheduler.errors import EaglerayError
 from scheduler.messages import Deltas, PromptLogprobs, TokenLogprobs
 
 
@@ -26,23 +26,15 @@ class News:
     finish_reason: str | None = None
     error: EaglerayError | None = None
 
-    def extend(self, later: News) -> None:
-        """Add later news; tokens that are here already are skipped. Raises `EngineError` if any are
-        missing between.
-        """
-        overlap = self.first_index + len(self.token_ids) - later.first_index
-        if overlap < 0 and later.token_ids:
-            raise EngineError(
-                f"tokens {self.first_index + len(self.token_ids)} to {later.first_index - 1} are"
-                " missing"
-            )
-        token_ids = later.token_ids[overlap:] if later.token_ids else []
+    def append(self, later: News) -> None:
+        """Add later news, whose tokens follow these."""
+        if later.token_ids:
+            assert later.first_index == self.first_index + len(self.token_ids), (self, later)
         if later.logprobs is not None:
-            earlier_logprobs = self.logprobs or [None] * len(self.token_ids)
-            self.logprobs = earlier_logprobs + later.logprobs[overlap:]
+            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later.logprobs
         elif self.logprobs is not None:
-            self.logprobs += [None] * len(token_ids)
-        self.token_ids += token_ids
+            self.logprobs += [None] * len(later.token_ids)
+        self.token_ids += later.token_ids
         if self.prompt_logprobs is None:
             self.prompt_logprobs = later.prompt_logprobs
         elif later.prompt_logprobs is not None:
@@ -54,14 +46,14 @@ class News:
 
 def pack(number: int, news: dict[str, News]) -> Deltas:
     """Reply `number` of a driver to one frontend."""
-    all_news = news.values()
+    values = news.values()
     return Deltas(
         up_to=number,
         request_ids=tuple(news),
-        first_indices=array("i", (n.first_index for n in all_news)),
-        num_tokens=array("i", (len(n.token_ids) for n in all_news)),
-        num_cached_tokens=array("i", (n.num_cached_tokens for n in all_news)),
-        token_ids=array("i", (token for n in all_news for token in n.token_ids)),
+        first_indices=array("i", (n.first_index for n in values)),
+        num_tokens=array("i", (len(n.token_ids) for n in values)),
+        num_cached_tokens=array("i", (n.num_cached_tokens for n in values)),
+        token_ids=array("i", (token for n in values for token in n.token_ids)),
         finish_reasons={k: n.finish_reason for k, n in news.items() if n.finish_reason},
         errors={k: n.error for k, n in news.items() if n.error},
         logprobs={k: n.logprobs for k, n in news.items() if n.logprobs is not None},

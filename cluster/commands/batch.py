@@ -1,5 +1,5 @@
-"""Run a batch for the command line: read and check every input line, generate, write every output
-line.
+"""A batch for the command line: reads and checks every input line, generates, and formats every
+output line.
 
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
@@ -27,16 +27,18 @@ from scheduler.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line of the input: where it comes from, and what `LLM.generate` gets."""
+    """One line of the input. source: its file and line, for messages; the rest goes to
+    `LLM.generate`.
+    """
 
-    where: str
+    source: str
     prompt: dict[str, Any]
     params: SamplingParams
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """Every line of a JSONL file, checked for form. Raises `RequestError` naming the line; blank
-    lines are skipped.
+    """Every line of a JSONL file, checked for form; blank lines are skipped. Raises `ConfigError`,
+    `RequestError` naming the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -49,28 +51,28 @@ def read_requests(path: Path) -> list[BatchRequest]:
     ]
     if not lines:
         raise RequestError(f"the input file {str(path)!r} holds no requests")
-    return [_read_line(where, line) for where, line in lines]
+    return [_read_line(source, line) for source, line in lines]
 
 
-def _read_line(where: str, line: str) -> BatchRequest:
-    with _naming(where):
+def _read_line(source: str, line: str) -> BatchRequest:
+    with _naming_source(source):
         try:
-            value = json.loads(line)
+            prompt = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"not JSON: {error}") from None
-        if not isinstance(value, dict):
+        if not isinstance(prompt, dict):
             raise RequestError(f"must be a JSON object with one of {', '.join(FORMS)}")
-        form = form_of(value, ("sampling_params", *EXTRAS))
-        if not value[form]:
+        form = form_of(prompt, ("sampling_params", *EXTRAS))
+        if not prompt[form]:
             raise RequestError(f"{form} is empty; give at least one token", form)
-        params = value.pop("sampling_params", None)
+        params = prompt.pop("sampling_params", None)
         params = {} if params is None else params
         if not isinstance(params, dict):
             raise RequestError("sampling_params must be a JSON object", "sampling_params")
-        if form == "prompt_token_ids" and isinstance(value[form], list):
-            check_token_ids(value[form], form)
-        parse_prompt(value)
-        return BatchRequest(where=where, prompt=value, params=SamplingParams.from_dict(params))
+        if form == "prompt_token_ids" and isinstance(prompt[form], list):
+            check_token_ids(prompt[form], form)
+        parse_prompt(prompt)
+        return BatchRequest(source=source, prompt=prompt, params=SamplingParams.from_dict(params))
 
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
@@ -78,67 +80,69 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
     line.
     """
     requests = tokenize_batch(llm.client.builder, requests)
-    return llm.generate(
-        [r.prompt for r in requests], [r.params for r in requests], progress=progress
-    )
+    prompts, params = [request.prompt for request in requests], [r.params for r in requests]
+    return llm.generate(prompts, params, progress=progress)
 
 
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
-    """The requests with token ids as prompts, checked against the limits; constrained ones stay
-    unchanged, because their grammar depends on how the conversation ends. Raises `RequestError`
-    naming the line.
+    """The requests, checked against the limits, with token ids as prompts. Constrained requests
+    keep their prompts, because their grammar depends on how the conversation ends. Raises
+    `RequestError` naming the line.
     """
-    tokenized = []
+    tokenized_requests = []
     for request in requests:
-        with _naming(request.where):
+        with _naming_source(request.source):
             token_ids = builder.check(request.prompt, request.params)
         if request.params.structured_outputs is not None:
-            tokenized.append(request)
+            tokenized_requests.append(request)
             continue
-        salt = request.prompt.get("cache_salt")
-        prompt = {"prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
-        tokenized.append(replace(request, prompt=prompt))
-    return tokenized
+        cache_salt = request.prompt.get("cache_salt")
+        prompt = {"prompt_token_ids": token_ids}
+        if cache_salt:
+            prompt["cache_salt"] = cache_salt
+        tokenized_requests.append(replace(request, prompt=prompt))
+    return tokenized_requests
 
 
 def output_line(index: int, output: RequestOutput) -> str:
     """The JSON line of one finished request."""
     line: dict[str, Any] = {"index": index}
     if len(output.outputs) == 1:
-        line |= _completion(output.outputs[0])
+        line |= _completion_fields(output.outputs[0])
     else:
-        line["outputs"] = [_completion(completion) for completion in output.outputs]
+        line["outputs"] = [_completion_fields(completion) for completion in output.outputs]
     line["num_prompt_tokens"] = len(output.prompt_token_ids)
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.prompt_logprobs is not None:
-        line["prompt_logprobs"] = [_entry(entry) for entry in output.prompt_logprobs]
+        line["prompt_logprobs"] = list(map(_logprob_fields, output.prompt_logprobs))
     if output.error is not None:
         line["error"] = str(output.error)
     return json.dumps(line, ensure_ascii=False)
 
 
-def _completion(completion: CompletionOutput) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _completion_fields(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        values["logprobs"] = [_entry(entry) for entry in completion.logprobs]
-    return values
+        fields["logprobs"] = list(map(_logprob_fields, completion.logprobs))
+    return fields
 
 
-def _entry(entry: TokenLogprobs | None) -> dict[str, Any] | None:
-    if entry is None:
+def _logprob_fields(logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
+    if logprobs is None:
         return None
-    top = dict(zip(map(str, entry.top_token_ids), entry.top_logprobs, strict=True))
-    return {"logprob": entry.logprob, "top": top}
+    top_logprobs = dict(zip(map(str, logprobs.top_token_ids), logprobs.top_logprobs, strict=True))
+    return {"logprob": logprobs.logprob, "top": top_logprobs}
 
 
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Prefix the message of a `RequestError` with the place it happened."""
+def _naming_source(source: str) -> Iterator[None]:
+    """Begin the message of a `RequestError` with the source of the request."""
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{where}: {error}" if where else str(error), error.parameter) from None
+        message = f"{source}: {error}" if source else str(error)
+        raise RequestError(message, error.parameter) from None

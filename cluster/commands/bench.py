@@ -1,16 +1,13 @@
 """`launch.py bench`: a workload through the engine, timed as a client sees it, in one JSON line.
 
-    engine, model, dtype, quantization, tp, device
-    requests, input_tokens, output_tokens, cached_tokens
-    total_s, output_tokens_per_s  from when the first request is due to when the last one ends
-    ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
-    preemptions, num_steps        of the driver, without the warm-up
-    start_s                       seconds of each phase of the start, and of "all" together
-    roofline                      lower bound on the time of the workload on this machine, see
-                                  `workers.roofline`
-
-The machine is the one this command runs on: if ranks run elsewhere, the roofline does not apply to
-them.
+engine, model, dtype, quantization, tp, device
+requests, input_tokens, output_tokens, cached_tokens
+total_s, output_tokens_per_s  from when the first request is due to when the last one ends
+ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
+preemptions, num_steps        of the driver, without the warm-up
+start_s                       seconds of each phase of the start, and of "all" together
+roofline                      lower bound on the time of the workload on this machine, see
+                              `workers.roofline`; does not apply to ranks on other machines
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import torch
 
 from cluster.client.setup import prepare
 from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
-from cluster.commands.timing import TimedRun, due_times, run_timed
+from cluster.commands.timing import TimedRun, arrival_times_s, run_timed
 from cluster.llm import LLM
 from configs.engine import EngineConfig, ResolvedConfig
 from scheduler.errors import ConfigError, RequestError
@@ -37,8 +34,8 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.roofline import Machine, probe_cpu, report, works_of
 
-NUM_SEQS, MAX_INPUT, MAX_OUTPUT, TEMPERATURE = 256, 1024, 1024, 0.6
-LAST_MADE_UP_ID = 10000
+DEFAULT_NUM_SEQS, DEFAULT_MAX_INPUT, DEFAULT_MAX_OUTPUT, DEFAULT_TEMPERATURE = 256, 1024, 1024, 0.6
+MAX_SYNTHETIC_TOKEN_ID = 10000
 
 logger = logging.getLogger("eagleray")
 
@@ -63,27 +60,27 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, except where only the started engine knows whether a
-    prompt fits.
+    `ClientError` before the engine starts, unless only the started engine knows whether a prompt
+    fits.
     """
-    _check(job)
+    _check_job(job)
     setup = prepare(job.config)
     config = setup.foreseen
     with contextlib.closing(setup.request_builder()) as builder:
-        requests = tokenize_batch(builder, _requests(job, config))
-    machine = _probe(config)
+        requests = tokenize_batch(builder, _read_or_make_requests(job, config))
+    machine = _probe_machine(config)
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it
         requests = tokenize_batch(llm.client.builder, requests)
-        run_timed(llm, [_warmup(llm)] * job.num_warmup, [0.0] * job.num_warmup)
-        before = llm.stats()
+        run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
+        stats_before = llm.stats()
         logger.info("%d requests", len(requests))
         run = run_timed(
-            llm, requests, due_times(len(requests), job.request_rate, job.config.seed or 0)
+            llm, requests, arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
         )
-        line = _line(llm, config, run, before, machine)
-    print(json.dumps(line), flush=True)
+        result = _result(llm, config, run, stats_before, machine)
+    print(json.dumps(result), flush=True)
 
 
 def synthetic_requests(
@@ -95,27 +92,27 @@ def synthetic_requests(
     temperature: float,
     vocab_size: int,
 ) -> list[BatchRequest]:
-    """Made-up requests; the same arguments give the same requests.
+    """Synthetic requests; the same arguments give the same requests.
 
     Lengths of prompt and output are uniform between a tenth of the maximum and the maximum, token
     ids between 0 and 10,000 (or the last of the vocabulary); no end-of-sequence id ends an output.
     For each request `random.Random(seed)` draws with `randint` the prompt's length, its ids and the
     output's length, in this order.
     """
-    rng, last_id = random.Random(seed), min(LAST_MADE_UP_ID, vocab_size - 1)
+    rng, last_token_id = random.Random(seed), min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
 
-    def length(most: int) -> int:
-        return rng.randint(max(1, most // 10), most)
+    def draw_length(max_length: int) -> int:
+        return rng.randint(max(1, max_length // 10), max_length)
 
     requests = []
     for i in range(num_seqs):
-        token_ids = [rng.randint(0, last_id) for _ in range(length(max_input))]
+        token_ids = [rng.randint(0, last_token_id) for _ in range(draw_length(max_input))]
         params = SamplingParams(
-            temperature=temperature, max_tokens=length(max_output), ignore_eos=True
+            temperature=temperature, max_tokens=draw_length(max_output), ignore_eos=True
         )
         requests.append(
             BatchRequest(
-                where=f"synthetic request {i}",
+                source=f"synthetic request {i}",
                 prompt={"prompt_token_ids": token_ids},
                 params=params,
             )
@@ -123,24 +120,25 @@ def synthetic_requests(
     return requests
 
 
-def _check(job: BenchJob) -> None:
-    made_up = {
+def _check_job(job: BenchJob) -> None:
+    synthetic_options = {
         "--num-seqs": job.num_seqs,
         "--max-input": job.max_input,
         "--max-output": job.max_output,
     }
-    given = [flag for flag, value in made_up.items() if value is not None]
-    if (job.input is not None) == bool(given):
+    given_flags = [flag for flag, value in synthetic_options.items() if value is not None]
+    if (job.input is not None) == bool(given_flags):
         raise RequestError(
-            f"give --input FILE.jsonl, or one or more of {', '.join(made_up)} for synthetic"
-            " requests" + (f"; not both --input and {given[0]}" if given else "")
+            f"give --input FILE.jsonl, or one or more of {', '.join(synthetic_options)} for"
+            " synthetic requests"
+            + (f"; not both --input and {given_flags[0]}" if given_flags else "")
         )
     if job.input is not None and job.temperature is not None:
         raise RequestError(
             "--temperature is for synthetic requests; the lines of --input say it in"
             " `sampling_params`"
         )
-    for flag, value in made_up.items():
+    for flag, value in synthetic_options.items():
         if value is not None and value < 1:
             raise RequestError(f"{flag} must be at least 1, got {value}")
     if job.num_warmup < 0:
@@ -151,10 +149,10 @@ def _check(job: BenchJob) -> None:
         )
 
 
-def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
+def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
-    max_input, max_output = job.max_input or MAX_INPUT, job.max_output or MAX_OUTPUT
+    max_input, max_output = job.max_input or DEFAULT_MAX_INPUT, job.max_output or DEFAULT_MAX_OUTPUT
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
             f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
@@ -162,41 +160,45 @@ def _requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
             " checkpoint goes, raise --max-model-len"
         )
     return synthetic_requests(
-        job.num_seqs or NUM_SEQS,
+        job.num_seqs or DEFAULT_NUM_SEQS,
         max_input,
         max_output,
         seed=job.config.seed or 0,
-        temperature=TEMPERATURE if job.temperature is None else job.temperature,
+        temperature=DEFAULT_TEMPERATURE if job.temperature is None else job.temperature,
         vocab_size=config.model.vocab_size,
     )
 
 
-def _warmup(llm: LLM) -> BatchRequest:
-    """A warm-up request: at most three prompt tokens and four output tokens, fewer if the engine
-    takes no more.
+def _warmup_request(llm: LLM) -> BatchRequest:
+    """A warm-up request: three prompt tokens and four output tokens, or as many as the engine
+    takes.
     """
     prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    return BatchRequest(where="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
+    return BatchRequest(source="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
 
 
-def _probe(config: ResolvedConfig) -> Machine | None:
+def _probe_machine(config: ResolvedConfig) -> Machine | None:
     """Measure this machine, unless the ranks will run on GPUs."""
-    asked = config.engine.device
-    return (
-        probe_cpu(config.dtype, config.quantization)
-        if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available())
-        else None
-    )
+    device = config.engine.device
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return probe_cpu(config.dtype, config.quantization)
+    return None
 
 
-def _line(
-    llm: LLM, config: ResolvedConfig, run: TimedRun, before: EngineStats, machine: Machine | None
+def _result(
+    llm: LLM,
+    config: ResolvedConfig,
+    run: TimedRun,
+    stats_before: EngineStats,
+    machine: Machine | None,
 ) -> dict[str, Any]:
     stats, engine, device = llm.stats(), config.engine, llm.report.device
+    generations = run.generations
+    completions = [completion for g in generations for completion in g.completions]
     works = works_of(
-        [g.prompt_token_ids for g in run.generations for _ in g.completions],
-        [len(c.token_ids) for g in run.generations for c in g.completions],
+        [generation.prompt_token_ids for generation in generations for _ in generation.completions],
+        [len(completion.token_ids) for completion in completions],
     )
     return {
         "engine": "eagleray",
@@ -205,16 +207,16 @@ def _line(
         "quantization": None if config.quantization is None else "int8",
         "tp": engine.tensor_parallel_size,
         "device": device,
-        "requests": len(run.generations),
-        "input_tokens": sum(len(g.prompt_token_ids) for g in run.generations),
+        "requests": len(generations),
+        "input_tokens": sum(len(generation.prompt_token_ids) for generation in generations),
         "output_tokens": run.num_output_tokens,
-        "cached_tokens": sum(g.num_cached_tokens for g in run.generations),
+        "cached_tokens": sum(generation.num_cached_tokens for generation in generations),
         "total_s": round(run.total_s, 4),
         "output_tokens_per_s": round(run.output_tokens_per_s, 2),
         "ttft_s": run.first_token_s(),
         "inter_token_s": run.inter_token_s(),
-        "preemptions": stats.num_preemptions - before.num_preemptions,
-        "num_steps": stats.num_steps - before.num_steps,
+        "preemptions": stats.num_preemptions - stats_before.num_preemptions,
+        "num_steps": stats.num_steps - stats_before.num_steps,
         "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
         "roofline": report(
             config.model,

@@ -1,9 +1,9 @@
 """`launch.py chat`: a conversation in the terminal.
 
-An answer is shown while it is generated. Ctrl-C ends it, and what has come of it stays part of the
-conversation; Ctrl-C once more, or while there is no answer, ends the program, as does Ctrl-D. Where
-standard input is no terminal, each of its lines is a question of one conversation, and standard
-output gets the answers alone.
+An answer is shown while it is generated. Ctrl-C ends it; the part shown stays in the conversation.
+A second Ctrl-C, Ctrl-C while there is no answer, or Ctrl-D ends the program. If standard input is
+not a terminal, each of its lines is a question of one conversation, and standard output gets only
+the answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 
-PROMPT = "> "
+INPUT_PROMPT = "> "
 HELP = """\
 /new            begin a new conversation
 /system TEXT    begin a new conversation with this instruction; without TEXT, with none
@@ -42,27 +42,27 @@ HELP = """\
 /quit           end, as Ctrl-D does
 A line that ends with \\ goes on in the next one. Ctrl-C ends an answer."""
 # Control characters in a model's text could change the terminal.
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _DIM = Style(dim=True)
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer, so far or complete, and its times in seconds since the question."""
+    """One answer, so far or complete. first_chunk_s and last_chunk_s count from the question."""
 
-    asked_s: float = field(default_factory=time.monotonic)
+    question_at_s: float = field(default_factory=time.monotonic)
     content: str = ""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    first_chunk_s: float = 0.0
+    last_chunk_s: float = 0.0
     finish_reason: str | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Count a chunk."""
-        self.last_s = time.monotonic() - self.asked_s
-        self.first_s = self.first_s or self.last_s
+        self.last_chunk_s = time.monotonic() - self.question_at_s
+        self.first_chunk_s = self.first_chunk_s or self.last_chunk_s
         self.num_tokens += len(chunk.token_ids)
         self.num_prompt_tokens = chunk.num_prompt_tokens
         self.num_cached_tokens = chunk.num_cached_tokens
@@ -70,10 +70,10 @@ class Answer:
 
     def describe(self, max_model_len: int) -> str:
         """Tokens, speed, and how much of the context is used, in one line."""
-        decode_s = self.last_s - self.first_s
+        decode_s = self.last_chunk_s - self.first_chunk_s
         speed = f"{(self.num_tokens - 1) / decode_s:.0f} tokens/s" if decode_s > 0 else "at once"
         return (
-            f"{self.num_tokens} tokens, the first after {self.first_s:.2f} s, then {speed};"
+            f"{self.num_tokens} tokens, the first after {self.first_chunk_s:.2f} s, then {speed};"
             f" {self.num_prompt_tokens} tokens before them, {self.num_cached_tokens} of these from"
             f" the cache; at most {max_model_len} tokens fit into a conversation"
         )
@@ -87,27 +87,28 @@ class Chat:
         assert setup.tokenizer is not None
         self._llm, self._tokenizer, self._console = llm, setup.tokenizer, console
         self._max_model_len = llm.report.limits.max_model_len
-        longest = SamplingParams(max_tokens=llm.report.limits.max_total_tokens)
-        self._params = SamplingParams(n=1).over(setup.defaults).over(longest)
+        fallback = SamplingParams(max_tokens=llm.report.limits.max_total_tokens)
+        self._params = SamplingParams(n=1).over(setup.defaults).over(fallback)
         self._messages: list[Message] = []
-        self._variables: dict[str, bool] = {}
-        self._last: Answer | None = None
-        self.num_refused = 0  # questions and commands
+        self._template_variables: dict[str, bool] = {}
+        self._last_answer: Answer | None = None
+        self.num_refused_lines = 0
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Answer a question or carry out a command. False if the user wants to leave."""
         try:
             if line.startswith("/"):
-                return self._obey(*line[1:].partition(" ")[::2])
+                return self._run_command(*line[1:].partition(" ")[::2])
             if line.strip():
-                self._ask(line)
+                self._answer_question(line)
         except RequestError as error:
-            self.num_refused += 1
+            self.num_refused_lines += 1
             hint = " (/new begins a new conversation)" if len(self._messages) > 1 else ""
             print(f"error: {error}{hint}", file=sys.stderr)
         return True
 
-    def _obey(self, command: str, argument: str) -> bool:
+    def _run_command(self, command: str, argument: str) -> bool:
+        """False if the user wants to leave. Raises `RequestError`."""
         match command, argument.strip():
             case "new", "":
                 self._messages = [m for m in self._messages[:1] if m["role"] == "system"]
@@ -116,12 +117,12 @@ class Chat:
             case "think", ("on" | "off") as switch:
                 if "enable_thinking" not in self._tokenizer.template_variables:
                     raise RequestError("the chat template of this model cannot switch thinking")
-                self._variables["enable_thinking"] = switch == "on"
+                self._template_variables["enable_thinking"] = switch == "on"
             case "stats", "":
-                last = self._last
-                self._note(last.describe(self._max_model_len) if last else "no answer yet")
+                last = self._last_answer
+                self._print_note(last.describe(self._max_model_len) if last else "no answer yet")
             case "help", "":
-                self._note(HELP)
+                self._print_note(HELP)
             case (("quit" | "exit" | "bye"), ""):
                 return False
             case _:
@@ -130,12 +131,12 @@ class Chat:
                 )
         return True
 
-    def _ask(self, question: str) -> None:
+    def _answer_question(self, question: str) -> None:
         """Show the answer to a question. Raises `RequestError`, with the conversation as before."""
-        asked = [*self._messages, {"role": "user", "content": question}]
-        self._last = answer = Answer()
+        messages = [*self._messages, {"role": "user", "content": question}]
+        self._last_answer = answer = Answer()
         try:
-            for parts in self._parts(asked, answer):
+            for parts in self._answer_parts(messages, answer):
                 if self._console.is_terminal:
                     show(self._console, parts.reasoning, style=_DIM)
                 show(self._console, parts.content)
@@ -146,22 +147,22 @@ class Chat:
             answer.finish_reason = "interrupted"
         show(self._console, "\n")
         if answer.finish_reason in ("length", "interrupted"):
-            self._note(f"[ended: {answer.finish_reason}]")
-        self._messages = [*asked, {"role": "assistant", "content": answer.content}]
+            self._print_note(f"[ended: {answer.finish_reason}]")
+        self._messages = [*messages, {"role": "assistant", "content": answer.content}]
 
-    def _parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
+    def _answer_parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
         """The parts of the answer to a conversation, counted in `answer`."""
-        conversation = Conversation(messages=messages, template_variables=self._variables)
+        conversation = Conversation(messages=messages, template_variables=self._template_variables)
         prompt = ParsedPrompt(conversation=conversation)
-        begins = state_after(self._tokenizer.render_chat(conversation))
-        parser = AnswerParser(begins, looks_for_calls=False)
+        first_state = state_after(self._tokenizer.render_chat(conversation))
+        parser = AnswerParser(first_state, looks_for_calls=False)
         with contextlib.closing(self._llm.stream(prompt, self._params)) as chunks:
             for chunk in chunks:
                 answer.add(chunk)
                 yield parser.push(chunk.text)
         yield parser.finish()
 
-    def _note(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         if self._console.is_terminal:
             show(self._console, text + "\n", style=_DIM)
         else:
@@ -169,16 +170,16 @@ class Chat:
 
 
 def show(console: Console, text: str, style: Style | None = None) -> None:
-    """Show a part of an answer as it is, without what could change the terminal. Of a text, `print`
-    would replace tabs, so it gets a segment.
+    """Show a part of an answer, without control characters. As a segment, because `print` would
+    replace tabs in a text.
     """
-    text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
+    text = _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
     console.print(Segments([Segment(text, style)]), end="", soft_wrap=True)
 
 
 def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
-    """Start an engine, talk, stop. Raises `ConfigError` before anything runs for a model without a
-    chat template, and `RequestError` at the end if lines of a pipe were refused.
+    """Start an engine, answer lines, stop. Raises `ConfigError` before anything runs for a model
+    without a chat template, and `RequestError` at the end if lines of a pipe were refused.
     """
     check_arguments(sys.argv)
     setup = prepare(config, defaults)
@@ -186,7 +187,7 @@ def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
         raise ConfigError(f"{config.model} has no chat template; use: launch.py generate --raw")
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # bytes that are no text in its encoding
+            stream.reconfigure(errors="replace")  # for bytes that its encoding lacks
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it
@@ -194,28 +195,28 @@ def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
         chat = Chat(llm, setup, Console(force_terminal=None if is_terminal else False))
         if is_terminal:
             print(f"{config.model}. /help lists the commands.")
-        for line in _typed() if is_terminal else _piped():
-            if not chat.take(line):
+        for line in _typed_lines() if is_terminal else _piped_lines():
+            if not chat.handle_line(line):
                 break
-    if chat.num_refused and not is_terminal:
-        raise RequestError(f"{chat.num_refused} lines were refused")
+    if chat.num_refused_lines and not is_terminal:
+        raise RequestError(f"{chat.num_refused_lines} lines were refused")
 
 
-def _typed() -> Iterator[str]:
-    """What a user types, until Ctrl-D."""
-    with contextlib.suppress(ImportError):  # not every Python has it
+def _typed_lines() -> Iterator[str]:
+    """The lines that a user types, until Ctrl-D. A line that ends with a backslash continues."""
+    with contextlib.suppress(ImportError):  # some Pythons lack it
         import readline  # noqa: F401  (makes `input` edit lines and remember them)
     lines: list[str] = []
     with contextlib.suppress(EOFError):
         while True:
-            line = input("... " if lines else PROMPT)
+            line = input("... " if lines else INPUT_PROMPT)
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 yield "\n".join(lines)
                 lines = []
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     """The lines of standard input."""
     for line in sys.stdin:
         yield line.rstrip("\n")

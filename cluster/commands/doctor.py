@@ -1,4 +1,6 @@
-"""What is installed here, which devices there are, which backend would run, and what is wrong."""
+"""`launch.py doctor`: what is installed, which devices there are, which kernels would run, and what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,40 +32,39 @@ MIN_SHM_BYTES = 2**30
 
 
 def examine() -> tuple[list[str], list[str]]:
-    """Lines of the report, and what is wrong; the second is empty on a sound machine."""
+    """The lines of the report, and the problems found."""
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
-    lines += [f"{name} {_version(name) or 'not installed'}" for name in PACKAGES]
-    devices, backends = _devices()
-    return lines + devices + backends + [_ray_line()], _problems()
+    lines += [f"{package} {_version(package) or 'not installed'}" for package in PACKAGES]
+    return [*lines, *_device_lines(), _ray_address_line()], _problems()
 
 
-def _devices() -> tuple[list[str], list[str]]:
+def _device_lines() -> list[str]:
+    """The devices, then the backend for each kind of device."""
     import torch
 
     from kernels.select import select_backend
 
-    found = [f"device cpu: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"]
-    names = ["cpu"]
+    lines = [f"device cpu: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"]
+    device_types = ["cpu"]
     if torch.cuda.is_available():
-        names.append("cuda")
+        device_types.append("cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
-            found.append(
+            lines.append(
                 f"device cuda:{i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
             )
     else:
-        found.append("device cuda: none")
-    backends = []
-    for name in names:
-        kernels = select_backend(name).capabilities
+        lines.append("device cuda: none")
+    for device_type in device_types:
+        kernels = select_backend(device_type).capabilities
         block_size = kernels.default_block_size
-        backends.append(
-            f"on {name} the kernels would be {kernels.description}, block size {block_size}"
+        lines.append(
+            f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
         )
-    return found, backends
+    return lines
 
 
-def _ray_line() -> str:
+def _ray_address_line() -> str:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return f"ray: RAY_ADDRESS is {address}"
@@ -74,23 +75,24 @@ def _ray_line() -> str:
 
 
 def _problems() -> list[str]:
-    wrong = [] if IS_INSTALLED else _clashes()
-    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else MIN_SHM_BYTES
-    if shm < MIN_SHM_BYTES:
-        wrong.append(
-            f"/dev/shm has {shm / 2**20:.0f} MiB free; Ray's object store wants 1 GiB (docker:"
-            " --shm-size)"
+    problems = [] if IS_INSTALLED else _clashes()
+    shm_path = Path("/dev/shm")
+    free_shm_bytes = shutil.disk_usage(shm_path).free if shm_path.exists() else MIN_SHM_BYTES
+    if free_shm_bytes < MIN_SHM_BYTES:
+        problems.append(
+            f"/dev/shm has {free_shm_bytes / 2**20:.0f} MiB free; Ray's object store wants 1 GiB"
+            " (docker: --shm-size)"
         )
     if has_cuda():
-        wrong += (f"GPU kernels: {each}" for each in missing())
-    return wrong
+        problems += (f"GPU kernels: {missing_tool}" for missing_tool in missing())
+    return problems
 
 
 def _clashes() -> list[str]:
-    """Packages of the names of our folders, which are not inside a package in a checkout."""
-    wrong = []
+    """Problems with packages named like our folders, which are top-level modules in a checkout."""
+    problems = []
     if _version("kernels"):
-        wrong.append(
+        problems.append(
             f"the package `kernels` {_version('kernels')} is installed: Eagleray's folder of that"
             " name shadows it, and transformers may fail to import. `pip uninstall kernels`"
         )
@@ -100,18 +102,18 @@ def _clashes() -> list[str]:
         or spec.origin is None
         or Path(spec.origin).resolve().parent != CHECKOUT / "kernels"
     ):
-        wrong.append(
+        problems.append(
             f"`import kernels` finds {spec and spec.origin}; run from the checkout {CHECKOUT}"
         )
     try:
         import transformers.integrations.hub_kernels  # noqa: F401
     except ImportError as error:
-        wrong.append(f"transformers does not import beside our `kernels`: {error}")
-    return wrong
+        problems.append(f"transformers does not import beside our `kernels`: {error}")
+    return problems
 
 
-def _version(name: str) -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None

@@ -1,6 +1,6 @@
 """`launch.py status` and `launch.py down NAME`: the served engines of a running Ray cluster.
 
-An engine that should outlive the program that started it is a Ray Serve application: Serve keeps it
+An engine that should outlive the program that starts it is a Ray Serve application: Serve keeps it
 running, and starts it again when its node is lost.
 """
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
-from cluster.serve.engine import NAME, EngineReport
+from cluster.serve.engine import DEPLOYMENT_NAME, EngineStatus
 from cluster.serve.lifetime import Application
 from scheduler.errors import ConfigError
 
@@ -25,16 +25,16 @@ ANSWER_TIMEOUT_S = 5.0
 
 def run_status(address: str | None) -> None:
     """Print one line per replica. Raises `ConfigError` without a cluster."""
-    with _joined(address):
+    with _connected(address):
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
-        for name, application in sorted(_engines().items()):
-            replicas = _replicas(name)
-            for each in replicas:
-                nodes = ", ".join(sorted(set(each.hosts)))
-                what = (each.model, str(len(each.hosts)), each.device, nodes, each.state)
-                work = (str(each.num_running), str(each.num_waiting))
-                table.add_row(name, application.status, *what, *work)
-            if not replicas:
+        for name, application in sorted(_applications().items()):
+            engines = _engine_statuses(name)
+            for engine in engines:
+                hosts = ", ".join(sorted(set(engine.hosts)))
+                num_ranks, counts = len(engine.hosts), (engine.num_running, engine.num_waiting)
+                cells = (engine.model, num_ranks, engine.device, hosts, engine.state, *counts)
+                table.add_row(name, application.status, *map(str, cells))
+            if not engines:
                 table.add_row(name, application.status)
         Console(width=max(120, Console().width)).print(table)
 
@@ -43,44 +43,46 @@ def run_down(name: str, address: str | None) -> None:
     """End one engine, after its running requests have finished. Raises `ConfigError` if there is
     none, `EngineError` if it does not end in time.
     """
-    with _joined(address):
-        engines = _engines()
-        if name not in engines:
-            known = ", ".join(sorted(engines)) or "none"
-            raise ConfigError(f"no engine named {name!r} runs in this cluster; running: {known}")
+    with _connected(address):
+        applications = _applications()
+        if name not in applications:
+            running = ", ".join(sorted(applications)) or "none"
+            raise ConfigError(f"no engine named {name!r} runs in this cluster; running: {running}")
         Application(name).finish()
 
 
 @contextmanager
-def _joined(address: str | None) -> Iterator[None]:
-    found = find_address(address)
-    if found == "local":
+def _connected(address: str | None) -> Iterator[None]:
+    """A connection to the Ray cluster for the block. Raises `ConfigError` without a cluster."""
+    cluster_address = find_address(address)
+    if cluster_address == "local":
         raise ConfigError(
             "no Ray cluster runs on this machine; name one with --ray-address or RAY_ADDRESS"
         )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    lease = SESSION.connect(found, 1)
+    session_lease = SESSION.connect(cluster_address, 1)
     try:
         yield
     finally:
-        SESSION.release(lease)
+        SESSION.release(session_lease)
 
 
-def _engines() -> dict[str, ApplicationStatusOverview]:
+def _applications() -> dict[str, ApplicationStatusOverview]:
     """The applications of Serve that are engines, by name."""
     return {
         name: application
         for name, application in serve.status().applications.items()
-        if NAME in application.deployments
+        if DEPLOYMENT_NAME in application.deployments
     }
 
 
-def _replicas(name: str) -> list[EngineReport]:
+def _engine_statuses(name: str) -> list[EngineStatus]:
     """The engines of an application that answer."""
     try:
         handle = serve.get_app_handle(name)
-        found: list[EngineReport] = handle.describe.remote().result(timeout_s=ANSWER_TIMEOUT_S)
+        call = handle.engine_statuses.remote()
+        statuses: list[EngineStatus] = call.result(timeout_s=ANSWER_TIMEOUT_S)
     except Exception as error:  # a replica that starts or has died
         logging.getLogger("eagleray").warning("%s does not answer: %s", name, error)
         return []
-    return found
+    return statuses

@@ -1,4 +1,4 @@
-"""`launch.py generate`: generates the answers to prompts or to a file of requests."""
+"""`launch.py generate`: generates answers to prompts or to a file of requests."""
 
 from __future__ import annotations
 
@@ -61,46 +61,46 @@ def run_generate(job: GenerateJob) -> None:
     setup = prepare(job.config, job.defaults)
     if requests is None:
         is_chat = setup.has_chat_template and not job.raw
-        requests = [_from_prompt(prompt, chat=is_chat) for prompt in job.prompts]
+        requests = [_request_of(prompt, is_chat=is_chat) for prompt in job.prompts]
     with contextlib.closing(setup.request_builder()) as builder:
         requests = tokenize_batch(builder, requests)
     with LLM(setup=setup) as llm:
         gc.freeze()
         gc.enable()  # `launch.py` starts without it
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
-        seconds = time.perf_counter() - began
-        _write(job, outputs)
-        logger.info("%s", _speed(outputs, seconds))
+        seconds = time.perf_counter() - began_s
+        _write_outputs(job, outputs)
+        logger.info("%s", _describe_speed(outputs, seconds))
 
 
 def _check_output(output: Path, input: Path | None) -> None:
     """Raise `ConfigError` unless answers can be written there. Leaves no new file behind."""
-    name = f"--output {str(output)!r}"
+    option = f"--output {str(output)!r}"
     try:
         if output.is_dir():
-            raise ConfigError(f"{name} is a folder; name a file")
+            raise ConfigError(f"{option} is a folder; name a file")
         if not output.parent.is_dir():
-            raise ConfigError(f"the folder of {name} does not exist")
+            raise ConfigError(f"the folder of {option} does not exist")
         if input is not None and output.exists() and output.samefile(input):
             raise ConfigError(
-                f"{name} is the file of --input, so the answers would overwrite the requests; name"
-                " another"
+                f"{option} is the file of --input, so the answers would overwrite the requests;"
+                " name another"
             )
         is_new = not os.path.lexists(output)
         output.open("a").close()
         if is_new:
             output.unlink()
     except OSError as error:
-        raise ConfigError(f"{name} cannot be written: {error}") from None
+        raise ConfigError(f"{option} cannot be written: {error}") from None
 
 
-def _from_prompt(prompt: str, *, chat: bool) -> BatchRequest:
-    form = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    return BatchRequest(where="", prompt=form, params=SamplingParams())
+def _request_of(text: str, *, is_chat: bool) -> BatchRequest:
+    prompt = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    return BatchRequest(source="", prompt=prompt, params=SamplingParams())
 
 
-def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
+def _write_outputs(job: GenerateJob, outputs: list[RequestOutput]) -> None:
     if job.input is None and job.output is None:
         for prompt, output in zip(job.prompts, outputs, strict=True):
             if output.error is not None:
@@ -118,12 +118,14 @@ def _write(job: GenerateJob, outputs: list[RequestOutput]) -> None:
         raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
 
 
-def _speed(outputs: list[RequestOutput], seconds: float) -> str:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+def _describe_speed(outputs: list[RequestOutput], seconds: float) -> str:
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    num_output_tokens = sum(
+        len(completion.token_ids) for output in outputs for completion in output.outputs
+    )
     return (
-        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt} prompt tokens ({num_cached}"
-        f" cached) and {num_output} output tokens, {num_prompt / seconds:.0f} and"
-        f" {num_output / seconds:.0f} tokens/s"
+        f"{len(outputs)} requests in {seconds:.2f} s: {num_prompt_tokens} prompt tokens"
+        f" ({num_cached_tokens} cached) and {num_output_tokens} output tokens,"
+        f" {num_prompt_tokens / seconds:.0f} and {num_output_tokens / seconds:.0f} tokens/s"
     )

@@ -1,8 +1,8 @@
-"""Watch a rank being killed while its text keeps streaming: `python -m cluster.commands.lose_rank
+"""Kill a rank while text streams, and see it continue: `python -m cluster.commands.lose_rank
 [--tp 2]`.
 
-At the end the text is compared with that of the same request undisturbed. Exit code 1 if it is
-another.
+At the end the tokens are compared with those of the same request without the kill. Exit code 1 if
+they differ.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from scheduler.params import SamplingParams
 
 PROMPT = {"messages": [{"role": "user", "content": "Count on from 17."}]}
 PARAMS = SamplingParams(max_tokens=240, ignore_eos=True, temperature=0)
-KILL_AT = 100  # tokens
-SPARES_LIMIT_S = 60.0
+KILL_AFTER_TOKENS = 100
+SPARES_TIMEOUT_S = 60.0
 
 
 def processes_of(llm: LLM) -> dict[str, ProcessId]:
     """The engine's processes by name."""
-    found: dict[str, ProcessId] = ray.get(llm._engine.driver.processes.remote(), timeout=10)
-    return found
+    processes: dict[str, ProcessId] = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    return processes
 
 
 def main() -> None:
-    """Stream with some ranks, and kill the last of them."""
+    """Stream, and kill the last rank meanwhile."""
     parser = argparse.ArgumentParser(description="A rank is killed while its text streams.")
     parser.add_argument("--tp", type=int, default=2, help="number of ranks")
-    last = parser.parse_args().tp - 1
+    last_rank = parser.parse_args().tp - 1
     logging.getLogger("eagleray").setLevel(logging.ERROR)
-    with LLM(tensor_parallel_size=last + 1, dtype="float32", log_level="error") as llm:
-        expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+    with LLM(tensor_parallel_size=last_rank + 1, dtype="float32", log_level="error") as llm:
+        expected_token_ids = llm.generate(PROMPT, PARAMS)[0].token_ids
         print("[waiting for the spares, which are made when an engine has served for 5 s]")
-        until = time.monotonic() + SPARES_LIMIT_S
-        while f"spare {last}" not in processes_of(llm) and time.monotonic() < until:
+        deadline_s = time.monotonic() + SPARES_TIMEOUT_S
+        while f"spare {last_rank}" not in processes_of(llm) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         token_ids: list[int] = []
-        worst_s, last_s = 0.0, time.monotonic()
+        longest_gap_s, last_chunk_s = 0.0, time.monotonic()
         for chunk in llm.stream(PROMPT, PARAMS):
             now_s = time.monotonic()
-            worst_s, last_s = max(worst_s, now_s - last_s), now_s
+            longest_gap_s, last_chunk_s = max(longest_gap_s, now_s - last_chunk_s), now_s
             print(chunk.text, end="", flush=True)
             token_ids += chunk.token_ids
-            if len(token_ids) == KILL_AT:
-                process = processes_of(llm)[f"rank {last}"]
+            if len(token_ids) == KILL_AFTER_TOKENS:
+                process = processes_of(llm)[f"rank {last_rank}"]
                 os.kill(process.pid, signal.SIGKILL)
-                print(f"\n[process {process.pid}, rank {last}, was killed]", flush=True)
+                print(f"\n[process {process.pid}, rank {last_rank}, was killed]", flush=True)
+        comparison = "the same" if token_ids == expected_token_ids else "NOT the same"
         print(
-            f"\n[{len(token_ids)} tokens; the longest wait for one took {worst_s:.2f} s;"
-            f" {'the same' if token_ids == expected else 'NOT the same'} tokens as without]"
+            f"\n[{len(token_ids)} tokens; the longest wait for one took {longest_gap_s:.2f} s;"
+            f" {comparison} tokens as without]"
         )
-    if token_ids != expected:
+    if token_ids != expected_token_ids:
         raise SystemExit(1)
 
 

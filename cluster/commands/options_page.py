@@ -1,4 +1,4 @@
-"""docs/options.md, written from the fields: `python -m cluster.commands.options_page`."""
+"""Prints docs/options.md from the fields of options: `python -m cluster.commands.options_page`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from configs.options import flag_of
 from configs.serve import ServeConfig
 from scheduler.params import DEFAULTS, SamplingParams
 
-HEAD = """\
+INTRODUCTION = """\
 # Options
 
 This page is made from the fields that it describes. Unknown options, flags, keys and parameters are
 refused by name, [fields of HTTP requests](fields.md) only where that matters.
 """
-ENGINE = """\
+ENGINE_SECTION = """\
 ## Engine
 
 `LLM(...)` takes the names on the left, `serve.yaml` has them under `engine:`, and `chat`,
 `generate`, `serve` and `bench` take the flags.
 """
-SERVING = """\
+SERVING_SECTION = """\
 ## Serving
 
 `serve` takes the flags, and `serve.yaml` has the names, beside `engine:` and `sampling:`, the
 defaults of requests. Where to listen is said by `--host` and `--port` (127.0.0.1, 8000), or by
 `http_options`.
 """
-SAMPLING = """\
+SAMPLING_SECTION = """\
 ## Sampling
 
 Fields of `SamplingParams`, keys of `sampling_params` in a file of requests, fields of HTTP
@@ -38,13 +38,13 @@ requests, and flags of `chat`, `generate` and `serve`. A parameter that a reques
 from the flags or `LLM(sampling_defaults=...)`, then from the checkpoint's `generation_config.json`,
 then from this table. `top_k`, `top_p` and `min_p` apply in this order, after the temperature.
 """
-ENVIRONMENT = """\
+ENVIRONMENT_SECTION = """\
 ## Environment
 
 | variable | |
 |---|---|
 """
-VARIABLES = {
+ENVIRONMENT_VARIABLES = {
     "EAGLERAY_API_KEY": "the key that clients of `serve` must send, where other users of the"
     " machine can read command lines",
     "EAGLERAY_CACHE_DIR": "where compiled CPU kernels are kept, by default `~/.cache/eagleray`, or"
@@ -58,41 +58,45 @@ VARIABLES = {
 
 def page() -> str:
     """The text of docs/options.md."""
-    parts = [
-        HEAD,
-        ENGINE + _table("option", _options(EngineConfig)),
-        SERVING + _table("option", _options(ServeConfig)),
-        SAMPLING + _table("parameter", _parameters()),
-        ENVIRONMENT + "".join(f"| `{name}` | {text} |\n" for name, text in VARIABLES.items()),
+    sections = [
+        INTRODUCTION,
+        ENGINE_SECTION + _table("option", _option_rows(EngineConfig)),
+        SERVING_SECTION + _table("option", _option_rows(ServeConfig)),
+        SAMPLING_SECTION + _table("parameter", _parameter_rows()),
+        ENVIRONMENT_SECTION
+        + "".join(
+            f"| `{name}` | {description} |\n" for name, description in ENVIRONMENT_VARIABLES.items()
+        ),
     ]
-    return "\n".join(parts)
+    return "\n".join(sections)
 
 
-def _table(first: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
-    lines = ["", f"| {first} | flag | default | |", "|---|---|---|---|"]
-    for name, flag, default, text in rows:
-        shown = "" if default is None else f"`{_value(default)}`"
-        lines.append(f"| `{name}` | {f'`{flag}`' if flag else ''} | {shown} | {text} |")
+def _table(name_heading: str, rows: Iterator[tuple[str, str, object, str]]) -> str:
+    lines = ["", f"| {name_heading} | flag | default | |", "|---|---|---|---|"]
+    for name, flag, default, help_text in rows:
+        default_cell = "" if default is None else f"`{_text_of(default)}`"
+        flag_cell = f"`{flag}`" if flag else ""
+        lines.append(f"| `{name}` | {flag_cell} | {default_cell} | {help_text} |")
     return "\n".join([*lines, ""])
 
 
-def _value(default: object) -> object:
+def _text_of(default: object) -> object:
     return str(default).lower() if isinstance(default, bool) else default
 
 
-def _options(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
-    """(name, flag, default, what it does) of each option."""
+def _option_rows(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
+    """(name, flag, default, help text) of each option."""
     for field in dataclasses.fields(config):
-        limits = field.metadata
-        if "flag" not in limits:
+        metadata = field.metadata
+        if "flag" not in metadata:
             continue
         flag = (flag_of(field) or "").replace("/--no-", "` `--no-")
-        default = limits["flag_default"] if flag else field.default
-        yield field.name, flag, default, limits["help"]
+        default = metadata["flag_default"] if flag else field.default
+        yield field.name, flag, default, metadata["help"]
 
 
-def _parameters() -> Iterator[tuple[str, str, object, str]]:
-    """The same of each sampling parameter."""
+def _parameter_rows() -> Iterator[tuple[str, str, object, str]]:
+    """(name, flag, default, help text) of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
         flag = flag_of(field) or ""
         yield field.name, flag, getattr(DEFAULTS, field.name), field.metadata["help"]

@@ -1,5 +1,5 @@
-"""The first process of a container, as which a command may run: without `docker run --init` or the
-like, nobody else ends the processes that lost their parent, and signals without a handler are lost.
+"""For a command that runs as the first process of a container: without `docker run --init` or the
+like, nobody else reaps orphaned processes, and signals without a handler are lost.
 """
 
 from __future__ import annotations
@@ -8,30 +8,30 @@ import os
 import signal
 import sys
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def leave_process_one() -> None:
-    """Go on in a child if this is process 1, which then only passes signals on, reaps what ends,
-    and ends with the child and its exit code. Call before anything has started threads.
+    """If this is process 1, continue in a child. Process 1 then only forwards signals, reaps
+    processes, and ends with the child's exit code. Call before any thread has started.
     """
     if os.getpid() != 1:
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)
+    child_pid = os.fork()
+    if child_pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
         return
     has_terminal = sys.stdin is not None and sys.stdin.isatty()
-    for number in _PASSED_ON:
+    for signal_number in _FORWARDED_SIGNALS:
         # A terminal sends Ctrl-C to the child as well.
-        if not (has_terminal and number in (signal.SIGINT, signal.SIGQUIT)):
-            signal.signal(number, lambda number, _: os.kill(child, number))
+        if not (has_terminal and signal_number in (signal.SIGINT, signal.SIGQUIT)):
+            signal.signal(signal_number, lambda signal_number, _: os.kill(child_pid, signal_number))
         else:
-            signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+            signal.signal(signal_number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
     while True:
-        pid, status = os.wait()
-        if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
+        pid, wait_status = os.wait()
+        if pid == child_pid:
+            exit_code = os.waitstatus_to_exitcode(wait_status)
+            os._exit(exit_code if exit_code >= 0 else 128 - exit_code)

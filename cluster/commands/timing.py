@@ -1,14 +1,14 @@
-"""Sends requests when they are due, and notes when their tokens reach the client.
+"""Sends requests when they are due, and records when their tokens reach the client.
 
-Times are `time.perf_counter` in the sink of each request, on the frontend's polling thread: what a
-client sees, including the time in the driver. A token belongs to the moment its chunk arrives: a
+Times are taken with `time.perf_counter` in the sink of each request, on the frontend's polling
+thread: what a client sees, including the time in the driver. A token arrives with its chunk: a
 chunk of k tokens gives one gap to the chunk before and k - 1 gaps of zero. The time to the first
-token counts from the moment a request was due, so the figures show when the client falls behind its
-schedule.
+token counts from when a request was due, so it shows when the client falls behind its schedule.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import random
@@ -24,38 +24,38 @@ from cluster.llm import LLM
 
 
 class Timeline:
-    """The sink of one request: notes when tokens of each of its outputs came, and how many. Times
-    are seconds of `clock`.
+    """The sink of one request: records when the tokens of each output came, and how many. Times are
+    seconds of `clock`.
     """
 
     def __init__(self, due_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.due_s = due_s
         self._clock = clock
-        self._arrivals: dict[
-            int, list[tuple[float, int]]
-        ] = {}  # per output: (time, number of tokens)
+        # By output index: (time, number of tokens) of each chunk.
+        self._arrivals: dict[int, list[tuple[float, int]]] = {}
 
     def __call__(self, chunk: Chunk) -> None:
         if chunk.token_ids:
             self._arrivals.setdefault(chunk.index, []).append((self._clock(), len(chunk.token_ids)))
 
     @property
-    def first_s(self) -> float | None:
+    def time_to_first_token_s(self) -> float | None:
         """Time from when the request was due to its first token; None if there is none."""
-        moments = [moments[0][0] for moments in self._arrivals.values()]
-        return min(moments) - self.due_s if moments else None
+        first_times_s = [arrivals[0][0] for arrivals in self._arrivals.values()]
+        return min(first_times_s) - self.due_s if first_times_s else None
 
     def gaps_s(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
         """Gaps between consecutive tokens of each output that end after `since_s` and not after
         `until_s`.
         """
         gaps: list[float] = []
-        for moments in self._arrivals.values():
-            before = None
-            for moment, num_tokens in moments:
-                if since_s < moment <= until_s:
-                    gaps += ([] if before is None else [moment - before]) + [0.0] * (num_tokens - 1)
-                before = moment
+        for arrivals in self._arrivals.values():
+            previous_s: float | None = None
+            for time_s, num_tokens in arrivals:
+                if since_s < time_s <= until_s:
+                    first_gap: list[float] = [] if previous_s is None else [time_s - previous_s]
+                    gaps += first_gap + [0.0] * (num_tokens - 1)
+                previous_s = time_s
         return gaps
 
 
@@ -71,7 +71,8 @@ class TimedRun:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(c.token_ids) for g in self.generations for c in g.completions)
+        completions = [c for generation in self.generations for c in generation.completions]
+        return sum(len(completion.token_ids) for completion in completions)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -79,11 +80,12 @@ class TimedRun:
 
     def first_token_s(self) -> dict[str, float | None]:
         """Percentiles over the requests."""
-        return percentiles([t.first_s for t in self.timelines if t.first_s is not None])
+        times_s = [timeline.time_to_first_token_s for timeline in self.timelines]
+        return percentiles([time_s for time_s in times_s if time_s is not None])
 
     def inter_token_s(self) -> dict[str, float | None]:
         """Percentiles over all gaps between tokens."""
-        return percentiles([gap for t in self.timelines for gap in t.gaps_s()])
+        return percentiles([gap for timeline in self.timelines for gap in timeline.gaps_s()])
 
 
 def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
@@ -92,27 +94,24 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
     Raises the error of a request that failed; the others continue until the engine is shut down.
     """
-    run, started = TimedRun(), time.perf_counter()
-    while (sent := len(run.timelines)) < len(requests):
-        time.sleep(max(0.0, started + due_s[sent] - time.perf_counter()))
-        now_s = time.perf_counter() - started
-        end = next((i for i in range(sent + 1, len(requests)) if due_s[i] > now_s), len(requests))
-        run.timelines += [Timeline(started + due) for due in due_s[sent:end]]
-        prompts, params = (
-            [r.prompt for r in requests[sent:end]],
-            [r.params for r in requests[sent:end]],
-        )
-        run.generations += llm.client.submit(prompts, params, run.timelines[sent:])
+    run, began_s = TimedRun(), time.perf_counter()
+    while (num_sent := len(run.timelines)) < len(requests):
+        time.sleep(max(0.0, began_s + due_s[num_sent] - time.perf_counter()))
+        elapsed_s = time.perf_counter() - began_s
+        num_due = max(num_sent + 1, bisect.bisect_right(due_s, elapsed_s))
+        run.timelines += [Timeline(began_s + due) for due in due_s[num_sent:num_due]]
+        due_requests = requests[num_sent:num_due]
+        prompts = [request.prompt for request in due_requests]
+        params = [request.params for request in due_requests]
+        run.generations += llm.client.submit(prompts, params, run.timelines[num_sent:])
     for generation in run.generations:
         generation.done.result()
-    run.total_s = time.perf_counter() - started
+    run.total_s = time.perf_counter() - began_s
     return run
 
 
-def due_times(num_requests: int, rate: float | None, seed: int) -> list[float]:
-    """Times in seconds at which requests are due: all at once, or as a Poisson process of `rate`
-    per second from 0 on.
-    """
+def arrival_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
+    """When requests are due: all at once, or as a Poisson process of `rate` per second from 0."""
     if rate is None:
         return [0.0] * num_requests
     rng = random.Random(f"arrivals {seed}")

@@ -15,106 +15,116 @@ from rich.table import Table
 
 from scheduler.errors import ConfigError
 
-TIMEOUT_S = 10.0
-PERIOD_S = 1.0
-# Counters of seconds with a label that distinguishes them: the metric, and its label.
-STEPS_BY = {"eagleray_step_part_seconds_total": "part", "eagleray_rank_step_seconds_total": "rank"}
+ANSWER_TIMEOUT_S = 10.0
+REFRESH_PERIOD_S = 1.0
+# Counters of the seconds of steps, and the label by which each is divided.
+STEP_LABELS = {
+    "eagleray_step_part_seconds_total": "part",
+    "eagleray_rank_step_seconds_total": "rank",
+}
 
 
 @dataclass(slots=True)
-class Reading:
-    """All numbers of a server at one time. `numbers` adds up over labels, `steps` holds the time of
-    steps by part and by rank.
+class MetricsReading:
+    """The metrics of a server at one time. totals: by name, added up over labels; step_seconds: of
+    all steps, by "part" or "rank" and its value.
     """
 
-    at_s: float
-    numbers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    steps: dict[str, dict[str, float]] = field(
-        default_factory=lambda: {label: {} for label in STEPS_BY.values()}
+    time_s: float
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    step_seconds: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {label: {} for label in STEP_LABELS.values()}
     )
 
 
 def run_top(url: str, *, once: bool) -> None:
     """Show the server until Ctrl-C, or once. Raises `ConfigError` if there is none."""
-    last = read(url)
+    reading = read(url)
     if once:
-        Console().print(table(url, None, last))
+        Console().print(table(url, None, reading))
         return
-    with Live(table(url, None, last), auto_refresh=False) as live:
+    with Live(table(url, None, reading), auto_refresh=False) as live:
         while True:
-            time.sleep(PERIOD_S)
-            now = read(url)
-            live.update(table(url, last, now), refresh=True)
-            last = now
+            time.sleep(REFRESH_PERIOD_S)
+            previous, reading = reading, read(url)
+            live.update(table(url, previous, reading), refresh=True)
 
 
-def read(url: str) -> Reading:
-    """The numbers of the server at `url`. Raises `ConfigError`."""
+def read(url: str) -> MetricsReading:
+    """The metrics of the server at `url`. Raises `ConfigError`."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S) as answer:
             text = answer.read().decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
-            " name its address with --url"
-        ) from None
-    reading = Reading(time.monotonic())
+        raise no_server(url, error) from None
+    reading = MetricsReading(time.monotonic())
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if label := STEPS_BY.get(sample.name):
-                reading.steps[label][sample.labels[label]] = sample.value
+            if label := STEP_LABELS.get(sample.name):
+                reading.step_seconds[label][sample.labels[label]] = sample.value
             elif "le" not in sample.labels:
-                reading.numbers[sample.name] += sample.value
-    if "eagleray_http_outputs_open" not in reading.numbers:
+                reading.totals[sample.name] += sample.value
+    if "eagleray_http_outputs_open" not in reading.totals:
         raise ConfigError(f"what answers at {url!r} is not Eagleray; name its address with --url")
     return reading
 
 
-def table(url: str, last: Reading | None, now: Reading) -> Table:
-    """A table of the server's state now, and of its rates since the last reading or the start."""
-    numbers = now.numbers
-    before = last.numbers if last is not None else defaultdict(float)
-    seconds = now.at_s - last.at_s if last is not None else 0.0
+def no_server(url: str, error: Exception) -> ConfigError:
+    """The error for an address at which no server answers."""
+    return ConfigError(
+        f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or name"
+        " its address with --url"
+    )
 
-    def grown(name: str) -> float:
-        return numbers[name] - before[name]
+
+def table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:
+    """A table of the server's state, and of its rates since the previous reading or the start."""
+    baseline = previous or MetricsReading(reading.time_s)
+    totals, seconds = reading.totals, reading.time_s - baseline.time_s
+
+    def increase(name: str) -> float:
+        return totals[name] - baseline.totals[name]
 
     def rate(name: str) -> str:
-        return f"{grown(name) / seconds:.1f} per s" if seconds else f"{numbers[name]:.0f}"
+        return f"{increase(name) / seconds:.1f} per s" if seconds else f"{totals[name]:.0f}"
 
     def mean_ms(name: str) -> str:
-        count = grown(f"{name}_count")
-        return f"{1e3 * grown(f'{name}_sum') / count:.1f} ms" if count else "-"
+        count = increase(f"{name}_count")
+        return f"{1e3 * increase(f'{name}_sum') / count:.1f} ms" if count else "-"
 
-    used = numbers["eagleray_kv_blocks"] - numbers["eagleray_kv_blocks_free"]
-    prompt = grown("eagleray_prompt_tokens_total")
-    hits = grown("eagleray_prefix_cache_hit_tokens_total")
-    steps = grown("eagleray_steps_total")
+    def step_ms(label: str, prefix: str = "") -> str:
+        if not num_steps:
+            return "-"
+        before = baseline.step_seconds[label]
+        return ", ".join(
+            f"{prefix}{value} {1e3 * (total_s - before.get(value, 0.0)) / num_steps:.1f} ms"
+            for value, total_s in reading.step_seconds[label].items()
+        )
 
-    def of_a_step(label: str, prefix: str = "") -> str:
-        old = last.steps[label] if last is not None else {}
-        grown = {name: seconds - old.get(name, 0.0) for name, seconds in now.steps[label].items()}
-        of_each = (f"{prefix}{name} {1e3 * s / steps:.1f} ms" for name, s in grown.items())
-        return ", ".join(of_each) if steps else "-"
-
+    num_steps = increase("eagleray_steps_total")
+    num_used_blocks = totals["eagleray_kv_blocks"] - totals["eagleray_kv_blocks_free"]
+    num_prompt_tokens = increase("eagleray_prompt_tokens_total")
+    num_hit_tokens = increase("eagleray_prefix_cache_hit_tokens_total")
     rows = {
-        "engines ready": f"{numbers['eagleray_ready']:.0f}",
-        "recoveries": f"{numbers['eagleray_recoveries_total']:.0f}",
-        "running / waiting": f"{numbers['eagleray_num_requests_running']:.0f} /"
-        f" {numbers['eagleray_num_requests_waiting']:.0f}",
+        "engines ready": f"{totals['eagleray_ready']:.0f}",
+        "recoveries": f"{totals['eagleray_recoveries_total']:.0f}",
+        "running / waiting": f"{totals['eagleray_num_requests_running']:.0f} /"
+        f" {totals['eagleray_num_requests_waiting']:.0f}",
         "output tokens": rate("eagleray_output_tokens_total"),
         "requests answered": rate("eagleray_http_requests_total"),
         "time in the queue": mean_ms("eagleray_queue_seconds"),
         "time to first token": mean_ms("eagleray_time_to_first_token_seconds"),
         "between tokens": mean_ms("eagleray_inter_token_seconds"),
-        "KV cache in use": f"{used / max(1.0, numbers['eagleray_kv_blocks']):.0%}",
-        "prefix cache hits": f"{hits / prompt:.0%} of prompt tokens" if prompt else "-",
+        "KV cache in use": f"{num_used_blocks / max(1.0, totals['eagleray_kv_blocks']):.0%}",
+        "prefix cache hits": f"{num_hit_tokens / num_prompt_tokens:.0%} of prompt tokens"
+        if num_prompt_tokens
+        else "-",
         "preemptions": rate("eagleray_preemptions_total"),
         "steps": rate("eagleray_steps_total"),
-        "a step": of_a_step("part"),
-        "a step by rank": of_a_step("rank", "rank "),
+        "a step": step_ms("part"),
+        "a step by rank": step_ms("rank", "rank "),
     }
-    shown = Table(title=f"Eagleray at {url}", show_header=False)
-    for name, value in rows.items():
-        shown.add_row(name, value)
-    return shown
+    result = Table(title=f"Eagleray at {url}", show_header=False)
+    for title, value in rows.items():
+        result.add_row(title, value)
+    return result

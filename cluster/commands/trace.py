@@ -7,9 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from cluster.commands.top import ANSWER_TIMEOUT_S, no_server
 from scheduler.errors import ConfigError
-
-TIMEOUT_S = 10.0
 
 
 def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> str:
@@ -18,19 +17,18 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             trace = json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        said = error.read(1000).decode(errors="replace")
-        raise ConfigError(f"{url!r} answers {error.code}: {said}") from None
+        body = error.read(1000).decode(errors="replace")
+        raise ConfigError(f"{url!r} answers {error.code}: {body}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or"
-            " name its address with --url"
-        ) from None
+        raise no_server(url, error) from None
     try:
         output.write_text(json.dumps(trace))
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error}") from None
-    steps = sum(event["name"].startswith("step ") for event in trace["traceEvents"])
-    return f"{steps} steps of the last {seconds:g} s are in {output}; open it in ui.perfetto.dev"
+    num_steps = sum(event["name"].startswith("step ") for event in trace["traceEvents"])
+    return (
+        f"{num_steps} steps of the last {seconds:g} s are in {output}; open it in ui.perfetto.dev"
+    )

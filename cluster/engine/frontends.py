@@ -1,7 +1,6 @@
-"""The driver's record of its frontends: their requests, what is new for each, and which have gone
-silent.
+"""The driver's record of its frontends: the requests and news of each, and which have gone silent.
 
-Event loop thread only.
+Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from scheduler.messages import Deltas, Request
 class _Frontend:
     mailbox: Mailbox = field(default_factory=Mailbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    last_seen_s: float = field(default_factory=time.monotonic)
-    num_polls: int = 0  # polls that wait for news now
+    last_call_s: float = field(default_factory=time.monotonic)
+    num_waiting_polls: int = 0
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
     def fail(self, request_ids: list[str], error: EaglerayError) -> None:
@@ -46,67 +45,64 @@ class Frontends:
         """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
-        self._looked_s = time.monotonic()
+        self._silence_checked_s = time.monotonic()
 
     def admit(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> list[Request]:
-        """Note the requests of a frontend, all or none. Returns those to queue, without any that it
-        has sent before: it may send requests again if it did not get an answer. Raises
-        `RequestError` for one that cannot run.
+        """Record the requests of a frontend, all or none. Returns those to queue: without any that
+        it has sent before, since it sends requests again if it got no answer. Raises `RequestError`
+        for one that cannot run.
         """
-        fresh: dict[str, Request] = {}
+        new_requests: dict[str, Request] = {}
         for request in requests:
             request_id = request.request_id
-            if self._has(frontend_id, request_id):
+            if self._was_sent_before(frontend_id, request_id):
                 continue
             check_request(request, limits)
-            if request_id in fresh or self._is_running(request_id):
+            if request_id in new_requests or self._is_running(request_id):
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
-            fresh[request_id] = request
-        self._seen(frontend_id).request_ids.update(fresh)
-        return list(fresh.values())
+            new_requests[request_id] = request
+        self._record_call(frontend_id).request_ids.update(new_requests)
+        return list(new_requests.values())
 
     def remove(self, frontend_id: str, request_ids: list[str]) -> None:
-        """A frontend no longer needs these requests."""
+        """Forget requests that a frontend no longer needs."""
         frontend = self._frontends.get(frontend_id)
         if frontend is not None:
             frontend.request_ids.difference_update(request_ids)
             for request_id in request_ids:
                 frontend.mailbox.drop(request_id)
 
-    async def collect(self, frontend_id: str, acknowledged: int, wait_s: float) -> Deltas:
-        """Everything new for a frontend as soon as there is something, or nothing after `wait_s`.
+    async def collect(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> Deltas:
+        """All news for a frontend as soon as there is any; empty after `wait_s`.
 
-        Raises `EngineError` for a frontend that was silent for so long that it was forgotten: it
-        polls because it has requests, and these have been aborted.
+        Raises `EngineError` for a frontend that was silent for so long that it was forgotten: its
+        requests have been aborted.
         """
         if frontend_id not in self._frontends:
-            raise EngineError(
-                f"this frontend did not poll for {2 * self._timeout_s:g} s, so its requests were"
-                " aborted"
-            )
-        frontend = self._seen(frontend_id)
+            raise _silence_error(2 * self._timeout_s)
+        frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.has_news.clear()
-            frontend.num_polls += 1
+            frontend.num_waiting_polls += 1
             try:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(frontend.has_news.wait(), wait_s)
             finally:
-                frontend.num_polls -= 1
-        frontend.last_seen_s = time.monotonic()
-        return frontend.mailbox.collect(acknowledged)
+                frontend.num_waiting_polls -= 1
+        frontend.last_call_s = time.monotonic()
+        return frontend.mailbox.collect(acknowledged_number)
 
     def deliver(self, news: NewsByFrontend) -> None:
         """Put the news of a step into the mailboxes and wake the polls that wait for them."""
-        for frontend_id, by_request in news.items():
+        for frontend_id, frontend_news in news.items():
             frontend = self._frontends.get(frontend_id)
             if frontend is None:
                 continue  # it went silent and its requests were aborted
-            for request_id, item in by_request.items():
-                frontend.mailbox.put(request_id, item)
-                if item.finish_reason:
+            for request_id, request_news in frontend_news.items():
+                frontend.mailbox.put(request_id, request_news)
+                if request_news.finish_reason:
                     frontend.request_ids.discard(request_id)
             frontend.has_news.set()
 
@@ -115,32 +111,28 @@ class Frontends:
         for frontend in self._frontends.values():
             frontend.fail(list(frontend.request_ids), error)
 
-    def drop_silent(self) -> dict[str, list[str]]:
+    def fail_silent(self) -> dict[str, list[str]]:
         """Fail the requests of frontends that have stopped polling; returns those requests by
         frontend.
         """
-        dropped = {}
+        failed_ids = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
-        has_stalled = now_s - self._looked_s > max(2.0, self._timeout_s / 2)
-        self._looked_s = now_s
+        has_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
+        self._silence_checked_s = now_s
         for frontend_id, frontend in list(self._frontends.items()):
-            if has_stalled or frontend.num_polls:
-                frontend.last_seen_s = now_s
-            silent_s = now_s - frontend.last_seen_s
+            if has_stalled or frontend.num_waiting_polls:
+                frontend.last_call_s = now_s
+            silent_s = now_s - frontend.last_call_s
             if silent_s > self._timeout_s and frontend.request_ids:
-                dropped[frontend_id] = list(frontend.request_ids)
-                message = (
-                    f"this frontend did not poll for {self._timeout_s:g} s, so its requests were"
-                    " aborted"
-                )
-                frontend.fail(dropped[frontend_id], EngineError(message))
+                failed_ids[frontend_id] = list(frontend.request_ids)
+                frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
             elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
-        return dropped
+        return failed_ids
 
-    def _has(self, frontend_id: str, request_id: str) -> bool:
-        """Whether this frontend has sent this request already, and can still get its news."""
+    def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:
+        """Whether this frontend sent this request before and can still get its news."""
         frontend = self._frontends.get(frontend_id)
         return frontend is not None and (
             request_id in frontend.request_ids or frontend.mailbox.holds(request_id)
@@ -149,7 +141,14 @@ class Frontends:
     def _is_running(self, request_id: str) -> bool:
         return any(request_id in frontend.request_ids for frontend in self._frontends.values())
 
-    def _seen(self, frontend_id: str) -> _Frontend:
+    def _record_call(self, frontend_id: str) -> _Frontend:
+        """The record of a frontend that calls now, made for a new one."""
         frontend = self._frontends.setdefault(frontend_id, self.make_frontend())
-        frontend.last_seen_s = time.monotonic()
+        frontend.last_call_s = time.monotonic()
         return frontend
+
+
+def _silence_error(seconds: float) -> EngineError:
+    return EngineError(
+        f"this frontend did not poll for {seconds:g} s, so its requests were aborted"
+    )

@@ -1,8 +1,8 @@
-"""What the driver keeps for one frontend until the frontend confirms that it has received it.
+"""The news that the driver keeps for one frontend until the frontend has received it.
 
-Each poll acknowledges the previous reply by its number. What is not acknowledged is sent again
-together with what is new, so a lost reply loses nothing; the receiver recognizes repeated tokens by
-their index. One event loop thread.
+Each poll acknowledges the previous reply by its number. News that is not acknowledged is sent again
+together with later news, so a lost reply loses nothing; the receiver recognizes repeated tokens by
+their index. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -15,44 +15,42 @@ class Mailbox:
     """News of the requests of one frontend."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, News] = {}
-        self._new: dict[str, News] = {}
-        self._sent_number = 0
+        self._unsent: dict[str, News] = {}  # by request id, as the next
+        self._unacknowledged: dict[str, News] = {}  # the content of the last reply
+        self._last_reply_number = 0
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything that has never been sent."""
-        return bool(self._new)
+        """Whether there is news that has never been sent."""
+        return bool(self._unsent)
 
     def put(self, request_id: str, news: News) -> None:
-        """Add news of one request."""
-        held = self._new.get(request_id)
-        if held is None:
-            self._new[request_id] = news
-        else:
-            held.extend(news)
+        """Add news of one request, whose tokens follow those that were put before."""
+        _append(self._unsent, request_id, news)
 
     def holds(self, request_id: str) -> bool:
-        """Whether there is news of a request that the frontend has not confirmed."""
-        return request_id in self._new or request_id in self._sent
+        """Whether there is news of a request that the frontend has not acknowledged."""
+        return request_id in self._unsent or request_id in self._unacknowledged
 
     def drop(self, request_id: str) -> None:
-        """Forget the news of this request, which nobody needs any more."""
-        self._new.pop(request_id, None)
-        self._sent.pop(request_id, None)
+        """Drop the news of a request that nobody needs any more."""
+        self._unsent.pop(request_id, None)
+        self._unacknowledged.pop(request_id, None)
 
-    def collect(self, acknowledged: int) -> Deltas:
-        """Everything that the frontend does not have yet, given the number of the last reply it
+    def collect(self, acknowledged_number: int) -> Deltas:
+        """All news that the frontend lacks. `acknowledged_number`: of the last reply that it
         received.
         """
-        if acknowledged == self._sent_number:
-            self._sent = {}
-        for request_id, news in self._new.items():
-            held = self._sent.get(request_id)
-            if held is None:
-                self._sent[request_id] = news
-            else:
-                held.extend(news)
-        self._new = {}
-        self._sent_number = max(self._sent_number, acknowledged) + 1
-        return pack(self._sent_number, self._sent)
+        if acknowledged_number == self._last_reply_number:
+            self._unacknowledged = {}
+        for request_id, news in self._unsent.items():
+            _append(self._unacknowledged, request_id, news)
+        self._unsent = {}
+        self._last_reply_number = max(self._last_reply_number, acknowledged_number) + 1
+        return pack(self._last_reply_number, self._unacknowledged)
+
+
+def _append(news_by_request: dict[str, News], request_id: str, later_news: News) -> None:
+    earlier_news = news_by_request.setdefault(request_id, later_news)
+    if earlier_news is not later_news:
+        earlier_news.append(later_news)

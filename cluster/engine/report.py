@@ -8,15 +8,15 @@ from scheduler.limits import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
+class StartReport:
     """What a client needs to know about a started engine.
 
-    checkpoint: changes when the files of the checkpoint do. seconds: of each phase of the start, by
-    name. lines: for the log.
+    seconds: the time of each phase of the start, by name. checkpoint_id: differs if the files of
+    the checkpoint have changed.
     """
 
     device: str
     limits: SchedulerLimits
     seconds: dict[str, float]
-    lines: tuple[str, ...]
-    checkpoint: str = ""
+    log_lines: tuple[str, ...]
+    checkpoint_id: str = ""

@@ -19,12 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.client.frontend import Frontend
 from cluster.client.setup import EngineSetup
 from cluster.engine.driver import Driver
-from cluster.engine.report import EngineReport
+from cluster.engine.report import StartReport
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankMaker
 from cluster.ranks.processes import end_marked
 from cluster.ray_errors import call
-from cluster.recovery.states import Recovery, State
+from cluster.recovery.states import Recovery, RecoveryState
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
@@ -34,28 +34,27 @@ from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, Engine
 from workers.configuration import has_cuda, resolve_config
 from workers.models.local import check_again
 
-MAX_IDLE_DEATHS = 5
-END_PAUSE_S = 0.5
+MAX_DEATHS_WITHOUT_NEWS = 5
+END_RETRY_PAUSE_S = 0.5
 
 logger = logging.getLogger("eagleray")
 
 
 class EngineProcesses:
-    """The processes of one engine, and this program's frontend to it.
-
-    `close` ends them; so does the end of the program.
+    """The processes of one engine, and this program's frontend to it. `close`, or the end of the
+    program, ends them.
     """
 
-    def __init__(self, setup: EngineSetup, group: PlacementGroup | None = None) -> None:
-        """Start everything. Raises what kept it from starting, and leaves nothing behind.
+    def __init__(self, setup: EngineSetup, placement_group: PlacementGroup | None = None) -> None:
+        """Start everything. If that fails, raises the reason and leaves nothing behind.
 
-        `group`: a placement group of the caller's, with one bundle per rank; it is used and never
-        removed.
+        `placement_group`: the caller's, with one bundle per rank; it is never removed.
         """
-        stack = contextlib.ExitStack()
-        self.close = weakref.finalize(self, _close_in, os.getpid(), stack)  # even at exit
+        undo_stack = contextlib.ExitStack()
+        # Also runs at exit.
+        self.close = weakref.finalize(self, _close_unless_forked, os.getpid(), undo_stack)
         try:
-            self._owner, self.frontend, self.report = _start(setup, group, stack)
+            self._owner, self.frontend, self.report = _start(setup, placement_group, undo_stack)
         except BaseException:
             self.close()
             raise
@@ -71,48 +70,49 @@ class EngineProcesses:
 
 
 def _start(
-    setup: EngineSetup, group: PlacementGroup | None, stack: contextlib.ExitStack
-) -> tuple[DriverOwner, Frontend, EngineReport]:
-    """(owner, frontend, report); everything that has to be undone is pushed onto the stack."""
-    began = time.perf_counter()
-    size = setup.config.tensor_parallel_size
-    lease = SESSION.connect(setup.config.ray_address, size)
-    stack.callback(SESSION.release, lease)
-    device = pick_device(setup.config.device, size)
-    connected = time.perf_counter()
+    setup: EngineSetup, placement_group: PlacementGroup | None, undo_stack: contextlib.ExitStack
+) -> tuple[DriverOwner, Frontend, StartReport]:
+    """(owner, frontend, report). What undoes the start is pushed onto `undo_stack`."""
+    began_s = time.perf_counter()
+    num_ranks = setup.config.tensor_parallel_size
+    session_lease = SESSION.connect(setup.config.ray_address, num_ranks)
+    undo_stack.callback(SESSION.release, session_lease)
+    device = pick_device(setup.config.device, num_ranks)
+    connected_s = time.perf_counter()
     engine_id = uuid.uuid4().hex
     placement = Placement(
-        size, device, f"eagleray-{engine_id}", group, setup.config.wait_for_nodes_s
+        num_ranks, device, f"eagleray-{engine_id}", placement_group, setup.config.wait_for_nodes_s
     )
-    stack.callback(_while_held, lease, Placement.remove, placement)
+    undo_stack.callback(_undo_in_session, session_lease, placement.remove)
     placement.reserve()
     owner = DriverOwner(_resolve(setup, device, placement), placement, engine_id)
     frontend = Frontend(
         owner.driver,
-        lambda: SESSION.holds(lease),
+        lambda: SESSION.holds(session_lease),
         owner.replace,
         Timeouts.of(setup.config).stuck_s,
-        waits_for=owner.waits_for,
+        recovery_waits_for=owner.recovery_waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.
-    stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
-    stack.callback(_while_held, lease, DriverOwner.stop, owner)
-    stack.callback(frontend.close)
+    undo_stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
+    undo_stack.callback(_undo_in_session, session_lease, owner.stop)
+    undo_stack.callback(frontend.close)
     report = owner.start()
     frontend.driver.follow()
-    for line in report.lines:
+    for line in report.log_lines:
         logger.info(line)
-    total = time.perf_counter() - began
-    seconds = {"ray": connected - began, "processes": 0.0, **report.seconds}
+    total_s = time.perf_counter() - began_s
+    seconds = {"ray": connected_s - began_s, "processes": 0.0, **report.seconds}
     # Each phase has the time of the slowest rank; while one rank is slow, the others wait.
-    seconds |= {"processes": max(0.0, total - sum(seconds.values())), "all": total}
-    logger.info("start: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
+    seconds |= {"processes": max(0.0, total_s - sum(seconds.values())), "all": total_s}
+    phases = (f"{phase} {phase_s:.2f} s" for phase, phase_s in seconds.items())
+    logger.info("start: %s", ", ".join(phases))
     return owner, frontend, dataclasses.replace(report, seconds=seconds)
 
 
 class DriverOwner:
-    """Keeps one driver running, on the node of rank 0. When it dies, every process of its engine is
-    ended, then the next driver is started, on another node if that one was lost.
+    """Keeps one driver running, on the node of rank 0. When the driver dies, every process of its
+    engine is ended, then the next driver is started, on another node if that one was lost.
     """
 
     def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
@@ -120,19 +120,19 @@ class DriverOwner:
         self._timeouts = Timeouts.of(config.engine)
         self.placement = placement
         self._engine_id = engine_id
-        self._report: EngineReport | None = None
-        self._num_idle_deaths = 0
+        self._first_report: StartReport | None = None
+        self._num_deaths_without_news = 0  # in a row
         self._recovery: Recovery | None = None  # while the driver is replaced
         self._is_stopped = False
         self.driver = start_driver(config, placement, self._engine_id)
 
-    def start(self) -> EngineReport:
-        """Start the engine. Raises what kept it from starting."""
+    def start(self) -> StartReport:
+        """Start the engine. Raises the error that kept it from starting."""
         limit_s = self._timeouts.start_s
-        report: EngineReport = call(self.driver.start.remote(), "start the engine", limit_s)
-        if self._report is None:
-            self._report = report
-        elif report.checkpoint != self._report.checkpoint:
+        report: StartReport = call(self.driver.start.remote(), "start the engine", limit_s)
+        if self._first_report is None:
+            self._first_report = report
+        elif report.checkpoint_id != self._first_report.checkpoint_id:
             raise ConfigError(
                 "the files of the checkpoint have changed since the engine started, so requests"
                 " cannot go on; start a new engine"
@@ -141,75 +141,82 @@ class DriverOwner:
 
     def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
         """Start a new driver in place of one that is dead or stuck. Raises `EngineDeadError` when
-        none could be started, naming each attempt, or when one after another died without any news.
+        none could be started, naming each attempt, or when too many in a row died without any news.
         """
         logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
-        if self._report is None:
+        if self._first_report is None:
             raise error  # it has never served
-        self._num_idle_deaths = 0 if has_served else self._num_idle_deaths + 1
-        if self._num_idle_deaths > MAX_IDLE_DEATHS:
+        self._num_deaths_without_news = 0 if has_served else self._num_deaths_without_news + 1
+        if self._num_deaths_without_news > MAX_DEATHS_WITHOUT_NEWS:
             raise EngineDeadError(
-                f"{self._num_idle_deaths} drivers died one after another before they had any news;"
-                f" the last one: {error}"
+                f"{self._num_deaths_without_news} drivers died one after another before they had"
+                f" any news; the last one: {error}"
             )
         limit_s = self._timeouts.give_up_s
         recovery = self._recovery = Recovery(time.monotonic, limit_s)
-        recovery.fault(str(error))
+        recovery.note_fault(str(error))
         while True:
             self._end_for_certain(recovery)
-            recovery.fenced()
-            while not self._is_stopped and recovery.state is State.BACKOFF and not recovery.retry():
+            recovery.note_fenced()
+            while (
+                not self._is_stopped
+                and recovery.state is RecoveryState.BACKOFF
+                and not recovery.retry()
+            ):
                 time.sleep(min(0.1, recovery.wait_s()))
-            if recovery.state is State.DEAD or self._is_stopped:
+            if recovery.state is RecoveryState.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
                 check_again(self._config)
                 self.placement.restore(limit_s, lambda: not self._is_stopped)
-                num_blocks = self._report.limits.num_blocks
+                num_blocks = self._first_report.limits.num_blocks
                 self.driver = start_driver(
                     self._config, self.placement, self._engine_id, num_blocks
                 )
                 self.start()
             except Exception as failure:
                 kind = kind_of(failure)
-                if not (kind.may_pass or isinstance(failure, EngineError)):
+                if not (kind.is_transient or isinstance(failure, EngineError)):
                     raise EngineDeadError(reason_of(failure)) from failure
-                recovery.fault(reason_of(failure))
-                logger.warning("the driver is not replaced yet: %s", recovery.waits_for())
+                recovery.note_fault(reason_of(failure))
+                logger.warning("the driver is not replaced yet: %s", recovery.last_failed_start())
             else:
                 self._recovery = None
                 return self.driver
 
-    def waits_for(self) -> str:
+    def recovery_waits_for(self) -> str:
         """What the replacement of a driver waits for, in one line. Any thread."""
         recovery = self._recovery
-        return self.placement.waits_for or (recovery.waits_for() if recovery is not None else "")
+        failed_start = recovery.last_failed_start() if recovery is not None else ""
+        return self.placement.missing_resources or failed_start
 
     def stop(self) -> None:
-        """End the driver, and whatever is left of its ranks."""
+        """End the driver and its ranks."""
         self._is_stopped = True
-        with contextlib.suppress(EaglerayError):  # it may be dead; whatever is left is ended next
+        with contextlib.suppress(EaglerayError):  # it may be dead; its processes are ended next
             call(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
         self._end_processes()
 
     def _end_for_certain(self, recovery: Recovery) -> None:
         """End the driver and its ranks. Tries again if, for example, a node does not answer. Raises
-        `EngineDeadError` when it has done so for too long.
+        `EngineDeadError` when that takes too long.
         """
         while True:
             try:
                 self._end_processes()
-                self.placement.take_over()
+                self.placement.disown_copies()
                 return
             except Exception as failure:
-                why = reason_of(failure)
-                if not kind_of(failure).may_pass:
-                    raise EngineDeadError(f"the last driver could not be ended: {why}") from failure
-                if self._is_stopped or recovery.is_too_late(why):
+                reason = reason_of(failure)
+                if not kind_of(failure).is_transient:
+                    raise EngineDeadError(
+                        f"the last driver could not be ended: {reason}"
+                    ) from failure
+                if self._is_stopped or recovery.is_too_late(reason):
                     report = recovery.report()
                     raise EngineDeadError(f"no driver could be started: {report}") from failure
-                logger.warning("the driver is not replaced yet: %s", why.split("\n")[0])
-                time.sleep(END_PAUSE_S)
+                logger.warning("the driver is not replaced yet: %s", reason.split("\n")[0])
+                time.sleep(END_RETRY_PAUSE_S)
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)
@@ -222,14 +229,14 @@ def start_driver(
     engine_id: str,
     num_kv_blocks: int | None = None,
 ) -> Any:
-    """A handle on a new driver actor, on the node of rank 0. The driver takes no bundle, so it
+    """A handle of a new driver actor, on the node of rank 0. The driver takes no bundle, so it
     outlives the placement group when that has to be replaced. The processes of its first ranks,
     which take longest to start, start at the same time. `num_kv_blocks`: how many blocks the engine
-    began with, if this driver replaces another.
+    had at first, if this driver replaces another.
     """
     places = placement.places()
-    maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
-    ranks = [maker.create(place).actor for place in places]
+    rank_maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
+    rank_actors = [rank_maker.create(place).actor for place in places]
     return (
         ray.remote(Driver)
         .options(
@@ -240,38 +247,38 @@ def start_driver(
             runtime_env=actor_environment(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(places[0].node_id, soft=False),
         )
-        .remote(config, placement, engine_id, ranks, num_kv_blocks)
+        .remote(config, placement, engine_id, rank_actors, num_kv_blocks)
     )
 
 
 def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedConfig:
-    """`resolve_config`, run on the machine whose installed packages count: this one, or the node
-    that has the GPUs.
+    """`resolve_config`, run on this machine, or on a node with GPUs if the ranks need them and this
+    machine has none: what is installed there matters.
     """
     arguments = (setup.config, setup.model, setup.model_dir, device)
     if device == "cpu" or has_cuda():
         return resolve_config(*arguments)
-    there = ray.remote(resolve_config).options(
+    remote_resolve = ray.remote(resolve_config).options(
         num_cpus=1,
         num_gpus=1,
         max_retries=0,
         runtime_env=actor_environment(),
         scheduling_strategy=placement.in_bundle(0),
     )
-    what = "see what is installed where the ranks run"
-    resolved: ResolvedConfig = call(there.remote(*arguments), what, setup.config.start_timeout_s)
+    ref, action = remote_resolve.remote(*arguments), "see what is installed where the ranks run"
+    resolved: ResolvedConfig = call(ref, action, setup.config.start_timeout_s)
     return resolved
 
 
-def _while_held(lease: str, stop: Callable[[Any], None], what: Any) -> None:
-    """Stop something of ours, unless Ray was shut down, which has ended it too: a call would start
-    a new Ray.
+def _undo_in_session(session_lease: str, undo: Callable[[], None]) -> None:
+    """Call `undo` unless Ray was shut down, which has ended everything: the call would start a new
+    Ray.
     """
-    if SESSION.holds(lease):
-        stop(what)
+    if SESSION.holds(session_lease):
+        undo()
 
 
-def _close_in(pid: int, stack: contextlib.ExitStack) -> None:
+def _close_unless_forked(pid: int, undo_stack: contextlib.ExitStack) -> None:
     """Close, but not in a fork of the process that owns the engine."""
     if os.getpid() == pid:
-        stack.close()
+        undo_stack.close()

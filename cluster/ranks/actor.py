@@ -1,6 +1,4 @@
-"""One rank as a Ray actor: a thin shell around `workers.Worker`, which is loaded in the actor's
-process only.
-"""
+"""One rank as a Ray actor around `workers.Worker`, which only the actor's process imports."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.ranks.cores import Claim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
@@ -29,18 +27,18 @@ if TYPE_CHECKING:
     from scheduler.messages import StepMask, StepPlan
     from workers.worker import Worker
 
-LOOK_AT_CORES_S = 2.0
-LOOPBACK = "127.0.0.1"
-SWITCH_INTERVAL_S = 0.0002  # for Ray's threads, which must let the computing one go on
+CORE_CHECK_PERIOD_S = 2.0
+LOOPBACK_ADDRESS = "127.0.0.1"
+SWITCH_INTERVAL_S = 0.0002  # so that Ray's threads soon let the computing thread continue
 
 
 class RankActor:
     """One rank in its own process, or a spare that can become one.
 
-    A dedicated thread computes, in order; Ray's threads hand it plans and wait for results. So a
-    step starts the moment the one before it ends, even if Ray is still busy returning that one's
-    result. Concurrency groups: the default one for control, `steps`, with one thread per step that
-    may be under way, `masks`, and `watch`, which answers whatever the others do.
+    A dedicated thread computes, in order; Ray's threads give it plans and wait for results. So a
+    step starts the moment the one before it ends, even while Ray is still returning that one's
+    result. Concurrency groups: the default one for control; `steps`, with one thread per step that
+    may be under way; `masks`; and `watch`, which answers whatever the others do.
     """
 
     def __init__(
@@ -51,8 +49,8 @@ class RankActor:
         spare_gpus: list[str] | None = None,
     ) -> None:
         """`spare_gpus`: for a spare, the GPUs that it should see, as for `start`."""
-        # Importing torch and compiling create no garbage, but so many objects that looking at them
-        # takes the collector a sixth of the start. It is on again once the cache is there.
+        # Importing torch and compiling create no garbage, but so many objects that visiting them
+        # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
         self._process = mark(engine_id)
         logging.basicConfig(level=config.engine.log_level.upper())
@@ -60,78 +58,82 @@ class RankActor:
         self._rank = rank
         self._is_spare = spare_gpus is not None
         self._gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        # Once a process has looked for GPUs, it does not see others later, and a spare may look
-        # while it warms up.
+        # Once a process has listed its GPUs, it does not see others later, and a spare may list
+        # them while it warms up.
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
-        self._ready = threading.Event()  # everything is imported by then
-        self._computing = ThreadPoolExecutor(1, "rank")
-        self._turn = threading.Condition()
-        self._next_step = self._next_mask = 0
-        self._replies: dict[int, Future[bytes]] = {}  # of steps that may be asked for again, by id
+        self._is_imported = threading.Event()
+        self._compute_thread = ThreadPoolExecutor(1, "rank")
+        self._step_order = threading.Condition()  # of the next two
+        self._next_step_id = self._next_mask_step_id = 0
+        # By step id: results of recent steps, in case a call was lost and is made again.
+        self._replies: dict[int, Future[bytes]] = {}
         if self._is_spare:
             threading.Thread(target=self._warm, name="warm", daemon=True).start()
         else:
             self._import()
 
     def identify(self) -> tuple[ProcessId, list[str]]:
-        """Identify this process, and the GPUs that Ray gave it."""
+        """This process, and the GPUs that Ray gave it."""
         return self._process, self._gpus
 
     def wait_until_warm(self) -> ProcessId:
         """Returns when a spare could take over at once."""
-        self._imported()
+        self._wait_for_worker()
         return self._process
 
     def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
-        """Rank 0: listen on a port the system picks, where only this machine can reach it if all
-        ranks are `on_one_node`.
+        """Rank 0: listen on a port that the system picks; only for this machine if all ranks are
+        `on_one_node`.
         """
-        host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
-        return self._imported().open_rendezvous(host)
+        host = LOOPBACK_ADDRESS if on_one_node else ray.util.get_node_ip_address()
+        return self._wait_for_worker().open_rendezvous(host)
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
-        """Meet the other ranks and load. The ranks of a node share its cores. `gpus`: those of the
-        ranks on this node, in their order. Each rank sees all of these, so that the ranks can reach
-        each other's memory, and no GPU of another engine. `num_kv_blocks`: see `Worker.start`.
+        """Connect to the other ranks and load the weights. The ranks of a node share its cores.
+        `gpus`: those of the ranks on this node, in order. Each rank sees all of these, so that the
+        ranks can reach each other's memory, and no GPU of another engine. `num_kv_blocks`: see
+        `Worker.start`.
         """
-        worker = self._imported()
-        # Not before: a spare's main thread would wake up that often for the interpreter's lock
-        # while the thread that warms up has the lock and no core.
+        worker = self._wait_for_worker()
+        # Not earlier: a spare's main thread would wake up that often for the interpreter's lock
+        # while the thread that warms up holds the lock and waits for a core.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         show_gpus(gpus)
-        claim = Claim(
-            group=f"{address[0]}:{address[1]} on {place.node_id}",
+        claim = CoreClaim(
+            engine=f"{rendezvous_address[0]}:{rendezvous_address[1]} on {place.node_id}",
             local_rank=place.local_rank,
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
         share = CoreShare(claim)
-        cores, num_threads = share.now()
+        cores, num_threads = share.cores_and_num_threads()
 
         def start() -> WorkerReport:
             bind(cores)
-            return worker.start(address, num_threads, epoch, place.local_rank, num_kv_blocks)
+            return worker.start(
+                rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
+            )
 
-        report = self._computing.submit(start).result()
+        report = self._compute_thread.submit(start).result()
         threading.Thread(
-            target=self._follow, args=(share, cores), name="cores", daemon=True
+            target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
         ).start()
         return report
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """See `Worker.allocate_cache`. The first rank then starts compiling the remaining kernels
-        in the background.
+        """See `Worker.allocate_cache`. The first rank then compiles the remaining kernels in the
+        background.
         """
-        worker = self._imported()
-        self._computing.submit(worker.allocate_cache, num_blocks).result()
+        worker = self._wait_for_worker()
+        self._compute_thread.submit(worker.allocate_cache, num_blocks).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
         worker.compile_other_steps_beside()
@@ -143,7 +145,7 @@ class RankActor:
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> Progress:
-        """How far this rank has come."""
+        """What this rank is doing, and its counters."""
         if self._worker is None:
             return Progress(phase="imports")
         return dataclasses.replace(self._worker.progress)
@@ -151,21 +153,21 @@ class RankActor:
     @ray.method(concurrency_group="steps")
     def step(self, *pieces: bytes) -> bytes:
         """Run a step in its turn: the threads of a concurrency group may start out of order. Raises
-        what the step raised. If the call is made again, the step runs once.
+        what the step raised. A step runs once, even if the call is made again.
 
-        Takes a `StepPlan` and returns a `StepResult`, both pickled: Ray passes bytes on unchanged,
-        and its own pickling is slower.
+        Takes a `StepPlan`, pickled and cut into `pieces`, and returns a pickled `StepResult`: Ray
+        passes bytes on unchanged, and its own pickling is slower.
         """
-        worker = self._imported()
+        worker = self._wait_for_worker()
         plan: StepPlan = pickle.loads(b"".join(pieces))
-        with self._turn:
+        with self._step_order:
             reply = self._replies.get(plan.step_id)
-            if reply is None and plan.step_id < self._next_step:
-                raise WorkerError(f"the result of step {plan.step_id} has been read")  # by now
-            if is_first := reply is None:
+            if reply is None and plan.step_id < self._next_step_id:
+                raise WorkerError(f"the result of step {plan.step_id} has been read")
+            if is_first_call := reply is None:
                 reply = self._replies[plan.step_id] = Future()
                 self._replies.pop(plan.step_id - self._config.num_steps_ahead - 2, None)
-        if is_first:
+        if is_first_call:
             try:
                 reply.set_result(self._run(worker, plan))
             except Exception as error:
@@ -173,41 +175,41 @@ class RankActor:
         return reply.result()
 
     def _run(self, worker: Worker, plan: StepPlan) -> bytes:
-        with self._turn:
+        with self._step_order:
             limit_s = self._config.engine.step_timeout_s
-            self._turn.wait_for(lambda: self._next_step == plan.step_id, limit_s)
-            # Out of turn, the step fails with an error that says so.
-            self._computing.submit(worker.launch, plan)
-            self._next_step = plan.step_id + 1
-            self._turn.notify_all()
+            self._step_order.wait_for(lambda: self._next_step_id == plan.step_id, limit_s)
+            # After a timeout, the worker fails the step with an error that says so.
+            self._compute_thread.submit(worker.launch, plan)
+            self._next_step_id = plan.step_id + 1
+            self._step_order.notify_all()
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
 
     @ray.method(concurrency_group="masks")
     def mask(self, *pieces: bytes) -> None:
-        """Give a step its mask, a pickled `StepMask`. The masks come in order of the steps; one
-        that comes again is known.
+        """Give a step its mask, a pickled `StepMask`. The masks come in order of their steps; one
+        that comes again is ignored.
         """
         mask: StepMask = pickle.loads(b"".join(pieces))
-        with self._turn:
-            is_known = mask.step_id < self._next_mask
-            self._next_mask = max(self._next_mask, mask.step_id + 1)
-        if not is_known:
-            self._imported().mask(mask)
+        with self._step_order:
+            has_come_before = mask.step_id < self._next_mask_step_id
+            self._next_mask_step_id = max(self._next_mask_step_id, mask.step_id + 1)
+        if not has_come_before:
+            self._wait_for_worker().mask(mask)
 
-    def _follow(self, share: CoreShare, cores: tuple[int, ...]) -> None:
-        """Give cores to engines that start, and take those of engines that end."""
-        worker = self._imported()
+    def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
+        """Move to other cores when engines on this machine start or end. Never returns."""
+        worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
             bind(cores)
             worker.set_num_threads(num_threads)
 
         while True:
-            time.sleep(LOOK_AT_CORES_S)
-            now, num_threads = share.now()
-            if now != cores:
-                cores = now
-                self._computing.submit(move, cores, num_threads).result()
+            time.sleep(CORE_CHECK_PERIOD_S)
+            current_cores, num_threads = share.cores_and_num_threads()
+            if current_cores != cores:
+                cores = current_cores
+                self._compute_thread.submit(move, cores, num_threads).result()
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.
@@ -215,11 +217,11 @@ class RankActor:
 
         self._worker = Worker(self._config, self._rank)
         if not self._is_spare:
-            self._ready.set()
+            self._is_imported.set()
 
     def _warm(self) -> None:
-        """Warm up on a thread that runs only when nothing else needs the core, so as not to slow
-        down the engine that serves. The thread that computes later does not inherit that priority.
+        """Warm up on a thread that runs only when nothing else needs the core, so that the engine
+        that serves is not slowed. The computing thread does not inherit that priority.
         """
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -228,17 +230,18 @@ class RankActor:
         try:
             self._worker.warm(load=self._config.engine.spares == "loaded")
         finally:
-            self._ready.set()
+            self._is_imported.set()
 
-    def _imported(self) -> Worker:
-        self._ready.wait()
+    def _wait_for_worker(self) -> Worker:
+        """The worker, once it is imported."""
+        self._is_imported.wait()
         assert self._worker is not None
         return self._worker
 
 
 def show_gpus(gpus: list[str]) -> None:
-    """Let this process see these GPUs. Ray does this itself for GPUs that it gives, unless it was
-    told not to because other work in the cluster needs that.
+    """Let this process see these GPUs. Ray does this itself for GPUs that it assigns, unless the
+    cluster is set up otherwise.
     """
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

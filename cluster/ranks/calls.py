@@ -1,8 +1,8 @@
-"""The calls that bring one step to the ranks, and bring it again if a call was lost.
+"""The calls that send one step to the ranks, and send it again if a call was lost.
 
-A message is pickled once. A large one (long prompts, masks) goes through the object store, which
-every rank of a node reads once; where that has no room, and for a call that is made again, it
-travels within the call, cut into pieces that Ray does not put into the store.
+A message is pickled once. A large one (long prompts, masks) goes through Ray's object store, so it
+crosses to each node once. If the store is full, or a call is made again, the message travels within
+the call, cut into pieces that Ray does not put into the store.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from cluster.error_kinds import Kind, kind_of, reason_of
+from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from scheduler.messages import StepMask, StepPlan
 
-INLINE_BYTES = 64 * 1024
+MAX_INLINE_BYTES = 64 * 1024
 # Ray's own limits for what travels within a call: 100 kB per argument, 10 MiB together.
 PIECE_BYTES = 64 * 1024
 
@@ -25,17 +25,16 @@ logger = logging.getLogger("eagleray.driver")
 
 
 def arguments_of(message: bytes) -> list[Any]:
-    """The arguments of a call that brings this message, bytes or one ref; the receiver joins
-    them.
-    """
-    if len(message) <= INLINE_BYTES:
+    """The arguments of a call that carries a message: a ref, or bytes that the receiver joins."""
+    if len(message) <= MAX_INLINE_BYTES:
         return [message]
     try:
         return [ray.put(message)]
     except Exception as error:
-        if kind_of(error) is not Kind.NO_ROOM:
+        if kind_of(error) is not ErrorKind.NO_ROOM:
             raise
-        logger.warning("a message travels without the object store: %s", _first_line(error))
+        reason = reason_of(error).split("\n")[0]
+        logger.warning("a message travels without the object store: %s", reason)
         return pieces_of(message)
 
 
@@ -49,26 +48,26 @@ class StepCalls:
 
     def __init__(self, actors: Seq[Any]) -> None:
         self._actors = actors
-        self._plan = self._mask = b""
-        self.steps: list[ray.ObjectRef[Any]] = []  # by rank
-        self._masks: list[ray.ObjectRef[Any]] = []
+        self._pickled_plan = self._pickled_mask = b""
+        self.step_refs: list[ray.ObjectRef[Any]] = []  # by rank
+        self._mask_refs: list[ray.ObjectRef[Any]] = []  # by rank
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send the plan to every rank."""
-        self._plan = pickle.dumps(plan, protocol=5)
-        arguments = arguments_of(self._plan)
-        self.steps = [actor.step.remote(*arguments) for actor in self._actors]
+        self._pickled_plan = pickle.dumps(plan, protocol=5)
+        arguments = arguments_of(self._pickled_plan)
+        self.step_refs = [actor.step.remote(*arguments) for actor in self._actors]
 
     def send_mask(self, mask: StepMask) -> None:
-        """Send the mask to every rank. Rows with the same mask share it in a pickle."""
-        self._mask = pickle.dumps(mask, protocol=5)
-        arguments = arguments_of(self._mask)
-        self._masks = [actor.mask.remote(*arguments) for actor in self._actors]
+        """Send the mask to every rank. Pickle stores a mask that several rows share once."""
+        self._pickled_mask = pickle.dumps(mask, protocol=5)
+        arguments = arguments_of(self._pickled_mask)
+        self._mask_refs = [actor.mask.remote(*arguments) for actor in self._actors]
 
     @property
     def refs(self) -> list[ray.ObjectRef[Any]]:
         """All calls: first the steps, by rank, then the masks."""
-        return self.steps + self._masks
+        return self.step_refs + self._mask_refs
 
     def rank_of(self, index: int) -> int:
         """The rank that the call at this index of `refs` goes to."""
@@ -78,13 +77,9 @@ class StepCalls:
         """Make the call at this index of `refs` again. A rank does nothing twice."""
         rank = self.rank_of(index)
         actor = self._actors[rank]
-        if index < len(self.steps):
+        if index < len(self.step_refs):
             logger.warning("the call of a step to rank %d was lost and is made again", rank)
-            self.steps[rank] = actor.step.remote(*pieces_of(self._plan))
+            self.step_refs[rank] = actor.step.remote(*pieces_of(self._pickled_plan))
         else:
             logger.warning("the call with a mask to rank %d was lost and is made again", rank)
-            self._masks[rank] = actor.mask.remote(*pieces_of(self._mask))
-
-
-def _first_line(error: Exception) -> str:
-    return reason_of(error).split("\n")[0]
+            self._mask_refs[rank] = actor.mask.remote(*pieces_of(self._pickled_mask))

@@ -1,10 +1,10 @@
 """Which cores a rank computes on: its share among all ranks of all engines on this machine.
 
-The threads of a product wait for each other, so two ranks that both use every core mostly wait.
-Each rank announces itself with a file whose lock ends with its process; all read all files and come
-to the same division. Ranks of other users and in other containers are not seen. The folder has a
-name that others can guess: one that is not ours alone is not used, and what is not an announcement
-is passed over.
+The threads of a matrix product wait for each other, so two ranks that both use every core mostly
+wait. Each rank writes its claim to a file whose lock ends with its process; all ranks read all
+claims and compute the same division. Ranks of other users and in other containers are not seen.
+Others can guess the name of the folder: if another user can write to it, it is not used, and files
+that are no claims are ignored.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 # The name in /proc of the thread that computes, and of the threads it starts, which inherit it.
 THREAD_NAME = "eagleray"
-_MOST_BYTES = 65536  # of an announcement
+_MAX_CLAIM_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What a rank announces. group: identifies the engine; local_rank: this rank's number among the
+class CoreClaim:
+    """What a rank tells the others. engine: identifies it; local_rank: this rank's number among the
     ranks_on_node of its engine; cores: those that its process may use.
     """
 
-    group: str
+    engine: str
     local_rank: int
     ranks_on_node: int
     cores: tuple[int, ...]
@@ -43,12 +43,12 @@ class Claim:
 class CoreShare:
     """One rank's cores, until its process ends."""
 
-    def __init__(self, claim: Claim, folder: Path | None = None) -> None:
+    def __init__(self, claim: CoreClaim, folder: Path | None = None) -> None:
         self._claim = claim
         self._folder = folder or Path(tempfile.gettempdir()) / f"eagleray-ranks-{os.getuid()}"
         self._path: Path | None = None
         try:
-            self._announce()
+            self._write_claim()
         except OSError as error:
             logger.warning(
                 "ranks of other engines on this machine are not seen, and may use the same cores:"
@@ -56,52 +56,54 @@ class CoreShare:
                 error,
             )
 
-    def _announce(self) -> None:
+    def _write_claim(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        _check_ours(self._folder)
+        _check_only_we_can_write(self._folder)
         # Others do not see the file before it is locked and complete.
-        descriptor, name = tempfile.mkstemp(prefix=".", dir=self._folder)
+        descriptor, hidden_name = tempfile.mkstemp(prefix=".", dir=self._folder)
         self._file = os.fdopen(descriptor, "w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump(asdict(self._claim), self._file)
         self._file.flush()
-        beginning = Path(name)
-        self._path = beginning.rename(self._folder / beginning.name.removeprefix("."))
+        hidden_path = Path(hidden_name)
+        self._path = hidden_path.rename(self._folder / hidden_path.name.removeprefix("."))
 
-    def now(self) -> tuple[tuple[int, ...], int]:
+    def cores_and_num_threads(self) -> tuple[tuple[int, ...], int]:
         """The cores this rank may use at present, and the number of threads: one thread on any of
         the cores when there are more ranks than cores.
         """
-        mine = self._claim
-        sizes = {mine.group: mine.ranks_on_node}
-        for other in self._living():
-            if set(other.cores) & set(mine.cores):
-                sizes[other.group] = other.ranks_on_node
-        place = sum(size for group, size in sizes.items() if group < mine.group) + mine.local_rank
-        share = len(mine.cores) // sum(sizes.values())
-        return (
-            (mine.cores[place * share : (place + 1) * share], share) if share else (mine.cores, 1)
-        )
+        own_claim = self._claim
+        num_ranks = {own_claim.engine: own_claim.ranks_on_node}  # by engine
+        for other_claim in self._living_claims():
+            if set(other_claim.cores) & set(own_claim.cores):
+                num_ranks[other_claim.engine] = other_claim.ranks_on_node
+        num_earlier = sum(count for engine, count in num_ranks.items() if engine < own_claim.engine)
+        cores_per_rank = len(own_claim.cores) // sum(num_ranks.values())
+        if cores_per_rank == 0:
+            return own_claim.cores, 1
+        start = (num_earlier + own_claim.local_rank) * cores_per_rank
+        return own_claim.cores[start : start + cores_per_rank], cores_per_rank
 
-    def _living(self) -> Iterator[Claim]:
+    def _living_claims(self) -> Iterator[CoreClaim]:
+        """The claims of ranks whose processes live; removes the others."""
         if self._path is None:
             return
-        for path in self._folder.glob("[!.]*"):
-            with contextlib.suppress(OSError), open(path, opener=_open_file) as file:
+        for claim_path in self._folder.glob("[!.]*"):
+            with contextlib.suppress(OSError), open(claim_path, opener=_open_file) as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     with contextlib.suppress(ValueError, TypeError, KeyError):
-                        claim = json.loads(file.read(_MOST_BYTES))
-                        yield Claim(**claim | {"cores": tuple(claim["cores"])})
+                        fields = json.loads(file.read(_MAX_CLAIM_BYTES))
+                        yield CoreClaim(**fields | {"cores": tuple(fields["cores"])})
                 else:
-                    path.unlink(missing_ok=True)  # its process has ended
+                    claim_path.unlink(missing_ok=True)  # its process has ended
 
 
-def _check_ours(folder: Path) -> None:
+def _check_only_we_can_write(folder: Path) -> None:
     """Raise `PermissionError` unless only this user can write to the folder."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
             f"{folder} is not a folder that this user alone can write to; remove it"
         )
@@ -117,15 +119,17 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def bind(cores: tuple[int, ...]) -> None:
-    """Run the calling thread, and all threads that it has started or will start, on these cores."""
+    """Run the calling thread, and all threads that it has started or will start, on these cores.
+    Renames the calling thread to `THREAD_NAME`.
+    """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
-    tasks = Path("/proc/self/task")
-    (tasks / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
-    for task in tasks.iterdir():
+    task_folders = Path("/proc/self/task")
+    (task_folders / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
+    for task_folder in task_folders.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if (task / "comm").read_text().strip() == THREAD_NAME:
-                os.sched_setaffinity(int(task.name), cores)
+            if (task_folder / "comm").read_text().strip() == THREAD_NAME:
+                os.sched_setaffinity(int(task_folder.name), cores)
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Processes of an engine, wherever they run: who they are, how to end them for certain, and what
-they are doing.
+"""The processes of an engine on any node: identifying them, ending them for certain, and describing
+what they are doing.
 
-`ray.kill` asks a process to end, and one that is stopped does not answer. Here, processes that do
-not end soon are killed with SIGKILL, and on each node it is checked that all are dead. A mark (an
-open file with the engine's name) finds those whose ids are not known.
+`ray.kill` only asks a process to end, and a stopped process does not react. Here, processes that do
+not end soon are killed with SIGKILL, and each node checks that all are dead. A mark (an open file
+with the engine's name) finds processes whose ids are not known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.error_kinds import kind_of
-from cluster.ray_errors import NoAnswerError, call, made
+from cluster.ray_errors import NoAnswerError, call, start_call
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import living_nodes
 from cluster.timeouts import NODE_TIMEOUT_S
@@ -36,78 +36,80 @@ from scheduler.errors import EaglerayError, EngineDeadError, EngineError
 IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_TIMEOUT_S = 10.0
-# Time for processes that Ray was told to end: Ray reports one that is killed otherwise as a fault.
-GRACE_S = 0.2
+# Time for processes that Ray was told to end: if they are killed earlier, Ray reports a fault.
+END_GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
 DESCRIBE_TIMEOUT_S = 3.0
-LOOK_S = 0.5
+NODE_CHECK_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """Identifies a process for all time: its number may be used again, but not with the same start
-    time.
+    """Identifies a process forever: its pid may be used again, but not with the same start time.
+
+    start_ticks: clock ticks from the start of the machine to that of the process. mark_fd: its file
+    descriptor of the mark, -1 without one.
     """
 
     node_id: str
     pid: int
-    started: int  # clock ticks since the machine started
-    marked_fd: int = -1
+    start_ticks: int
+    mark_fd: int = -1
 
 
 def mark(engine_id: str) -> ProcessId:
     """Mark this process as one of an engine's. From then on, SIGUSR2 makes it write the Python
     stack of each of its threads into the mark, even if the interpreter is blocked.
     """
-    descriptor, pid = -1, os.getpid()
+    mark_fd, pid = -1, os.getpid()
     if IS_LINUX:
         if ray.get_runtime_context().get_actor_id() is not None:
             end_with_parent()
-        descriptor = os.memfd_create(f"eagleray-{engine_id}")
-        faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
+        mark_fd = os.memfd_create(f"eagleray-{engine_id}")
+        faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(mark_fd), "w"), all_threads=True)
     return ProcessId(
         node_id=ray.get_runtime_context().get_node_id(),
         pid=pid,
-        started=_started(pid),
-        marked_fd=descriptor,
+        start_ticks=_start_ticks(pid),
+        mark_fd=mark_fd,
     )
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with its parent, the raylet, even if it is stopped.
+    """Have the kernel kill this process when its parent, the raylet, ends, even if it is stopped.
 
     The raylet of a node that was cut off and declared dead ends itself, and asks its workers to
-    end; a worker that waits for a lost peer would not obey.
+    end; a worker that waits for a lost peer would not react.
     """
     if not IS_LINUX:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() == 1:  # it has ended already
+    if os.getppid() == 1:  # the parent has ended already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_all(processes: list[ProcessId]) -> None:
+def end_processes(processes: list[ProcessId]) -> None:
     """End processes, each on its node, and return when they are dead. Raises `EngineError` naming
     those that stay alive.
     """
     by_node: dict[str, list[tuple[int, int]]] = {}
     for process in processes:
-        by_node.setdefault(process.node_id, []).append((process.pid, process.started))
-    for node_id, pids in by_node.items():
-        on_node(node_id, end_here, pids)
+        by_node.setdefault(process.node_id, []).append((process.pid, process.start_ticks))
+    for node_id, node_processes in by_node.items():
+        on_node(node_id, end_here, node_processes)
 
 
 def end_marked(engine_id: str, node_ids: set[str]) -> None:
-    """End every process of an engine on these nodes, as `end_all`."""
+    """End every process of an engine on these nodes, as `end_processes`."""
     for node_id in node_ids:
         on_node(node_id, end_marked_here, engine_id)
 
 
 def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
-    """Those that run on this node, by index; none where the kernel cannot watch processes."""
-    if not has_descriptors() or not any(processes):
+    """The processes on this node, by index; none where the kernel cannot watch processes."""
+    if not has_pidfds() or not any(processes):
         return {}
     node_id = ray.get_runtime_context().get_node_id()
     return {
@@ -117,39 +119,40 @@ def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
     }
 
 
-def watch_here(processes: dict[int, ProcessId], ended: Callable[[int], None]) -> None:
-    """Call `ended` with the key of each process on this node when it ends, on a thread that ends
+def watch_here(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -> None:
+    """Call `on_end` with the key of each process on this node when it ends, on a thread that ends
     with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
     busy machine.
     """
-    poll = select.poll()
-    keys: dict[int, int] = {}  # by descriptor
+    poller = select.poll()
+    key_of_pidfd: dict[int, int] = {}
     for key, process in processes.items():
-        descriptor = _open(process.pid, process.started)
-        if descriptor is None:
-            ended(key)
+        pidfd = _open_pidfd(process.pid, process.start_ticks)
+        if pidfd is None:
+            on_end(key)
         else:
-            poll.register(descriptor, select.POLLIN)
-            keys[descriptor] = key
+            poller.register(pidfd, select.POLLIN)
+            key_of_pidfd[pidfd] = key
 
     def watch() -> None:
-        while keys:
-            for descriptor, _ in poll.poll():
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                ended(keys.pop(descriptor))
+        while key_of_pidfd:
+            for pidfd, _ in poller.poll():
+                poller.unregister(pidfd)
+                os.close(pidfd)
+                on_end(key_of_pidfd.pop(pidfd))
 
-    if keys:
+    if key_of_pidfd:
         threading.Thread(target=watch, name="ends", daemon=True).start()
 
 
 def is_stopped_here(process: ProcessId) -> bool:
     """Whether a process on this node was stopped by a signal, or is gone."""
     try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        stat_line = Path(f"/proc/{process.pid}/stat").read_text()
     except OSError:
         return True
-    return stat.rsplit(") ", 1)[1][0] in "TtZX"
+    state = stat_line.rsplit(") ", 1)[1][0]
+    return state in "TtZX"
 
 
 def describe(process: ProcessId) -> str:
@@ -162,34 +165,33 @@ def on_node(
 ) -> Any:
     """Run a function on a node; it may run more than once.
 
-    Returns None for a node that is gone, where there is nothing to do. Ray ends every process of a
-    node that it has declared dead, but it declares that only after a while, so a node that does not
-    answer is asked again. Raises `EngineError` when it has neither answered nor been declared dead
-    in time.
+    Returns None for a node that Ray has declared dead: Ray ends every process there. That takes a
+    while, so a node that does not answer is asked again. Raises `EngineError` for a node that
+    neither answers nor is declared dead within `limit_s`.
     """
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*arguments)
-    what, until = f"run {function.__name__} on node {node_id}", time.monotonic() + limit_s
+    action, deadline_s = f"run {function.__name__} on node {node_id}", time.monotonic() + limit_s
     while _is_alive(node_id):
-        there = ray.remote(function).options(
+        remote_function = ray.remote(function).options(
             num_cpus=0,
             max_retries=3,
             runtime_env=actor_environment(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        answer = made(there, what, *arguments)
-        while not ray.wait([answer], timeout=LOOK_S)[0]:
+        ref = start_call(remote_function, action, *arguments)
+        while not ray.wait([ref], timeout=NODE_CHECK_PERIOD_S)[0]:
             if not _is_alive(node_id):
                 return None
-            if time.monotonic() > until:
-                raise NoAnswerError(f"could not {what}: no answer within {limit_s:g} s")
+            if time.monotonic() > deadline_s:
+                raise NoAnswerError(f"could not {action}: no answer within {limit_s:g} s")
         try:
-            return call(answer, what)
+            return call(ref, action)
         except EaglerayError as error:  # the node, or the process there, has died meanwhile
-            is_over = isinstance(error, EngineDeadError) or kind_of(error).may_pass
-            if not is_over or time.monotonic() > until:
+            has_died = isinstance(error, EngineDeadError) or kind_of(error).is_transient
+            if not has_died or time.monotonic() > deadline_s:
                 raise
-            time.sleep(LOOK_S)
+            time.sleep(NODE_CHECK_PERIOD_S)
     return None
 
 
@@ -201,34 +203,30 @@ def _is_alive(node_id: str) -> bool:
 
 
 def end_here(processes: list[tuple[int, int]]) -> None:
-    """See `end_all`."""
-    if not has_descriptors():
-        _end_elsewhere([pid for pid, _ in processes])
+    """See `end_processes`. `processes`: (pid, start ticks)."""
+    if not has_pidfds():
+        _end_without_pidfds([pid for pid, _ in processes])
         return
-    alive: dict[int, int] = {}  # pid by descriptor
-    for pid, started in processes:
-        descriptor = _open(pid, started)
-        if descriptor is not None:
-            alive[descriptor] = pid
+    pid_of_pidfd: dict[int, int] = {}  # of living processes
+    for pid, start_ticks in processes:
+        pidfd = _open_pidfd(pid, start_ticks)
+        if pidfd is not None:
+            pid_of_pidfd[pidfd] = pid
     try:
-        _wait_for_ends(alive, GRACE_S)
-        for descriptor in alive:
+        _wait_for_ends(pid_of_pidfd, END_GRACE_S)
+        for pidfd in pid_of_pidfd:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        _wait_for_ends(alive, END_TIMEOUT_S)
-        if alive:
-            raise EngineError(
-                f"processes {sorted(alive.values())} did not end within {END_TIMEOUT_S:g} s of"
-                " SIGKILL"
-            )
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _wait_for_ends(pid_of_pidfd, END_TIMEOUT_S)
+        _check_ended(pid_of_pidfd.values())
     finally:
-        for descriptor in alive:
-            os.close(descriptor)
+        for pidfd in pid_of_pidfd:
+            os.close(pidfd)
 
 
 @functools.cache
-def has_descriptors() -> bool:
-    """Whether this system has descriptors of processes, as Linux has since 5.3, except in some
+def has_pidfds() -> bool:
+    """Whether this system has file descriptors of processes: Linux since 5.3, except some
     sandboxes.
     """
     try:
@@ -238,91 +236,99 @@ def has_descriptors() -> bool:
     return True
 
 
-def _open(pid: int, started: int) -> int | None:
-    """A descriptor of a process; None if it is gone, even if another process has its number now."""
+def _open_pidfd(pid: int, start_ticks: int) -> int | None:
+    """A descriptor of a process; None if it is gone, even if another process has its pid now."""
     try:
-        descriptor = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     with suppress(OSError):
-        if _started(pid) == started:
-            return descriptor
-    os.close(descriptor)
+        if _start_ticks(pid) == start_ticks:
+            return pidfd
+    os.close(pidfd)
     return None
 
 
-def _end_elsewhere(pids: list[int]) -> None:
+def _end_without_pidfds(pids: list[int]) -> None:
     """`end_here` for systems that have neither descriptors nor start times of processes."""
-    until = time.monotonic() + END_TIMEOUT_S
-    alive = list(pids)
-    while alive and time.monotonic() < until:
-        for pid in list(alive):
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    living_pids = list(pids)
+    while living_pids and time.monotonic() < deadline_s:
+        for pid in list(living_pids):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                alive.remove(pid)
+                living_pids.remove(pid)
         time.sleep(0.01)
-    if alive:
-        raise EngineError(f"processes {alive} did not end within {END_TIMEOUT_S:g} s of SIGKILL")
+    _check_ended(living_pids)
 
 
-def _wait_for_ends(alive: dict[int, int], limit_s: float) -> None:
-    """Remove those that end in time."""
-    poll, until = select.poll(), time.monotonic() + limit_s
-    for descriptor in alive:
-        poll.register(descriptor, select.POLLIN)
-    while alive and (left_s := until - time.monotonic()) > 0:
-        for descriptor, _ in poll.poll(1e3 * left_s):
-            poll.unregister(descriptor)
-            os.close(descriptor)
-            del alive[descriptor]
+def _check_ended(living_pids: Collection[int]) -> None:
+    """Raise `EngineError` if any processes are left."""
+    if living_pids:
+        raise EngineError(
+            f"processes {sorted(living_pids)} did not end within {END_TIMEOUT_S:g} s of SIGKILL"
+        )
+
+
+def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
+    """Close and remove the descriptors of processes that end in time."""
+    poller, deadline_s = select.poll(), time.monotonic() + limit_s
+    for pidfd in pid_of_pidfd:
+        poller.register(pidfd, select.POLLIN)
+    while pid_of_pidfd and (remaining_s := deadline_s - time.monotonic()) > 0:
+        for pidfd, _ in poller.poll(1e3 * remaining_s):
+            poller.unregister(pidfd)
+            os.close(pidfd)
+            del pid_of_pidfd[pidfd]
 
 
 def end_marked_here(engine_id: str) -> None:
-    """See `end_marked`."""
-    found = []
+    """See `end_marked`. Spares this process."""
+    processes = []
     for pid in marked_here(engine_id):
-        with suppress(OSError):  # it has ended since it was found
-            found.append((pid, _started(pid)))
-    end_here([(pid, started) for pid, started in found if pid != os.getpid()])
+        with suppress(OSError):  # it has ended since
+            processes.append((pid, _start_ticks(pid)))
+    end_here([(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()])
 
 
 def marked_here(engine_id: str) -> list[int]:
-    """Living processes of an engine on this machine."""
+    """The pids of an engine's living processes on this node."""
     if not IS_LINUX:
         return []
-    target, found = Path(f"/memfd:eagleray-{engine_id} (deleted)"), []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
+    mark_path, pids = Path(f"/memfd:eagleray-{engine_id} (deleted)"), []
+    for process_folder in Path("/proc").iterdir():
+        if process_folder.name.isdigit():
             with suppress(OSError):
-                if any(link.readlink() == target for link in (path / "fd").iterdir()):
-                    found.append(int(path.name))
-    return found
+                links = (process_folder / "fd").iterdir()
+                if any(link.readlink() == mark_path for link in links):
+                    pids.append(int(process_folder.name))
+    return pids
 
 
 def describe_here(process: ProcessId) -> str:
     """See `describe`."""
     pid = process.pid
     try:
-        if _started(pid) != process.started:
+        if _start_ticks(pid) != process.start_ticks:
             return "it is gone"
         state = Path(f"/proc/{pid}/status").read_text().split("State:", 1)[1].split("\n")[0].strip()
-        written = Path(f"/proc/{pid}/fd/{process.marked_fd}")
-        before = written.stat().st_size
+        mark_path = Path(f"/proc/{pid}/fd/{process.mark_fd}")
+        size_before = mark_path.stat().st_size
         os.kill(pid, signal.SIGUSR2)
-        until = time.monotonic() + STACKS_TIMEOUT_S
-        while written.stat().st_size == before and time.monotonic() < until:
+        deadline_s = time.monotonic() + STACKS_TIMEOUT_S
+        while mark_path.stat().st_size == size_before and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(0.05)  # until all threads are written
-        stacks = written.read_bytes()[before:].decode(errors="replace").strip()
+        stacks = mark_path.read_bytes()[size_before:].decode(errors="replace").strip()
     except (OSError, IndexError):
         return "it is gone"
     return f"state {state}\n{stacks or 'it wrote no stacks'}"
 
 
-def _started(pid: int) -> int:
-    """When a process was started. Raises `OSError` if there is none."""
+def _start_ticks(pid: int) -> int:
+    """See `ProcessId`. Raises `OSError` if there is no such process."""
     if not IS_LINUX:
         return 0
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return int(fields[19])
+    fields_after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields_after_name[19])

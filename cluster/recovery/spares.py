@@ -1,6 +1,6 @@
-"""Processes that can take the place of a rank. They have imported everything and loaded the
-compiled kernels, which is most of the work of a start. They hold no device, and weights only if
-told to (`spares="loaded"`, on a CPU).
+"""Spares: processes that can take the place of a rank. They have imported everything and loaded the
+compiled kernels, which is most of the work of a start. They hold no device, and no weights except
+with `spares="loaded"` on a CPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ray.exceptions import RayError
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 
-# Spares are made when the engine has served for a while, because a program that generates once and
-# ends needs none, and when it has no work, because starting processes takes time on the cores of
+# Spares are made once the engine has served for a while, because a program that generates once and
+# ends needs none, and while it has no work, because starting processes takes time on the cores of
 # the ranks.
 DELAY_S = 5.0
-PATIENCE_S = 30.0  # after that time they are made even while it works
-ANSWER_S = 1.0
+MAX_WAIT_FOR_IDLE_S = 30.0  # then they are made although the engine works
+IDENTIFY_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -29,36 +29,40 @@ logger = logging.getLogger("eagleray.driver")
 class Spares:
     """One spare per rank, made in the background. One thread."""
 
-    def __init__(self, maker: RankMaker, kind: str) -> None:
-        self._maker = maker
-        self._wanted = kind != "off"
+    def __init__(self, rank_maker: RankMaker, mode: str) -> None:
+        self._rank_maker = rank_maker
+        self._is_enabled = mode != "off"
         self._spares: list[RankHandle] = []
-        self._warming: dict[Any, RankHandle] = {}  # by the ref that is ready when the spare is
-        self._due_s = time.monotonic() + DELAY_S  # if there is no work
-        self._latest_s = self._due_s + PATIENCE_S
+        self._warming_spares: dict[
+            Any, RankHandle
+        ] = {}  # by the ref that is ready when the spare is
+        self._due_when_idle_s = time.monotonic() + DELAY_S
+        self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
 
-    def look(self, *, is_busy: bool) -> None:
-        """Make spares if it is time, and see whether they are ready."""
-        due_s = self._latest_s if is_busy else self._due_s
-        if self._wanted and not self._spares and time.monotonic() >= due_s:
+    def prepare(self, *, is_busy: bool) -> None:
+        """Make spares if they are due, and note those that have become ready."""
+        due_s = self._due_when_busy_s if is_busy else self._due_when_idle_s
+        if self._is_enabled and not self._spares and time.monotonic() >= due_s:
             try:
-                self._make()
+                self._create()
             except Exception as error:  # such as a node that is missing
-                if not kind_of(error).may_pass:
+                if not kind_of(error).is_transient:
                     raise
-                why = reason_of(error).split("\n")[0]
-                logger.warning("spares are made later: %s", why)
-                self._due_s = self._latest_s = time.monotonic() + DELAY_S
-        if self._warming:
-            done, _ = ray.wait(list(self._warming), num_returns=len(self._warming), timeout=0)
-            for ref in done:
-                with contextlib.suppress(RayError):  # it has died; `take` will see
-                    self._warming.pop(ref).process = ray.get(ref)
+                reason = reason_of(error).split("\n")[0]
+                logger.warning("spares are made later: %s", reason)
+                self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
+        if self._warming_spares:
+            ready, _ = ray.wait(
+                list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
+            )
+            for ref in ready:
+                with contextlib.suppress(RayError):  # it has died; `take` will notice
+                    self._warming_spares.pop(ref).process = ray.get(ref)
 
-    def _make(self) -> None:
-        places = self._maker.placement.places()
-        spares = [self._maker.create(place, places) for place in places]
-        self._warming = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
+    def _create(self) -> None:
+        places = self._rank_maker.placement.places()
+        spares = [self._rank_maker.create(place, places) for place in places]
+        self._warming_spares = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 
     def ready(self) -> list[RankHandle]:
@@ -66,25 +70,25 @@ class Spares:
         return [spare for spare in self._spares if spare.process is not None]
 
     def take(self) -> list[RankHandle | None]:
-        """The spares, by rank; None for one that does not answer. The next spares are made as soon
-        as the engine serves again: what has failed once may fail again.
+        """The spares by rank, or None for one that does not answer. The next spares are made as
+        soon as the engine serves again: a rank that failed once may fail again.
         """
         spares, self._spares = self._spares, []
-        self._warming = {}
-        self._due_s = self._latest_s = time.monotonic()
-        asked = [spare.actor.identify.remote() for spare in spares]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
-        taken: list[RankHandle | None] = []
-        for spare, answer in zip(spares, asked, strict=True):
+        self._warming_spares = {}
+        self._due_when_idle_s = self._due_when_busy_s = time.monotonic()
+        refs = [spare.actor.identify.remote() for spare in spares]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=IDENTIFY_TIMEOUT_S)
+        by_rank: list[RankHandle | None] = []
+        for spare, ref in zip(spares, refs, strict=True):
             try:
-                spare.process, _ = ray.get(answer, timeout=0)
-                taken.append(spare)
+                spare.process, _ = ray.get(ref, timeout=0)
+                by_rank.append(spare)
             except RayError as error:
                 logger.warning("a spare does not answer: %s", str(error).split("\n")[0])
                 end_ranks([spare])
-                taken.append(None)
-        return taken
+                by_rank.append(None)
+        return by_rank
 
     def close(self) -> None:
         """End the spares."""

@@ -1,5 +1,4 @@
-"""What happens after a rank is lost, as a state machine without processes, threads or a clock of
-its own.
+"""What happens after a rank is lost: a state machine without processes, threads or its own clock.
 
     SERVING ---fault---> FENCING ---all dead---> ASSEMBLING ---ready---> SERVING
                             ^                      |   ^
@@ -7,9 +6,9 @@ its own.
                             '--all dead-> BACKOFF -----'  when due
     any ---no result for `give_up_after_s`, or an error that trying again does not fix---> DEAD
 
-An *epoch* is a set of processes. The next one begins when it is certain that every process of the
-last one is dead. The first attempt follows at once, later ones after growing delays. An applied
-result ends the count of attempts; so does a group that answers for a while and has no work.
+An *epoch* is a set of processes. The next one begins only when every process of the last one is
+certainly dead. The first attempt follows at once, later ones after growing delays. An applied
+result resets the attempts; so does a group that answers for a while and has no work.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from enum import Enum
 
 from cluster.timeouts import GIVE_UP_AFTER_S
 
-DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
-REST_S = 10.0
+BACKOFF_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
+MIN_SERVING_S = 10.0
 
 
-class State(Enum):
+class RecoveryState(Enum):
     SERVING = "serving"
     FENCING = "fencing"
     ASSEMBLING = "assembling"
@@ -38,89 +37,92 @@ class Recovery:
 
     clock: Callable[[], float]
     give_up_after_s: float = GIVE_UP_AFTER_S
-    state: State = State.SERVING
+    state: RecoveryState = RecoveryState.SERVING
     num_recoveries: int = 0
-    attempts: list[str] = field(default_factory=list)  # since the last result; how each ended
+    failures: list[str] = field(
+        default_factory=list
+    )  # since the last result: the loss, then starts
     _first_fault_s: float = 0.0
-    _due_s: float = 0.0
-    _served_s: float = 0.0  # since when the present group serves
+    _next_attempt_s: float = 0.0
+    _serving_since_s: float = 0.0
 
-    def fault(self, why: str) -> bool:
-        """A rank was lost, or a new group could not be assembled. Returns False if that was known
-        already.
+    def note_fault(self, reason: str) -> bool:
+        """A rank was lost, or a new group could not be assembled. Returns False if a fault is
+        already being handled.
         """
-        if self.state not in (State.SERVING, State.ASSEMBLING):
+        if self.state not in (RecoveryState.SERVING, RecoveryState.ASSEMBLING):
             return False
         now_s = self.clock()
-        if not self.attempts:
+        if not self.failures:
             self._first_fault_s = now_s
-        self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
-        self.state = State.FENCING
+        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {reason}")
+        self.state = RecoveryState.FENCING
         return True
 
-    def fenced(self) -> None:
+    def note_fenced(self) -> None:
         """Every process of the last epoch is dead."""
-        assert self.state is State.FENCING, self.state
+        assert self.state is RecoveryState.FENCING, self.state
         now_s = self.clock()
         if now_s - self._first_fault_s > self.give_up_after_s:
-            self.state = State.DEAD
+            self.state = RecoveryState.DEAD
             return
-        delay_s = DELAYS_S[min(len(self.attempts), len(DELAYS_S)) - 1]
-        self._due_s = now_s + delay_s
-        self.state = State.BACKOFF if delay_s else State.ASSEMBLING
+        delay_s = BACKOFF_DELAYS_S[min(len(self.failures), len(BACKOFF_DELAYS_S)) - 1]
+        self._next_attempt_s = now_s + delay_s
+        self.state = RecoveryState.BACKOFF if delay_s else RecoveryState.ASSEMBLING
 
-    def is_too_late(self, why: str) -> bool:
-        """Whether to stop trying, because what has to come next, such as the end of the last
-        epoch, has failed for too long; the last time because of `why`.
+    def is_too_late(self, reason: str) -> bool:
+        """Whether to stop trying, because the next transition, such as the end of the last epoch,
+        has failed for too long; the last time because of `reason`.
         """
         now_s = self.clock()
         if now_s - self._first_fault_s <= self.give_up_after_s:
             return False
-        self.attempts.append(f"after {now_s - self._first_fault_s:.1f} s: {why}")
-        self.state = State.DEAD
+        self.failures.append(f"after {now_s - self._first_fault_s:.1f} s: {reason}")
+        self.state = RecoveryState.DEAD
         return True
 
     def wait_s(self) -> float:
         """Seconds until the next attempt is due."""
-        return max(0.0, self._due_s - self.clock()) if self.state is State.BACKOFF else 0.0
+        if self.state is not RecoveryState.BACKOFF:
+            return 0.0
+        return max(0.0, self._next_attempt_s - self.clock())
 
     def retry(self) -> bool:
         """Begin the next attempt if it is due. Returns whether it began."""
-        if self.state is State.BACKOFF and self.clock() >= self._due_s:
-            self.state = State.ASSEMBLING
+        if self.state is RecoveryState.BACKOFF and self.clock() >= self._next_attempt_s:
+            self.state = RecoveryState.ASSEMBLING
             return True
         return False
 
-    def assembled(self) -> None:
+    def note_assembled(self) -> None:
         """A new group is ready."""
-        assert self.state is State.ASSEMBLING, self.state
+        assert self.state is RecoveryState.ASSEMBLING, self.state
         self.num_recoveries += 1
-        self._served_s = self.clock()
-        self.state = State.SERVING
+        self._serving_since_s = self.clock()
+        self.state = RecoveryState.SERVING
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """A result of the present epoch was applied."""
-        if self.state is State.SERVING:
-            self.attempts.clear()
+        if self.state is RecoveryState.SERVING:
+            self.failures.clear()
 
-    def rest(self) -> None:
-        """The group answers and has no work, so no result can come. After a while that counts as
-        one.
-        """
-        if self.state is State.SERVING and self.clock() - self._served_s >= REST_S:
-            self.attempts.clear()
+    def note_idle(self) -> None:
+        """The group answers and has no work. After a while, that counts like a result."""
+        serving_s = self.clock() - self._serving_since_s
+        if self.state is RecoveryState.SERVING and serving_s >= MIN_SERVING_S:
+            self.failures.clear()
 
     def give_up(self) -> None:
         """Stop trying: another attempt would change nothing."""
-        self.state = State.DEAD
+        self.state = RecoveryState.DEAD
 
-    def waits_for(self) -> str:
-        """Why the last start failed, in one line, while another one follows. Any thread."""
-        failed = self.attempts[1:]  # the first entry is the loss
-        if self.state is State.SERVING or not failed:
+    def last_failed_start(self) -> str:
+        """Why the last start failed, in one line; empty once the group serves. Any thread."""
+        failed_starts = self.failures[1:]  # the first entry is the loss
+        if self.state is RecoveryState.SERVING or not failed_starts:
             return ""
-        return f"start {len(failed)} failed {failed[-1]}".split("\n")[0]
+        return f"start {len(failed_starts)} failed {failed_starts[-1]}".split("\n")[0]
 
     def report(self) -> str:
-        """Why recovery ended, attempt by attempt."""
-        return "; ".join(self.attempts)
+        """Why recovery ended: every failure in order."""
+        return "; ".join(self.failures)

@@ -1,8 +1,8 @@
-"""Keeps an engine supplied with a group of ranks, beside the engine's thread: it watches the group,
-and when that is lost, it ends what is left of it and assembles the next one.
+"""Keeps an engine supplied with a group of ranks: it watches the group, and when a rank is lost, it
+ends the other ranks and assembles the next group.
 
-One thread runs the state machine of `states.py`. It owns the groups, the watch and the spares;
-the engine's thread runs steps on the group it was given and reports a step that failed.
+The supervisor's thread runs the state machine of `states.py` and owns the groups, the watch and the
+spares. The engine thread runs steps on the group it was given and reports a step that failed.
 """
 
 from __future__ import annotations
@@ -14,79 +14,80 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cluster.error_kinds import Kind, kind_of, reason_of
-from cluster.ranks.group import GroupReport, RankHandle, RankMaker, WorkerGroup
+from cluster.error_kinds import ErrorKind, kind_of, reason_of
+from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId
 from cluster.recovery.spares import Spares
-from cluster.recovery.states import Recovery, State
+from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
-ASSEMBLY_END_S = 15.0  # a start fails soon after its processes have been killed
+ASSEMBLY_END_TIMEOUT_S = 15.0  # a start fails soon after its processes have been killed
 
 logger = logging.getLogger("eagleray.driver")
 
 
 class Supervisor:
-    """`start` assembles the first group on the calling thread; `watch` starts this object's own
+    """`start` assembles the first group on the calling thread; `watch` starts the supervisor's own
     thread.
     """
 
-    make_group: type[WorkerGroup] = WorkerGroup
+    make_group: type[RankGroup] = RankGroup
     make_watch: type[Watch] = Watch
     make_spares: type[Spares] = Spares
 
     def __init__(
         self,
-        maker: RankMaker,
+        rank_maker: RankMaker,
         *,
         busy_since_s: Callable[[], float | None],
         has_work: Callable[[], bool],
-        on_group: Callable[[WorkerGroup], None],
+        on_group: Callable[[RankGroup], None],
         on_lost: Callable[[int, str], None],
         on_dead: Callable[[EaglerayError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` is told the epoch that has ended and why, `on_group` the next group, `on_dead`
-        that there will be none. All are called on this object's thread. `busy_since_s`: see
-        `Watch.look`.
+        """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group,
+        `on_dead` the reason why there will be none. All run on the supervisor's thread.
+        `busy_since_s`: see `Watch.check`.
         """
         self._clock = clock
-        self._maker = maker
-        self._options = maker.config.engine
+        self._rank_maker = rank_maker
+        self._options = rank_maker.config.engine
         self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
         self._busy_since_s, self._has_work = busy_since_s, has_work
         self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
-        self._group: WorkerGroup | None = None
+        self._group: RankGroup | None = None
         self._watch: Watch | None = None
-        self._first: GroupReport | None = None
-        self._spares = self.make_spares(maker, self._options.spares)
-        self._failed: tuple[int, str] | None = None  # epoch and reason, from the engine's thread
-        self._why = ""  # why the present epoch was lost
-        self._is_serving = False  # the engine's thread has the present group
+        self._first_report: GroupReport | None = None
+        self._spares = self.make_spares(rank_maker, self._options.spares)
+        self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
+        self._loss_reason = ""  # why the present epoch was lost
+        self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0
-        self._applied = 0  # the last epoch of which a result was applied
-        self._assembling = ThreadPoolExecutor(1, "assemble")
+        self._last_applied_epoch = 0  # the epoch of the last result that was applied
+        self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[GroupReport] | None = None
-        self._changed = threading.Event()
-        self._stopping = False
+        self._assembly_began_s = 0.0
+        self._wake_event = threading.Event()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(
         self, ranks: Seq[RankHandle] = (), num_kv_blocks: int | None = None
-    ) -> tuple[WorkerGroup, GroupReport]:
+    ) -> tuple[RankGroup, GroupReport]:
         """The first group, of `ranks` if they have been created. `num_kv_blocks`: see
-        `WorkerGroup.start`. Raises what kept it from starting, and then leaves nothing running.
+        `RankGroup.start`. Raises what kept it from starting, and then leaves nothing running.
         """
-        self._group = self.make_group(self._maker, epoch=0, ranks=ranks)
+        self._group = self.make_group(self._rank_maker, epoch=0, ranks=ranks)
         try:
-            self._first = self._group.start(num_kv_blocks=num_kv_blocks)
+            self._first_report = self._group.start(num_kv_blocks=num_kv_blocks)
         except BaseException:
             self._group.close()
             raise
         self._is_serving = True
-        return self._group, self._first
+        return self._group, self._first_report
 
     def watch(self) -> None:
         """Begin to watch the first group."""
@@ -96,169 +97,177 @@ class Supervisor:
 
     def end(self) -> None:
         """End the thread and the ranks without waiting for the thread. Any thread."""
-        self._stopping = True
-        self._changed.set()
+        self._is_stopping = True
+        self._wake_event.set()
         if self._group is not None:
             self._group.close()
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def note_failed_step(self, epoch: int, reason: str) -> None:
         """A step of this epoch failed. Any thread."""
-        self._failed = epoch, why
-        self._changed.set()
+        self._failed_step = epoch, reason
+        self._wake_event.set()
 
-    def applied(self, epoch: int) -> None:
+    def note_applied(self, epoch: int) -> None:
         """A result of this epoch was applied. Any thread; cheap."""
-        self._applied = epoch
+        self._last_applied_epoch = epoch
 
     @property
     def is_ready(self) -> bool:
-        """Whether the ranks answer and, if there is work, a result of this epoch has come. Any
+        """Whether the ranks answer and, if there is work, a result of this epoch was applied. Any
         thread.
         """
         watch, group = self._watch, self._group
-        if self.recovery.state is not State.SERVING or watch is None or group is None:
+        if self.recovery.state is not RecoveryState.SERVING or watch is None or group is None:
             return False
-        return watch.answers and (self._applied == group.epoch or not self._has_work())
+        has_result = self._last_applied_epoch == group.epoch
+        return watch.all_answer and (has_result or not self._has_work())
 
     def processes(self) -> dict[str, ProcessId]:
-        """The known processes of the present epoch, and the spares. Any thread."""
+        """The processes of the present epoch and the spares, as far as known. Any thread."""
         ranks = self._group.ranks if self._group is not None else []
-        found = {f"rank {i}": rank.process for i, rank in enumerate(ranks)}
-        found |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
-        return {name: process for name, process in found.items() if process is not None}
+        processes = {f"rank {i}": handle.process for i, handle in enumerate(ranks)}
+        processes |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
+        return {name: process for name, process in processes.items() if process is not None}
 
     def stop(self) -> None:
         """End the thread, the ranks and the spares. Raises `EngineError` if a process survives."""
-        self._stopping = True
-        self._changed.set()
+        self._is_stopping = True
+        self._wake_event.set()
         if self._thread.is_alive():
-            self._thread.join(ASSEMBLY_END_S)
+            self._thread.join(ASSEMBLY_END_TIMEOUT_S)
         self._spares.close()
         if self._group is not None:
             self._group.close()
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _watch_of(self, group: WorkerGroup) -> Watch:
-        return self.make_watch(group, self._changed.set, self._options.stuck_after_s)
+    def _watch_of(self, group: RankGroup) -> Watch:
+        return self.make_watch(group, self._wake_event.set, self._options.stuck_after_s)
 
     def _run(self) -> None:
-        while not self._stopping and self.recovery.state is not State.DEAD:
+        while not self._is_stopping and self.recovery.state is not RecoveryState.DEAD:
             wait_s = self.recovery.wait_s() or HEARTBEAT_S
-            self._changed.wait(min(wait_s, HEARTBEAT_S))
-            self._changed.clear()
+            self._wake_event.wait(min(wait_s, HEARTBEAT_S))
+            self._wake_event.clear()
             try:
-                if not self._stopping:
+                if not self._is_stopping:
                     self.turn()
             except Exception as error:  # a process that does not die, or a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(reason_of(error))
 
     def turn(self) -> None:
-        """Look at the group once, and do whatever follows. Whatever may pass by itself, such as a
-        node that does not answer, is tried again with a later turn.
+        """Check the group once and act on the result. What may pass by itself, such as a node that
+        does not answer, is tried again with a later turn.
         """
         try:
             self._turn()
         except Exception as error:
-            if not kind_of(error).may_pass:
+            if not kind_of(error).is_transient:
                 raise
-            why = reason_of(error)
-            logger.warning("the supervisor tries again: %s", why.split("\n")[0])
-            if self.recovery.fault(why):
-                self._why = why
-            elif self.recovery.is_too_late(why):
+            reason = reason_of(error)
+            logger.warning("the supervisor tries again: %s", reason.split("\n")[0])
+            if self.recovery.note_fault(reason):
+                self._loss_reason = reason
+            elif self.recovery.is_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
 
     def _turn(self) -> None:
         recovery = self.recovery
-        if recovery.state is State.SERVING:
+        if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._watch is not None
-            if self._applied == self._group.epoch:
-                recovery.progress()
-            elif self._watch.answers and not self._has_work():
-                recovery.rest()
-            why = self._failed_step() or self._watch.look(self._busy_since_s())
-            if why is None:
-                self._spares.look(is_busy=self._has_work())
+            if self._last_applied_epoch == self._group.epoch:
+                recovery.note_progress()
+            elif self._watch.all_answer and not self._has_work():
+                recovery.note_idle()
+            reason = self._step_failure() or self._watch.check(self._busy_since_s())
+            if reason is None:
+                self._spares.prepare(is_busy=self._has_work())
             else:
-                self._lose(why)
-        elif recovery.state is State.FENCING:  # an earlier turn could not finish that
+                self._lose(reason)
+        elif recovery.state is RecoveryState.FENCING:  # an earlier turn could not finish that
             self._fence()
-        elif recovery.state is State.ASSEMBLING:
-            self._look_at_assembly()
-        elif recovery.state is State.BACKOFF and recovery.retry():
+        elif recovery.state is RecoveryState.ASSEMBLING:
+            self._check_assembly()
+        elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
 
-    def _failed_step(self) -> str | None:
-        failed, self._failed = self._failed, None
+    def _step_failure(self) -> str | None:
+        """Why a step of the present epoch failed, if one did. Each failure is returned once."""
+        failed_step, self._failed_step = self._failed_step, None
         assert self._group is not None
-        return failed[1] if failed is not None and failed[0] == self._group.epoch else None
+        if failed_step is None or failed_step[0] != self._group.epoch:
+            return None
+        return failed_step[1]
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """End this epoch."""
         assert self._group is not None
-        if self.recovery.fault(why):
-            logger.warning("epoch %d is lost: %s", self._group.epoch, why)
-            self._why = why
+        if self.recovery.note_fault(reason):
+            logger.warning("epoch %d is lost: %s", self._group.epoch, reason)
+            self._loss_reason = reason
             self._fence()
 
     def _fence(self) -> None:
-        """Every process of this epoch is dead before the next begins. May be done again if it
-        fails.
+        """End every process of this epoch; only then may the next begin. May be called again after
+        a failure.
         """
         group, began_s = self._group, time.monotonic()
         assert group is not None
-        group.close()  # the engine's thread may wait for a step of it, which fails now
+        group.close()  # if the engine thread waits for one of its steps, that fails now
         if self._assembly is not None:
-            self._assembly.exception(ASSEMBLY_END_S)
+            self._assembly.exception(ASSEMBLY_END_TIMEOUT_S)
             self._assembly = None
         if self._is_serving:
             self._is_serving = False
-            self._on_lost(group.epoch, self._why)
+            self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
         self._watch = None
-        self.recovery.fenced()
+        self.recovery.note_fenced()
         logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
-        if self.recovery.state is State.DEAD:
+        if self.recovery.state is RecoveryState.DEAD:
             self._die(f"no result for too long; {self.recovery.report()}")
-        elif self.recovery.state is State.ASSEMBLING:
+        elif self.recovery.state is RecoveryState.ASSEMBLING:
             self._assemble()
 
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
-        self._began_s = self._clock()
-        self._group = self.make_group(self._maker, epoch=self._epoch, spares=self._spares.take())
-        self._assembly = self._assembling.submit(self._group.start, self._first)
-        self._assembly.add_done_callback(lambda _: self._changed.set())
+        self._assembly_began_s = self._clock()
+        self._group = self.make_group(
+            self._rank_maker, epoch=self._epoch, spares=self._spares.take()
+        )
+        self._assembly = self._assembly_executor.submit(self._group.start, self._first_report)
+        self._assembly.add_done_callback(lambda _: self._wake_event.set())
 
-    def _look_at_assembly(self) -> None:
+    def _check_assembly(self) -> None:
         group, assembly = self._group, self._assembly
         assert group is not None and assembly is not None
         if assembly.done():
             error = assembly.exception()
             if error is None:
                 self._serve(group)
-            elif kind_of(error) is Kind.CALLER:  # such as a checkpoint that has changed
+            elif kind_of(error) is ErrorKind.CALLER:  # such as a checkpoint that has changed
                 self._lose(str(error))
                 self._die(str(error))
             else:
                 self._lose(f"the next group could not be assembled: {reason_of(error)}")
             return
-        if self._watch is None and group.ranks and all(rank.process for rank in group.ranks):
+        if self._watch is None and group.ranks and all(handle.process for handle in group.ranks):
             self._watch = self._watch_of(group)
-        if self._watch is not None and (why := self._watch.look(self._began_s)) is not None:
-            self._lose(why)
+        if self._watch is not None:
+            reason = self._watch.check(self._assembly_began_s)
+            if reason is not None:
+                self._lose(reason)
 
-    def _serve(self, group: WorkerGroup) -> None:
+    def _serve(self, group: RankGroup) -> None:
         self._assembly, self._is_serving = None, True
         if self._watch is None:
             self._watch = self._watch_of(group)
-        self.recovery.assembled()
-        seconds = self._clock() - self._began_s
+        self.recovery.note_assembled()
+        seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
         self._on_group(group)
 
-    def _die(self, why: str) -> None:
+    def _die(self, reason: str) -> None:
         self.recovery.give_up()
-        self._on_dead(EngineDeadError(why))
+        self._on_dead(EngineDeadError(reason))

@@ -1,10 +1,9 @@
 """Whether the ranks of one epoch are alive and make progress.
 
-The death of a rank fails a call that never returns, and is made again if it is lost; for ranks on
-this node, the kernel reports the death sooner. A heartbeat asks each rank for its progress. *Stuck*
-is not slow: it means that work is outstanding and for `stuck_after_s` no counter of any rank has
-moved, or that a rank has not answered at all for that long. How long a step or a load takes does
-not matter.
+Each rank has a call that never returns, which fails when the rank dies; for ranks on this node, the
+kernel reports the death sooner. A heartbeat asks each rank for its progress. *Stuck* is not slow:
+ranks are stuck if work is outstanding and no counter of any rank has moved for `stuck_after_s`, or
+if a rank has not answered for that long. How long a step or a load takes does not matter.
 """
 
 from __future__ import annotations
@@ -16,151 +15,154 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.ranks.group import WorkerGroup
+from cluster.ranks.group import RankGroup
 from cluster.ranks.processes import describe, is_stopped_here, on_this_node, watch_here
 from cluster.ray_errors import was_lost
-from cluster.timeouts import ANSWER_S, HEARTBEAT_S
+from cluster.timeouts import HEARTBEAT_S, RANK_ANSWER_TIMEOUT_S
 from scheduler.errors import EaglerayError
 from workers.progress import Progress
 
-# A rank on this node that is not stopped and has nothing to do is asked only this often, because a
-# question costs a millisecond.
-ASK_IDLE_AFTER_S = 2.0
-# If this process itself did not run for this long, the silence of others proves nothing.
-STALL_S = 2.0
+# A rank on this node that has no work and is not stopped gets a heartbeat only this often, because
+# each costs a millisecond.
+IDLE_HEARTBEAT_S = 2.0
+# If this process itself did not run for this long, the silence of the ranks proves nothing.
+MIN_STALL_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
 
 
 @dataclass(slots=True)
 class _Pulse:
-    """What is known about one rank."""
+    """The signs of life of one rank."""
 
-    heard_s: float
-    moved_s: float
-    asked_s: float | None = None  # since when a question is unanswered
-    is_asked: bool = False  # and that call has not ended
-    is_followed: bool = False  # a call waits for its end
+    last_answer_s: float
+    last_progress_s: float
+    unanswered_since_s: float | None = None
+    has_heartbeat_call: bool = False  # a call that has not ended
+    has_end_call: bool = False  # a call that ends with the rank
     progress: Progress | None = None
 
 
 class Watch:
-    """Watches the ranks of a group, once their processes are known. `look` is called by one thread,
-    which `wake` wakes.
+    """Watches the ranks of a group, once their processes are known. One thread calls `check`;
+    `wake` wakes it.
     """
 
     def __init__(
-        self, group: WorkerGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None
+        self, group: RankGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None
     ) -> None:
         self.group = group
         self._wake = wake
         self._stuck_after_s = stuck_after_s
         self._clock = clock or time.monotonic
-        self._looked_s = now_s = self._clock()
-        self._pulses = [_Pulse(heard_s=now_s, moved_s=now_s) for _ in group.ranks]
-        self._dead: list[tuple[int, str]] = []
-        self._here = on_this_node([handle.process for handle in group.ranks])
-        watch_here(self._here, self._is_gone)
-        self._follow()
+        self._last_check_s = now_s = self._clock()
+        self._pulses = [_Pulse(last_answer_s=now_s, last_progress_s=now_s) for _ in group.ranks]
+        self._deaths: list[tuple[int, str]] = []  # rank and reason
+        self._local_processes = on_this_node([handle.process for handle in group.ranks])
+        watch_here(self._local_processes, self._note_exit)
+        self._watch_for_ends()
 
     @property
-    def answers(self) -> bool:
+    def all_answer(self) -> bool:
         """Whether every rank has answered recently."""
-        now_s = self._clock()
-        return not self._dead and all(
-            pulse.asked_s is None or now_s - pulse.asked_s < ANSWER_S for pulse in self._pulses
-        )
-
-    def look(self, busy_since_s: float | None) -> str | None:
-        """What is wrong, if anything is; sends the next heartbeats. `busy_since_s`: when work began
-        or the last result came, whichever is later; None without work.
-        """
-        if self._dead:
-            rank, why = self._dead[0]
-            return f"rank {rank} died: {why}"
-        self._follow()
-        now_s = self._clock()
-        stalled_s = now_s - self._looked_s - HEARTBEAT_S
-        self._looked_s = now_s
-        for rank, pulse in enumerate(self._pulses):
-            if stalled_s > STALL_S:
-                pulse.moved_s += stalled_s
-                if pulse.asked_s is not None:
-                    pulse.asked_s += stalled_s
-            if not pulse.is_asked and (busy_since_s is not None or self._is_doubtful(rank)):
-                pulse.is_asked, pulse.asked_s = True, pulse.asked_s or now_s
-                asked = self.group.ranks[rank].actor.progress.remote().future()
-                asked.add_done_callback(functools.partial(self._answered, rank))
-        silent = [
-            rank
-            for rank, pulse in enumerate(self._pulses)
-            if pulse.asked_s is not None and now_s - pulse.asked_s > self._stuck_after_s
+        late_s = self._clock() - RANK_ANSWER_TIMEOUT_S
+        unanswered = [
+            p.unanswered_since_s for p in self._pulses if p.unanswered_since_s is not None
         ]
-        if silent:
-            return self._report(silent[0], "has not answered")
+        return not self._deaths and all(since_s > late_s for since_s in unanswered)
+
+    def check(self, busy_since_s: float | None) -> str | None:
+        """Returns what is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
+        began or the last result came, whichever is later; None without work.
+        """
+        if self._deaths:
+            rank, reason = self._deaths[0]
+            return f"rank {rank} died: {reason}"
+        self._watch_for_ends()
+        now_s = self._clock()
+        stalled_s = now_s - self._last_check_s - HEARTBEAT_S
+        self._last_check_s = now_s
+        for rank, pulse in enumerate(self._pulses):
+            if stalled_s > MIN_STALL_S:
+                pulse.last_progress_s += stalled_s
+                if pulse.unanswered_since_s is not None:
+                    pulse.unanswered_since_s += stalled_s
+            is_needed = busy_since_s is not None or self._may_be_stuck_idle(rank)
+            if is_needed and not pulse.has_heartbeat_call:
+                pulse.has_heartbeat_call = True
+                pulse.unanswered_since_s = pulse.unanswered_since_s or now_s
+                call = self.group.ranks[rank].actor.progress.remote().future()
+                call.add_done_callback(functools.partial(self._handle_answer, rank))
+        for rank, pulse in enumerate(self._pulses):
+            silent_since_s = pulse.unanswered_since_s
+            if silent_since_s is not None and now_s - silent_since_s > self._stuck_after_s:
+                return self._report(rank, "has not answered")
         if busy_since_s is not None:
-            moved_s = max(busy_since_s, *(pulse.moved_s for pulse in self._pulses))
-            if now_s - moved_s > self._stuck_after_s:
+            last_progress_s = max(busy_since_s, *(pulse.last_progress_s for pulse in self._pulses))
+            if now_s - last_progress_s > self._stuck_after_s:
                 return self._report(self._furthest_behind(), "has not moved")
         return None
 
-    def _follow(self) -> None:
+    def _watch_for_ends(self) -> None:
         """Have a call wait for the end of each rank."""
         for rank, pulse in enumerate(self._pulses):
-            if not pulse.is_followed:
-                pulse.is_followed = True
-                ended = self.group.ranks[rank].actor.wait_for_end.remote().future()
-                ended.add_done_callback(functools.partial(self._ended, rank))
+            if not pulse.has_end_call:
+                pulse.has_end_call = True
+                call = self.group.ranks[rank].actor.wait_for_end.remote().future()
+                call.add_done_callback(functools.partial(self._handle_end, rank))
 
-    def _is_doubtful(self, rank: int) -> bool:
+    def _may_be_stuck_idle(self, rank: int) -> bool:
         """Whether a rank may be stuck although it has no work."""
-        process, silent_s = self._here.get(rank), self._clock() - self._pulses[rank].heard_s
-        return process is None or silent_s >= ASK_IDLE_AFTER_S or is_stopped_here(process)
+        process = self._local_processes.get(rank)
+        silent_s = self._clock() - self._pulses[rank].last_answer_s
+        return process is None or silent_s >= IDLE_HEARTBEAT_S or is_stopped_here(process)
 
     def _furthest_behind(self) -> int:
-        """The rank that the others wait for: the one with the fewest collectives."""
+        """The rank that the others wait for: the one that has run the fewest collectives."""
         counts = [p.progress.num_collectives if p.progress else -1 for p in self._pulses]
         return counts.index(min(counts))
 
-    def _report(self, rank: int, what: str) -> str:
+    def _report(self, stuck_rank: int, symptom: str) -> str:
         lines = []
-        for number, (pulse, handle) in enumerate(zip(self._pulses, self.group.ranks, strict=True)):
-            where = pulse.progress.describe() if pulse.progress else "not known"
+        for rank, (pulse, handle) in enumerate(zip(self._pulses, self.group.ranks, strict=True)):
+            activity = pulse.progress.describe() if pulse.progress else "not known"
             try:
                 state = describe(handle.process) if handle.process is not None else "not known"
             except EaglerayError as error:
                 state = str(error)
-            lines.append(f"rank {number} at {where}: {state}")
-        at = self._pulses[rank].progress
+            lines.append(f"rank {rank} at {activity}: {state}")
+        progress = self._pulses[stuck_rank].progress
         return (
-            f"rank {rank} {what} for {self._stuck_after_s:g} s"
-            f" (at {at.describe() if at else 'its start'})\n" + "\n".join(lines)
+            f"rank {stuck_rank} {symptom} for {self._stuck_after_s:g} s"
+            f" (at {progress.describe() if progress else 'its start'})\n" + "\n".join(lines)
         )
 
     # -- other threads -----------------------------------------------------------------------------
 
-    def _is_gone(self, rank: int) -> None:
-        self._dead.append((rank, "its process has ended"))
+    def _note_exit(self, rank: int) -> None:
+        self._deaths.append((rank, "its process has ended"))
         self._wake()
 
-    def _ended(self, rank: int, ended: Any) -> None:
-        if was_lost(ended):
-            self._pulses[rank].is_followed = False  # the next look makes the call again
+    def _handle_end(self, rank: int, ended_call: Any) -> None:
+        if was_lost(ended_call):
+            self._pulses[rank].has_end_call = False  # the next check makes the call again
             self._wake()
             return
-        why = str(ended.exception() or "it has ended")
-        if self._dead:  # known already; Ray may say more, such as that there was too little memory
-            logger.info("Ray says of rank %d: %s", rank, why)
-        self._dead.append((rank, why.split("\n")[0]))
+        reason = str(ended_call.exception() or "it has ended")
+        if (
+            self._deaths
+        ):  # Ray may say more than the kernel, such as that there was too little memory
+            logger.info("Ray says of rank %d: %s", rank, reason)
+        self._deaths.append((rank, reason.split("\n")[0]))
         self._wake()
 
-    def _answered(self, rank: int, answered: Any) -> None:
+    def _handle_answer(self, rank: int, ended_call: Any) -> None:
         pulse = self._pulses[rank]
-        pulse.is_asked = False
-        if answered.exception() is not None:
-            return  # it has died, or the call was lost and is made again
-        progress = answered.result()
+        pulse.has_heartbeat_call = False
+        if ended_call.exception() is not None:
+            return  # the rank has died, or the call was lost and is made again
+        progress = ended_call.result()
         now_s = self._clock()
-        pulse.heard_s, pulse.asked_s = now_s, None
+        pulse.last_answer_s, pulse.unanswered_since_s = now_s, None
         if progress != pulse.progress:
-            pulse.progress, pulse.moved_s = progress, now_s
+            pulse.progress, pulse.last_progress_s = progress, now_s

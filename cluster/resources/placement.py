@@ -97,7 +97,7 @@ class Placement:
         self._callers = group
         self._known = group
         self._generation = 0
-        self.waits_for = ""  # what is missing, while a group is pending
+        self.missing_resources = ""  # what is missing, while a group is pending
 
     def reserve(self) -> None:
         """Reserve a bundle per rank.
@@ -134,7 +134,7 @@ class Placement:
             raise WorkerError(shortage(self.size, self.device, what))
         return True
 
-    def take_over(self) -> None:
+    def disown_copies(self) -> None:
         """From now on, copies in other processes leave the groups of this one alone: a driver that
         was given up may still run where nobody reaches it.
         """
@@ -242,13 +242,15 @@ class Placement:
                 if now_s - began_s > limit_s or self._known is None or not is_wanted():
                     return False
                 if pause_s == LOOK_S:
-                    self.waits_for = shortage(self.size, self.device, "there is no room yet for")
+                    self.missing_resources = shortage(
+                        self.size, self.device, "there is no room yet for"
+                    )
                 if now_s - said_s > SAY_S:
                     said_s = now_s
                     passed = f"waiting for {now_s - began_s:.0f} s, at most {limit_s:.0f} s"
-                    logger.warning("%s: %s", passed, self.waits_for)
+                    logger.warning("%s: %s", passed, self.missing_resources)
                 time.sleep(pause_s)
                 pause_s = min(LOOK_S, 2 * pause_s)
         finally:
-            self.waits_for = ""
+            self.missing_resources = ""
         return True

@@ -1,8 +1,8 @@
-"""Makes a Serve application from a configuration: one deployment for one engine, or an API that
-leases several engines.
+"""Makes a Serve application from a configuration: one deployment with its own engine, or an API
+that leases several engines.
 
-`build` is what `serve run` and `serve deploy` call (see `configs/serve.yaml`); errors in the
-configuration are raised here, before Serve starts a replica.
+`serve run` and `serve deploy` call `build` (see `configs/serve.yaml`). Errors in the configuration
+are raised here, before Serve starts a replica.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.serve.config import AutoscalingConfig
 from cluster.client.setup import prepare
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
-from cluster.serve.engine import NAME, EngineReplica
+from cluster.serve.engine import DEPLOYMENT_NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
 from cluster.serve.router import LeaseRouter
 from cluster.timeouts import HEALTH_PERIOD_S, Timeouts
@@ -25,9 +25,9 @@ from configs.engine import num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
-API_NAME = "api"
-MANY = 100_000  # so that our own limits are reached before Serve's
-MAX_CONSTRUCTOR_TRIES = 2
+API_DEPLOYMENT_NAME = "api"
+MAX_ONGOING_REQUESTS = 100_000  # so that our own limits are reached before Serve's
+MAX_STARTS = 2  # of a replica, before Serve gives up
 
 logger = logging.getLogger("eagleray")
 
@@ -41,47 +41,49 @@ def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
     prepare(config.engine, SamplingParams.from_dict(config.sampling))
     timeouts = Timeouts.of(config.engine)
-    if raised := timeouts.raised():
-        logger.info("to fit the options of the engine: %s", raised)
-    size = config.engine.tensor_parallel_size
+    if raised_limits := timeouts.describe_raised():
+        logger.info("to fit the options of the engine: %s", raised_limits)
+    num_ranks = config.engine.tensor_parallel_size
     if not ray.is_initialized():
         ray.init(address="auto")
-    device = pick_device(config.engine.device, size)
+    device = pick_device(config.engine.device, num_ranks)
     if not config.engine.wait_for_nodes_s:
-        check_room(size, device, groups=config.replicas)
-    common: dict[str, Any] = {
-        "max_ongoing_requests": MANY,
+        check_room(num_ranks, device, groups=config.replicas)
+    shared_options: dict[str, Any] = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "max_queued_requests": -1,
-        "max_constructor_retry_count": MAX_CONSTRUCTOR_TRIES,
+        "max_constructor_retry_count": MAX_STARTS,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": timeouts.health_timeout_s,
         "graceful_shutdown_timeout_s": config.drain_timeout_s,
         "ray_actor_options": {"num_cpus": 0, "runtime_env": actor_environment()},
         "logging_config": {"enable_access_log": False},
     }
-    engine: dict[str, Any] = common | {
-        "name": NAME,
-        "placement_group_bundles": [bundle_of(device) for _ in range(size)],
-        "placement_group_strategy": strategy_for(size, device),
+    engine_options: dict[str, Any] = shared_options | {
+        "name": DEPLOYMENT_NAME,
+        "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],
+        "placement_group_strategy": strategy_for(num_ranks, device),
     }
     if config.is_single:
-        return serve.deployment(**engine)(serve.ingress()(ApiReplica)).bind(config)
-    engines = serve.deployment(
-        **engine,
+        return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)
+    bound_engines = serve.deployment(
+        **engine_options,
         num_replicas="auto" if config.max_replicas else config.replicas,
         autoscaling_config=_autoscaling(config, device),
         request_router_config={"request_router_class": LeaseRouter},
     )(EngineReplica).bind(config)
-    api = serve.deployment(**common, name=API_NAME, num_replicas=config.api_replicas)
-    return api(serve.ingress()(ApiReplica)).bind(config, engines)
+    api_deployment = serve.deployment(
+        **shared_options, name=API_DEPLOYMENT_NAME, num_replicas=config.api_replicas
+    )
+    return api_deployment(serve.ingress()(ApiReplica)).bind(config, bound_engines)
 
 
 def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
-    """Options by which Serve adds and ends replicas; None for a fixed number of them."""
+    """How Serve adds and ends replicas; None for a fixed number of them."""
     if config.max_replicas is None:
         return None
-    # Serve decides by the mean over this time, and by default over 30 s.
-    look_back_s = min(30.0, config.upscale_delay_s)
+    # Serve decides by the mean load over this time, 30 s by default.
+    averaging_window_s = min(30.0, config.upscale_delay_s)
     return AutoscalingConfig(
         min_replicas=config.replicas,
         max_replicas=config.max_replicas,
@@ -89,6 +91,6 @@ def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
         or max(1, num_seqs(config.engine, device) // 2),
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
-        look_back_period_s=look_back_s,
-        metrics_interval_s=look_back_s / 3,
+        look_back_period_s=averaging_window_s,
+        metrics_interval_s=averaging_window_s / 3,
     )

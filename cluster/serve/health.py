@@ -1,8 +1,8 @@
-"""Whether the engine of a replica lives or will live again.
+"""Whether the engine of a replica is alive or will be again.
 
-A driver that dies or hangs is replaced by its owner, in the replica's own process, and meanwhile
-the replica keeps every request. So Ray Serve, whose remedy ends all streams, must not take a
-replica for unhealthy because its driver does not answer.
+A driver that dies or hangs is replaced by its owner, in the replica's own process, which keeps
+every request meanwhile. So Ray Serve, whose remedy ends all streams, must not consider a replica
+unhealthy because its driver does not answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from scheduler.errors import EaglerayError, EngineDeadError
 logger = logging.getLogger("eagleray")
 
 
-class EngineHealth:
-    """Asks the driver from time to time, on a thread of its own, so that one that hangs is replaced
-    even if no request waits for it.
+class DriverHealth:
+    """Calls the driver periodically on its own thread, so that a driver that hangs is replaced even
+    if no request waits for it.
     """
 
     def __init__(
@@ -30,35 +30,35 @@ class EngineHealth:
         self._driver = frontend.driver
         self._replaced_s = replaced_s
         self._period_s = period_s
-        self._asked_at_s: float | None = None  # of a question that has no answer yet
+        self._call_began_s: float | None = None  # of a call that has no answer yet
         self._death: EngineDeadError | None = None
-        self._ending = threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagleray-health", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Answers at once. Raises `EngineDeadError` if the engine has stopped for good, or if its
-        driver was not replaced in time.
+        """Raises `EngineDeadError` if the engine has stopped for good, or if its driver was not
+        replaced in time. Does not wait.
         """
-        death, asked_at_s = self._death or self._driver.death, self._asked_at_s
+        death, call_began_s = self._death or self._driver.death, self._call_began_s
         if death is not None:
             raise death
-        if asked_at_s is not None and time.monotonic() - asked_at_s > self._replaced_s:
+        if call_began_s is not None and time.monotonic() - call_began_s > self._replaced_s:
             raise EngineDeadError(f"the driver was not replaced within {self._replaced_s:g} s")
 
     def close(self) -> None:
-        """Ask no more."""
-        self._ending.set()
+        """Stop calling the driver."""
+        self._is_closed.set()
 
     def _run(self) -> None:
-        while not (self._death or self._driver.death) and not self._ending.wait(self._period_s):
-            self._asked_at_s = time.monotonic()
+        while not (self._death or self._driver.death) and not self._is_closed.wait(self._period_s):
+            self._call_began_s = time.monotonic()
             try:
                 self._driver.check()
             except EngineDeadError as error:
                 self._death = error
-            except EaglerayError as error:  # it is asked again
+            except EaglerayError as error:  # the next call may succeed
                 logger.warning("the driver could not be asked: %s", str(error).split("\n")[0])
-            except Exception:  # a bug must not make a replica unhealthy that works
+            except Exception:  # a bug must not make a working replica unhealthy
                 logger.exception("the driver could not be asked")
-            self._asked_at_s = None
+            self._call_began_s = None

@@ -1,41 +1,158 @@
-"""One lease, as its caller sees it. Used only on the event loop.
+"""Leases of engines: which engine a request is sent to, and for how long it counts as open there.
 
-A call that Ray Serve is asked to cancel before it has been answered may keep running anyway, with
-nothing left that could cancel it. So a caller that no longer wants a lease does not wait, but the
-call is canceled only once the lease has been granted.
+A call that Ray Serve is asked to cancel before it has been answered may keep running, with nothing
+left that could cancel it. So a caller that no longer wants a lease does not wait, but the call is
+canceled only once the lease has been granted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any
 
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.client.frontend import Frontend
+from cluster.client.outputs import Generation
 from cluster.serve.engine import Lease
+from cluster.serve.prefixes import PrefixTable, prefix_hashes, session_hash
+from cluster.serve.router import LeaseRequest
+from scheduler.errors import EaglerayError
+
+RETRY_PAUSE_S = 0.2
+
+logger = logging.getLogger("eagleray")
 
 
 class LeaseCall:
-    """A call of `EngineReplica.lease`. granted: the lease, or why there is none."""
+    """A call of `EngineReplica.lease`, on the event loop. lease_future: the lease, or the error.
+
+    The call may only be canceled once it has been answered; see the top of this file.
+    """
 
     def __init__(self, stream: Any) -> None:
-        """stream: the response that the handle has returned."""
+        """stream: the response that the deployment handle has returned."""
         self._stream = stream
-        self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self.lease_future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._answer = asyncio.ensure_future(anext(stream))
-        self._answer.add_done_callback(self._answered)
+        self._answer.add_done_callback(self._handle_answer)
 
     def end(self) -> None:
-        """Give the lease back, or stop waiting for it: then `granted` is canceled."""
-        self.granted.cancel()
+        """Give the lease back, or stop waiting for it: then `lease_future` is canceled."""
+        self.lease_future.cancel()
         if self._answer.done():
             self._stream.cancel()
 
-    def _answered(self, answer: asyncio.Task[Lease]) -> None:
+    def _handle_answer(self, answer: asyncio.Task[Lease]) -> None:
         error = None if answer.cancelled() else answer.exception()
-        if self.granted.done():
+        if self.lease_future.done():
             self._stream.cancel()
         elif answer.cancelled():
-            self.granted.cancel()
+            self.lease_future.cancel()
         elif error is not None:
-            self.granted.set_exception(error)
+            self.lease_future.set_exception(error)
         else:
-            self.granted.set_result(answer.result())
+            self.lease_future.set_result(answer.result())
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request and the engine it was sent to. frontend: None while it moves to another engine;
+    lost_replica_ids: the engines that were lost while they ran it.
+    """
+
+    generation: Generation
+    lease_call: LeaseCall | None = None
+    replica_id: str = ""
+    frontend: Frontend | None = None
+    lost_replica_ids: list[str] = field(default_factory=list)
+
+    def has_ended(self) -> bool:
+        return self.generation.done.done()
+
+
+class EngineLeases:
+    """Leases engines of a deployment for requests. Any thread, except `lease`."""
+
+    def __init__(
+        self, engines: DeploymentHandle[Any], block_size: int, holder: Any | None = None
+    ) -> None:
+        """`holder`: the actor in which this is, if it is one. Made on the event loop of `lease`."""
+        self._lease_method = engines.options(method_name="lease", stream=True)
+        self._block_size = block_size
+        self._holder = holder
+        self._loop = asyncio.get_running_loop()
+        self._table = PrefixTable()
+        self._table_lock = threading.Lock()
+
+    async def lease(self, routed: RoutedRequest) -> Lease | None:
+        """Lease an engine that has a driver; asks until there is one. None if the request ends."""
+        request = routed.generation.requests[0]
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        session_id, avoided_ids = routed.generation.session_id, list(routed.lost_replica_ids)
+        hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
+        hashed_session = session_hash(session_id) if session_id is not None else None
+        while not routed.has_ended():
+            self.stop_counting(routed)  # at the engine of an earlier lease
+            choose = functools.partial(
+                self._choose, routed, hashes, hashed_session, tuple(avoided_ids)
+            )
+            lease_request = LeaseRequest(tuple(avoided_ids), choose, self._holder)
+            call = routed.lease_call = LeaseCall(self._lease_method.remote(lease_request))
+            if routed.has_ended():  # `give_back` may have been called just before
+                call.end()
+            try:
+                lease = await call.lease_future
+            except (RayError, RayServeException, EaglerayError) as error:
+                # The lease or its engine is lost; another engine is asked.
+                logger.warning("a lease failed: %s", str(error).split("\n")[0])
+                call.end()
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except asyncio.CancelledError:
+                call.end()
+                if not routed.has_ended():
+                    raise
+            else:
+                if lease.driver is not None:
+                    return lease
+                call.end()
+                is_last_choice = lease.replica_id in avoided_ids
+                await asyncio.sleep(RETRY_PAUSE_S if is_last_choice else RETRY_PAUSE_S / 10)
+                avoided_ids.append(lease.replica_id)
+        return None
+
+    def give_back(self, routed: RoutedRequest) -> None:
+        """End the lease of a request, or the wait for one."""
+        call, routed.lease_call = routed.lease_call, None  # it refers to the request
+        if call is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
+                self._loop.call_soon_threadsafe(call.end)
+
+    def stop_counting(self, routed: RoutedRequest) -> None:
+        """A request is no longer open at the engine that was chosen for it."""
+        with self._table_lock:
+            self._table.end(routed)
+
+    def _choose(
+        self,
+        routed: RoutedRequest,
+        hashes: Seq[int],
+        hashed_session: int | None,
+        avoided_ids: Seq[str],
+        replica_ids: Collection[str],
+    ) -> str:
+        """The replica id of the engine for a request. On the router's thread."""
+        with self._table_lock:
+            chosen_id = self._table.choose(routed, replica_ids, hashes, hashed_session, avoided_ids)
+            if routed.has_ended():  # `stop_counting` may have been called just before
+                self._table.end(routed)
+        return chosen_id

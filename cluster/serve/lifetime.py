@@ -1,7 +1,7 @@
-"""An application of Ray Serve from its start to its end, as the program that serves it sees it.
+"""Watches a Ray Serve application from its start to its end, for the program that serves it.
 
-Ray Serve replaces replicas that are lost. What it cannot replace ends the program, with one line
-that says why. Serve's controller may itself be lost or hang, so every question to it has a limit.
+Ray Serve replaces lost replicas. A loss that it cannot repair ends the program, with one line that
+says why. Serve's controller may itself be lost or hang, so every call to it has a time limit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ray.serve.schema import (
 )
 from ray.util import list_named_actors
 
-from cluster.error_kinds import Kind, kind_of
+from cluster.error_kinds import ErrorKind, kind_of
 from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
 from scheduler.errors import EngineError
 
-CANNOT_START = "the engine was lost and could not be started again"
+CANNOT_START_MESSAGE = "the engine was lost and could not be started again"
 
 logger = logging.getLogger("eagleray")
 
@@ -40,22 +40,22 @@ class Application:
     def __init__(
         self,
         name: str,
-        check_again: Callable[[], None] = lambda: None,
+        check_can_start: Callable[[], None] = lambda: None,
         check_ray: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_again` raises `ClientError` if no engine could start any more, `check_ray` raises
-        `EngineError` if Ray cannot go on.
+        """`check_can_start` raises `ClientError` if no engine could start any more, `check_ray`
+        raises `EngineError` if Ray has lost a process that it needs.
         """
         self._name = name
-        self._check_again = check_again
+        self._check_can_start = check_can_start
         self._check_ray = check_ray
-        self._lost_because = ""  # what was said of replicas that are lost
+        self._reported_loss = ""  # the reason that was logged for replicas that are lost now
 
-    def watch(self, stopping: threading.Event) -> None:
-        """Return when `stopping` is set. Says when replicas are lost and when they are back. Raises
-        `EngineError` when there will be no other ones.
+    def watch(self, stop_event: threading.Event) -> None:
+        """Return when `stop_event` is set. Logs when replicas are lost and when they are back.
+        Raises `EngineError` when they will not come back.
         """
-        while not stopping.wait(WATCH_PERIOD_S):
+        while not stop_event.wait(WATCH_PERIOD_S):
             self._check_ray()
             try:
                 overview = self._overview()
@@ -64,51 +64,49 @@ class Application:
                 continue
             except RayError as error:
                 raise EngineError(f"Ray Serve is gone: {_first_line(error)}") from error
-            self._look(overview)
+            self._report(overview)
 
-    def _look(self, overview: ApplicationStatusOverview | None) -> None:
+    def _report(self, overview: ApplicationStatusOverview | None) -> None:
         if overview is None:
             raise EngineError(f"the application {self._name!r} was ended by another program")
         if overview.status == ApplicationStatus.RUNNING:
-            if self._lost_because:
+            if self._reported_loss:
                 logger.info("every replica serves again")
-            self._lost_because = ""
+            self._reported_loss = ""
             return
-        reason = reason_of(overview)
+        reason = reported_reason(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
-            raise EngineError(f"{CANNOT_START}: {reason}")
-        unhealthy = [
-            each
-            for each in overview.deployments.values()
-            if each.status == DeploymentStatus.UNHEALTHY
+            raise EngineError(f"{CANNOT_START_MESSAGE}: {reason}")
+        unhealthy_deployments = [
+            deployment
+            for deployment in overview.deployments.values()
+            if deployment.status == DeploymentStatus.UNHEALTHY
         ]
-        if not unhealthy or reason == self._lost_because:
+        if not unhealthy_deployments or reason == self._reported_loss:
             return
-        if any(_has_no_replica(each) for each in unhealthy):
-            self._end_if_none_can_start()
-        what = "has failed to start" if self._lost_because else "is lost"
-        logger.warning("a replica %s, Ray Serve starts another one: %s", what, reason)
-        self._lost_because = reason
+        if any(map(_has_no_replica, unhealthy_deployments)):
+            self._check_that_another_can_start()
+        event = "has failed to start" if self._reported_loss else "is lost"
+        logger.warning("a replica %s, Ray Serve starts another one: %s", event, reason)
+        self._reported_loss = reason
 
-    def _end_if_none_can_start(self) -> None:
-        """Raise `EngineError` for what another start would not mend, rather than wait for it."""
+    def _check_that_another_can_start(self) -> None:
+        """Raise `EngineError` at once for a fault that another start would not repair."""
         try:
-            self._check_again()
+            self._check_can_start()
         except Exception as error:
-            if kind_of(error) is Kind.CALLER:
-                raise EngineError(f"{CANNOT_START}: {error}") from error
-            # Such as a disk that does not answer: Ray Serve will see.
+            if kind_of(error) is ErrorKind.CALLER:
+                raise EngineError(f"{CANNOT_START_MESSAGE}: {error}") from error
+            # Such as a disk that does not answer; Ray Serve will find out.
             logger.warning("the checkpoint could not be looked at: %s", error)
 
     def finish(self) -> None:
-        """Have Ray Serve end it once its requests have finished. Raises `EngineError` if that takes
-        longer than its replicas may take, or if Serve does not answer.
+        """Have Ray Serve end the application once its requests have finished. Raises `EngineError`
+        if that takes longer than its replicas may take, or if Serve does not answer.
         """
         try:
             details = _serve_details(CONTROLLER_TIMEOUT_S).applications[self._name]
-            limit_s = END_TIMEOUT_S + max(
-                _finishing_s(each) for each in details.deployments.values()
-            )
+            limit_s = END_TIMEOUT_S + max(map(_drain_limit_s, details.deployments.values()))
             _controller().delete_apps.remote([self._name])
         except GetTimeoutError:
             raise EngineError(
@@ -121,8 +119,8 @@ class Application:
             )
 
     def end(self) -> bool:
-        """Have Ray Serve end it. What does not end in time is killed. Returns whether it has ended;
-        raises nothing.
+        """Have Ray Serve end the application, and kill what does not end in time. Returns whether
+        it has ended; raises nothing.
         """
         try:
             _controller().delete_apps.remote([self._name])
@@ -133,26 +131,26 @@ class Application:
         return self.kill()
 
     def kill(self) -> bool:
-        """End the replicas, and with them their engines, whatever they are doing. As `end`."""
+        """End the replicas, and with them their engines, at once. Returns and raises as `end`."""
         try:
             _controller().delete_apps.remote([self._name])  # or it would replace them
             for actor in list_named_actors(all_namespaces=True):
                 if actor["name"].startswith(f"SERVE_REPLICA::{self._name}#"):
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
             return self._has_ended(END_TIMEOUT_S)
-        except Exception as error:  # there is no Serve yet, or no more
+        except Exception as error:  # Serve has not started, or is gone
             logger.debug("the replicas could not be ended: %s", error)
             return False
 
     def _has_ended(self, limit_s: float) -> bool:
-        until_s = time.monotonic() + limit_s
-        while (left_s := until_s - time.monotonic()) > 0:
+        deadline_s = time.monotonic() + limit_s
+        while (remaining_s := deadline_s - time.monotonic()) > 0:
             try:
-                if self._overview(left_s) is None:
+                if self._overview(remaining_s) is None:
                     return True
             except GetTimeoutError:
                 return False
-            time.sleep(min(left_s, 0.1))
+            time.sleep(min(remaining_s, 0.1))
         return False
 
     def _overview(self, limit_s: float = CONTROLLER_TIMEOUT_S) -> ApplicationStatusOverview | None:
@@ -165,23 +163,23 @@ class Application:
 
 
 def _serve_details(limit_s: float) -> ServeInstanceDetails:
-    found = ray.get(_controller().get_serve_instance_details.remote(), timeout=limit_s)
-    return ServeInstanceDetails(**found)
+    details = ray.get(_controller().get_serve_instance_details.remote(), timeout=limit_s)
+    return ServeInstanceDetails(**details)
 
 
-def _finishing_s(deployment: DeploymentDetails) -> float:
+def _drain_limit_s(deployment: DeploymentDetails) -> float:
     """How long the running requests of a replica may take before Serve kills it."""
     return float(deployment.deployment_config.graceful_shutdown_timeout_s)
 
 
 def _has_given_up(overview: ApplicationStatusOverview) -> bool:
-    """Whether some deployment has no replica left, and as many starts have failed as may. Ray Serve
-    itself would try forever once a replica has served.
+    """Whether some deployment has no replica left and has failed to start as often as it may. Ray
+    Serve itself would try forever once a replica has served.
     """
     return any(
-        each.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
-        and _has_no_replica(each)
-        for each in overview.deployments.values()
+        deployment.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
+        and _has_no_replica(deployment)
+        for deployment in overview.deployments.values()
     )
 
 
@@ -189,18 +187,18 @@ def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 
-def reason_of(overview: ApplicationStatusOverview) -> str:
+def reported_reason(overview: ApplicationStatusOverview) -> str:
     """Serve's message about the deployment that failed, in one line."""
     messages = [deployment.message for deployment in overview.deployments.values()]
     # The last line of a remote traceback names the error.
-    lines = [line for message in messages for line in message.splitlines() if "Error" in line]
-    said = [line for message in [overview.message, *messages] for line in message.splitlines()]
-    return (lines[-1:] or said[:1] or ["no reason is known"])[0].strip()
+    error_lines = [line for message in messages for line in message.splitlines() if "Error" in line]
+    lines = [line for message in [overview.message, *messages] for line in message.splitlines()]
+    return (error_lines[-1:] or lines[:1] or ["no reason is known"])[0].strip()
 
 
 def _controller() -> Any:
-    client: Any = serve.context._get_global_client()
-    return client._controller
+    serve_client: Any = serve.context._get_global_client()
+    return serve_client._controller
 
 
 def _first_line(error: Exception) -> str:

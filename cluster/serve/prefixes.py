@@ -1,7 +1,7 @@
-"""Which engine has seen the beginning of a prompt: block hashes → engines, in bounded memory.
+"""Which engine has cached the beginning of a prompt: block hashes → engines, in bounded memory.
 
-Does not use Ray. Load goes first: an engine that has clearly more open requests than the idlest one
-is passed over, whatever it has cached.
+Does not use Ray. Load comes first: an engine that has clearly more open requests than the idlest
+one is passed over, whatever it has cached.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from collections.abc import Sequence as Seq
 
 import xxhash
 
-MAX_HASHES = 2**16  # remembered, about 20 MB
+MAX_HASHES = 2**16  # about 20 MB
 MAX_HASHES_PER_PROMPT = 128
-# How many more open requests than the idlest engine one may have: a share of the mean, but at least
-# this many.
-LEAD, MIN_LEAD = 0.5, 4
+# How many more open requests than the idlest engine an engine may have: a share of the mean, and at
+# least this many.
+MAX_EXTRA_SHARE, MIN_EXTRA_REQUESTS = 0.5, 4
 
 
 def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") -> array[int]:
     """A hash per prefix of whole blocks, shortest first, 64 bits each.
 
-    For a long prompt, only every n-th block has one: n is the smallest power of two that leaves at
-    most `MAX_HASHES_PER_PROMPT`, so prompts of different lengths have hashes of the same prefixes.
+    For a long prompt, only every n-th block has one. n is the smallest power of two that leaves at
+    most `MAX_HASHES_PER_PROMPT`, so prompts of different lengths share the hashes of their common
+    prefixes.
     """
     stride = block_size
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:
         stride *= 2
     hashes = array("Q")
-    running = xxhash.xxh3_64(cache_salt.encode())
-    tokens = array("i", token_ids)
-    for end in range(stride, len(tokens) + 1, stride):
-        running.update(tokens[end - stride : end].tobytes())
-        hashes.append(running.intdigest())
+    hasher = xxhash.xxh3_64(cache_salt.encode())
+    token_array = array("i", token_ids)
+    for end in range(stride, len(token_array) + 1, stride):
+        hasher.update(token_array[end - stride : end].tobytes())
+        hashes.append(hasher.intdigest())
     return hashes
 
 
@@ -44,15 +45,17 @@ def session_hash(session_id: str) -> int:
 
 
 class PrefixTable:
-    """Chooses engines for requests, by name. One thread."""
+    """Chooses engines for requests, by name. Not safe for several threads."""
 
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._max_hashes = max_hashes
-        self._seen: OrderedDict[int, set[str]] = OrderedDict()  # least recently used first
-        self._engines: frozenset[str] = frozenset()  # the engines known at the last choice
-        self._of_request: dict[Hashable, str] = {}  # the engine of each open request
+        # The engines that got a prompt with this prefix, or a request of this session; least
+        # recently used first.
+        self._engines_by_hash: OrderedDict[int, set[str]] = OrderedDict()
+        self._engines: frozenset[str] = frozenset()  # those of the last choice
+        self._engine_by_request: dict[Hashable, str] = {}  # of open requests
         self._num_open: Counter[str] = Counter()
-        self._last: Counter[str] = Counter()  # when each was chosen, as a count of choices
+        self._last_choice: Counter[str] = Counter()  # the number of the choice that last chose it
         self._num_choices = 0
 
     def choose(
@@ -60,67 +63,71 @@ class PrefixTable:
         request: Hashable,
         all_engines: Collection[str],
         hashes: Seq[int],
-        session: int | None,
-        avoid: Collection[str] = (),
+        hashed_session: int | None,
+        avoided_engines: Collection[str] = (),
     ) -> str:
-        """The engine for a request, which counts as open until `ended` is called; the same engine
-        if asked again. The engine of its session goes first, then the one that has seen most of its
-        prompt; those in `avoid` come last. Engines that are not in `all_engines` are forgotten.
+        """The engine for a request, which counts as open until `end` is called; the same engine if
+        called again. The engine of its session comes first, then the one with the longest prefix of
+        its prompt; `avoided_engines` come last. Engines not in `all_engines` are forgotten.
         """
-        if self._engines != (now := frozenset(all_engines)):
-            self._keep(now)
-        engines = now - set(avoid) or now
-        if (chosen := self._of_request.get(request, "")) in engines:
-            return chosen
-        self.ended(request)
-        loads = [self._num_open[engine] for engine in engines]
-        most = min(loads) + max(MIN_LEAD, LEAD * sum(loads) / len(loads))
-        depth = self._depths(hashes, engines)
-        of_session = self._seen.get(session, set()) if session is not None else set()
+        if self._engines != (present_engines := frozenset(all_engines)):
+            self._keep_only(present_engines)
+        candidates = present_engines - set(avoided_engines) or present_engines
+        if (chosen_engine := self._engine_by_request.get(request, "")) in candidates:
+            return chosen_engine
+        self.end(request)
+        loads = [self._num_open[engine] for engine in candidates]
+        mean_load = sum(loads) / len(loads)
+        max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
+        num_matching = self._num_matching_hashes(hashes)
+        by_hash = self._engines_by_hash
+        session_engines = by_hash.get(hashed_session, set()) if hashed_session is not None else ()
 
-        def order(engine: str) -> tuple[bool, bool, int, int, int]:
+        def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open = self._num_open[engine]
-            is_full, is_other = num_open > most, engine not in of_session
-            return is_full, is_other, -depth[engine], num_open, self._last[engine]
+            is_full, is_new_to_session = num_open > max_load, engine not in session_engines
+            last_choice = self._last_choice[engine]
+            return is_full, is_new_to_session, -num_matching[engine], num_open, last_choice
 
-        chosen = min(sorted(engines), key=order)
-        self._of_request[request] = chosen
-        self._num_open[chosen] += 1
+        chosen_engine = min(sorted(candidates), key=preference)
+        self._engine_by_request[request] = chosen_engine
+        self._num_open[chosen_engine] += 1
         self._num_choices += 1
-        self._last[chosen] = self._num_choices
-        if session is not None:
-            self._seen[session] = {chosen}
-            self._seen.move_to_end(session)
-        for each in hashes:
-            self._seen.setdefault(each, set()).add(chosen)
-            self._seen.move_to_end(each)
-        while len(self._seen) > self._max_hashes:
-            self._seen.popitem(last=False)
-        return chosen
+        self._last_choice[chosen_engine] = self._num_choices
+        if hashed_session is not None:
+            self._engines_by_hash[hashed_session] = {chosen_engine}
+            self._engines_by_hash.move_to_end(hashed_session)
+        for prefix_hash in hashes:
+            self._engines_by_hash.setdefault(prefix_hash, set()).add(chosen_engine)
+            self._engines_by_hash.move_to_end(prefix_hash)
+        while len(self._engines_by_hash) > self._max_hashes:
+            self._engines_by_hash.popitem(last=False)
+        return chosen_engine
 
-    def ended(self, request: Hashable) -> None:
+    def end(self, request: Hashable) -> None:
         """A request has ended, or was not sent."""
-        engine = self._of_request.pop(request, None)
+        engine = self._engine_by_request.pop(request, None)
         if engine is not None:
             self._num_open[engine] -= 1
 
-    def _keep(self, engines: frozenset[str]) -> None:
+    def _keep_only(self, engines: frozenset[str]) -> None:
         """Forget all engines but these."""
         self._engines = engines
-        for counts in (self._num_open, self._last):
-            for gone in counts.keys() - engines:
-                del counts[gone]
-        self._of_request = {r: e for r, e in self._of_request.items() if e in engines}
-        for known in self._seen.values():
-            known &= engines
+        for counter in (self._num_open, self._last_choice):
+            for lost_engine in counter.keys() - engines:
+                del counter[lost_engine]
+        open_requests = self._engine_by_request.items()
+        self._engine_by_request = {r: engine for r, engine in open_requests if engine in engines}
+        for engines_with_hash in self._engines_by_hash.values():
+            engines_with_hash &= engines
 
-    def _depths(self, hashes: Seq[int], engines: Collection[str]) -> Counter[str]:
-        """Per engine, how far into the prompt it has seen a prefix, in hashes."""
-        depth: Counter[str] = Counter()
-        for place, each in enumerate(hashes, 1):
-            known = self._seen.get(each)
-            if not known:
+    def _num_matching_hashes(self, hashes: Seq[int]) -> Counter[str]:
+        """By engine, how many hashes long the prefix is that it has been sent before."""
+        num_matching: Counter[str] = Counter()
+        for number, prefix_hash in enumerate(hashes, 1):
+            engines_with_hash = self._engines_by_hash.get(prefix_hash)
+            if not engines_with_hash:
                 break
-            for engine in known:
-                depth[engine] = place
-        return depth
+            for engine in engines_with_hash:
+                num_matching[engine] = number
+        return num_matching

@@ -1,9 +1,8 @@
-"""A request router of Ray Serve, for leases: the caller that wants a lease says which engine to ask
-first.
+"""A request router of Ray Serve, for leases: the caller of a lease chooses the engine.
 
-The choice, and the count of open requests, stay with the owner of the requests (`EnginePool`),
-which knows when each of them ends. Serve does not tell a router of every end: for instance not of a
-request that is canceled after a replica was chosen and before it was sent.
+The choice, and the count of open requests, stay with the caller (`EngineLeases`), which knows when
+each request ends. Serve does not tell a router of every end: for instance not of a request that is
+canceled after a replica was chosen and before it was sent.
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a lease is for. avoid: replicas that have just failed; choose: from the names of all
-    replicas to one of them, called by the router's thread. It stays in the process that asks.
-    holder: the actor that will hold the lease, None if it is no actor.
+class LeaseRequest:
+    """The argument of a call that asks for a lease.
+
+    avoided_ids: of replicas that have just failed. choose: picks one of the given replica ids;
+    called on the router's thread, and not sent along. holder: the actor that will hold the lease,
+    None if it is no actor.
     """
 
-    avoid: tuple[str, ...] = ()
+    avoided_ids: tuple[str, ...] = ()
     choose: Callable[[Collection[str]], str] | None = None
     holder: Any | None = None
 
-    def __reduce__(self) -> tuple[type[Wanted], tuple[Any, ...]]:
-        return Wanted, (self.avoid, None, self.holder)
+    def __reduce__(self) -> tuple[type[LeaseRequest], tuple[Any, ...]]:
+        return LeaseRequest, (self.avoided_ids, None, self.holder)
 
 
 class LeaseRouter(RequestRouter):
@@ -41,9 +42,9 @@ class LeaseRouter(RequestRouter):
         """The chosen replica, then the others in case it refuses the request."""
         if pending_request is None or pending_request.metadata.call_method != "lease":
             return [candidate_replicas]
-        # Its class is not checked: Ray may have pickled ours by value, with another `Wanted`.
-        wanted: Wanted = pending_request.args[0]
-        assert wanted.choose is not None
-        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        chosen = by_name.pop(wanted.choose(by_name.keys()))
-        return [[chosen], [*by_name.values()]]
+        # Its class is not checked: Ray may have pickled ours by value, with another `LeaseRequest`.
+        lease_request: LeaseRequest = pending_request.args[0]
+        assert lease_request.choose is not None
+        replica_by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        chosen_replica = replica_by_id.pop(lease_request.choose(replica_by_id.keys()))
+        return [[chosen_replica], [*replica_by_id.values()]]

@@ -1,11 +1,12 @@
 """`launch.py serve`: start an application, wait for a signal, finish running requests, and leave
 nothing behind.
 
-The configuration, checkpoint, port, resources and name are checked before Serve starts.
+The configuration, checkpoint, port, resources and name are checked before Serve starts. What
+SIGTERM or Ctrl-C does:
 
-SIGTERM or Ctrl-C while it starts      everything ends at once
-the first one once it serves           new requests get 503, running ones finish, then it ends
-a second one                           everything ends at once
+while it starts               everything ends at once
+the first time it serves      new requests get 503, running ones finish, then it ends
+a second time                 everything ends at once
 """
 
 from __future__ import annotations
@@ -57,11 +58,10 @@ def run_serve(job: ServeJob) -> None:
     """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` if the
     application does not start.
     """
-    began = time.perf_counter()
+    began_s = time.perf_counter()
     job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_names(job)
-    is_alone = find_address(job.config.engine.ray_address) == "local"
-    if is_alone:
+    if find_address(job.config.engine.ray_address) == "local":
         check_port(job.host, job.port)
         if job.detach:
             raise ConfigError(
@@ -69,94 +69,60 @@ def run_serve(job: ServeJob) -> None:
                 " --head', or name one with --ray-address"
             )
     setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
-    with _signals() as signals:
-        size = job.config.engine.tensor_parallel_size
-        lease = SESSION.connect(job.config.engine.ray_address, size * job.config.replicas)
+    with _handled_signals() as signal_handler:
+        num_ranks = job.config.engine.tensor_parallel_size
+        session_lease = SESSION.connect(
+            job.config.engine.ray_address, num_ranks * job.config.replicas
+        )
         try:
             if not job.config.engine.wait_for_nodes_s:
-                device = pick_device(job.config.engine.device, size)
-                check_room(size, device, groups=job.config.replicas)
-            _serve(job, setup, signals, began, ends_with_ray=SESSION.owns(lease))
+                device = pick_device(job.config.engine.device, num_ranks)
+                check_room(num_ranks, device, groups=job.config.replicas)
+            _serve(job, setup, signal_handler, began_s, SESSION.owns(session_lease))
         finally:
-            SESSION.release(lease)
+            SESSION.release(session_lease)
 
 
-class _Signals:
+class _SignalHandler:
     """The effect of SIGTERM and SIGINT: see the table at the top."""
 
     def __init__(self) -> None:
         self.is_serving = False
-        self.stopping = threading.Event()
+        self.stop_event = threading.Event()
 
-    def handle(self, number: int, _: FrameType | None) -> None:
-        if self.stopping.is_set() or not self.is_serving:
+    def handle(self, signal_number: int, _: FrameType | None) -> None:
+        if self.stop_event.is_set() or not self.is_serving:
             raise KeyboardInterrupt
-        self.stopping.set()
+        self.stop_event.set()
 
 
 def _serve(
-    job: ServeJob, setup: EngineSetup, signals: _Signals, began: float, *, ends_with_ray: bool
+    job: ServeJob, setup: EngineSetup, signals: _SignalHandler, began_s: float, ends_with_ray: bool
 ) -> None:
     """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
     from ray import serve
-    from ray.serve.exceptions import RayServeException
 
-    from cluster.serve.application import application as application_of
     from cluster.serve.lifetime import Application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    running = serve.status()
-    if job.name in running.applications:
-        raise ConfigError(
-            f"an application named {job.name!r} runs in this Ray cluster already; end it with"
-            f" 'launch.py down {job.name}' or give another --name"
-        )
-    is_ours = not running.applications
-    if running.proxies:
-        client: Any = serve.context._get_global_client()
-        listening = client.http_config
-        if (job.host, job.port) != (listening.host, listening.port):
-            job = dataclasses.replace(job, host=listening.host, port=listening.port)
-            logger.info("Serve listens on %s already", host_and_port(job.host, job.port))
-    elif not ends_with_ray:
-        check_port(job.host, job.port)
-    # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
-    is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
-    listen = (job.host, job.port) if is_direct else None
-    config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
+    has_serve_to_itself = not serve.status().applications
+    job = _adapt_to_running_serve(job, ends_with_ray=ends_with_ray)
     application = Application(
         job.name,
         functools.partial(check_again, setup.foreseen),
         check_alive if ends_with_ray else lambda: None,
     )
     try:
-        serve.start(
-            proxy_location="Disabled" if is_direct else "HeadOnly",
-            http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
-        )
-        try:
-            handle = serve.run(
-                application_of(config),
-                name=job.name,
-                route_prefix=job.route_prefix,
-                blocking=False,
-            )
-        except RayServeException as error:  # such as a route prefix that is in use
-            raise ConfigError(f"{error}. Choose another --route-prefix") from None
-        except RuntimeError as error:
-            reason = _reason(job.name) or error
-            raise EngineError(f"the application did not start: {reason}") from error
-        _wait_until_it_listens(job)
+        handle = _start(job, ends_with_ray=ends_with_ray)
+        _wait_until_listening(job)
         signals.is_serving = True
-        seconds = time.perf_counter() - began
-        path = job.route_prefix.rstrip("/")
-        where = host_and_port(job.host, job.port)
-        logger.info("ready on http://%s%s after %.1f s", where, path, seconds)
+        seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
+        address = host_and_port(job.host, job.port)
+        logger.info("ready on http://%s%s after %.1f s", address, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
-        application.watch(signals.stopping)
+        application.watch(signals.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
     except BaseException:
@@ -165,21 +131,71 @@ def _serve(
         raise
     if not application.end() and not ends_with_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
-    # HAProxy runs as a process of its own, which only this call ends.
-    has_more = not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-    if has_more and is_ours and not serve.status().applications:
+    # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
+    must_end_serve = not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    if must_end_serve and has_serve_to_itself and not serve.status().applications:
         serve.shutdown()
 
 
-def _wait_until_it_listens(job: ServeJob) -> None:
-    until = time.monotonic() + LISTEN_TIMEOUT_S
+def _adapt_to_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
+    """The job, with the address on which Serve listens already, if it does. Raises `ConfigError`
+    if the name or the port is taken.
+    """
+    from ray import serve
+
+    status = serve.status()
+    if job.name in status.applications:
+        raise ConfigError(
+            f"an application named {job.name!r} runs in this Ray cluster already; end it with"
+            f" 'launch.py down {job.name}' or give another --name"
+        )
+    if status.proxies:
+        serve_client: Any = serve.context._get_global_client()
+        host, port = serve_client.http_config.host, serve_client.http_config.port
+        if (job.host, job.port) != (host, port):
+            job = dataclasses.replace(job, host=host, port=port)
+            logger.info("Serve listens on %s already", host_and_port(host, port))
+    elif not ends_with_ray:
+        check_port(job.host, job.port)
+    return job
+
+
+def _start(job: ServeJob, *, ends_with_ray: bool) -> Any:
+    """Start the application; returns a handle of it. Raises `ConfigError`, `EngineError`."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    from cluster.serve.application import application
+
+    # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
+    is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
+    listen = (job.host, job.port) if is_direct else None
+    config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
+    serve.start(
+        proxy_location="Disabled" if is_direct else "HeadOnly",
+        http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    try:
+        return serve.run(
+            application(config), name=job.name, route_prefix=job.route_prefix, blocking=False
+        )
+    except RayServeException as error:  # such as a route prefix that is in use
+        raise ConfigError(f"{error}. Choose another --route-prefix") from None
+    except RuntimeError as error:
+        reason = _failure_reason(job.name) or error
+        raise EngineError(f"the application did not start: {reason}") from error
+
+
+def _wait_until_listening(job: ServeJob) -> None:
+    deadline_s = time.monotonic() + LISTEN_TIMEOUT_S
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(job.host, job.host)
     while True:
         try:
             socket.create_connection((host, job.port), timeout=1.0).close()
             return
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise EngineError(
                     f"nothing listens on {host_and_port(job.host, job.port)}"
                     f" {LISTEN_TIMEOUT_S:g} s after the application has started: {error}"
@@ -189,22 +205,23 @@ def _wait_until_it_listens(job: ServeJob) -> None:
 
 def _drain(handle: Any, limit_s: float) -> None:
     try:
-        left = sum(handle.broadcast("drain", limit_s).results(timeout_s=limit_s + DRAIN_GRACE_S))
+        calls = handle.broadcast("drain", limit_s)
+        num_unfinished = sum(calls.results(timeout_s=limit_s + DRAIN_GRACE_S))
     except Exception as error:  # a replica may be dead; the others have been asked
         logger.warning("not every replica could be drained: %s", error)
         return
-    if left:
-        logger.warning("%d outputs did not end within %g s", left, limit_s)
+    if num_unfinished:
+        logger.warning("%d outputs did not end within %g s", num_unfinished, limit_s)
 
 
-def _reason(name: str) -> str:
+def _failure_reason(name: str) -> str:
     """Serve's message about the deployment that failed."""
     from ray import serve
 
-    from cluster.serve.lifetime import reason_of
+    from cluster.serve.lifetime import reported_reason
 
     application = serve.status().applications.get(name)
-    return reason_of(application) if application is not None else ""
+    return reported_reason(application) if application is not None else ""
 
 
 def _check_names(job: ServeJob) -> None:
@@ -217,14 +234,15 @@ def _check_names(job: ServeJob) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[_Signals]:
+def _handled_signals() -> Iterator[_SignalHandler]:
     """Handlers of SIGTERM and SIGINT for the block."""
-    signals = _Signals()
-    kept = {
-        number: signal.signal(number, signals.handle) for number in (signal.SIGTERM, signal.SIGINT)
+    signal_handler = _SignalHandler()
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, signal_handler.handle)
+        for signal_number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        yield signals
+        yield signal_handler
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)

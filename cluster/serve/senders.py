@@ -1,5 +1,5 @@
-"""Sends requests to one of several engines, on threads of its own: an engine that hangs keeps
-nobody waiting but those whose requests were sent to it.
+"""Sends requests to one of several engines on its own threads, so that an engine that hangs delays
+only the requests that were sent to it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Generation
 from cluster.ray_errors import NoAnswerError
 
-# How many calls to one engine may wait for their answers at a time.
-NUM_THREADS = 8
+NUM_SEND_THREADS = 8  # calls to one engine that may wait for their answers at a time
 
 
-class EngineSender:
+class RequestSender:
     """The frontend of one engine, and the threads that submit to it."""
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "eagleray-send")
-        self._unanswered_at_s = float("-inf")  # when the engine last gave no answer
+        self._threads = ThreadPoolExecutor(NUM_SEND_THREADS, "eagleray-send")
+        self._last_timeout_s = float("-inf")  # when a call last got no answer
 
     async def send(self, generations: Seq[Generation]) -> None:
-        """`Frontend.submit` without blocking the event loop. Raises what that raises. What waits
-        for a thread when another call gets no answer is not sent, and raises `NoAnswerError`.
+        """`Frontend.submit` without blocking the event loop. Raises what that raises. If another
+        call gets no answer while this one waits for a thread, this one raises `NoAnswerError`
+        without being sent.
         """
         loop = asyncio.get_running_loop()
-        asked_at_s = time.monotonic()
-        await loop.run_in_executor(self._threads, self._submit, list(generations), asked_at_s)
+        queued_at_s = time.monotonic()
+        await loop.run_in_executor(self._threads, self._submit, list(generations), queued_at_s)
 
-    def _submit(self, generations: list[Generation], asked_at_s: float) -> None:
-        if self._unanswered_at_s > asked_at_s:
+    def _submit(self, generations: list[Generation], queued_at_s: float) -> None:
+        if self._last_timeout_s > queued_at_s:
             raise NoAnswerError("the engine did not answer another request")
         try:
             self.frontend.submit(generations)
         except NoAnswerError:
-            self._unanswered_at_s = time.monotonic()
+            self._last_timeout_s = time.monotonic()
             raise
-        ended = [each for each in generations if each.done.done()]  # aborted meanwhile
-        self.frontend.finish(ended)
+        aborted = [generation for generation in generations if generation.done.done()]
+        self.frontend.finish(aborted)

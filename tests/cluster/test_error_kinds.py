@@ -11,7 +11,7 @@ import pytest
 from ray import exceptions
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.error_kinds import NO_THREAD, Kind, kind_of
+from cluster.error_kinds import NO_THREAD_MESSAGE, ErrorKind, kind_of
 from cluster.grammar.helper import HelperLostError
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from configs.paths import CHECKOUT
@@ -38,45 +38,47 @@ def raised_remotely(cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (exceptions.ActorUnavailableError("lost", None), Kind.LOST_CALL),
-        (exceptions.RpcError("lost"), Kind.LOST_CALL),
-        (exceptions.OwnerDiedError("00", b"owner", "task"), Kind.LOST_CALL),
-        (LostCallError("lost"), Kind.LOST_CALL),
-        (exceptions.ObjectStoreFullError("full"), Kind.NO_ROOM),
-        (exceptions.OutOfDiskError("full"), Kind.NO_ROOM),
-        (OSError(errno.EAGAIN, "fork"), Kind.NO_ROOM),
-        (OSError(errno.ENOSPC, "no space left on device"), Kind.NO_ROOM),
-        (OSError(errno.EMFILE, "too many open files"), Kind.NO_ROOM),
-        (MemoryError(), Kind.NO_ROOM),
-        (RuntimeError(NO_THREAD), Kind.NO_ROOM),
-        (OverloadedError("later"), Kind.NO_ROOM),
-        (exceptions.ActorDiedError(), Kind.LOST_PEER),
-        (exceptions.NodeDiedError("gone"), Kind.LOST_PEER),
-        (exceptions.RaySystemError("gone"), Kind.LOST_PEER),
-        (NewRayError("new"), Kind.LOST_PEER),
-        (ConnectionResetError(), Kind.LOST_PEER),
-        (BrokenPipeError(), Kind.LOST_PEER),
-        (EOFError(), Kind.LOST_PEER),
-        (TimeoutError(), Kind.LOST_PEER),
-        (ProcessLookupError(), Kind.LOST_PEER),
-        (BrokenProcessPool(), Kind.LOST_PEER),
-        (HelperLostError(), Kind.LOST_PEER),
-        (WorkerError("rank 1"), Kind.LOST_PEER),
-        (StepTimeoutError("step 1"), Kind.LOST_PEER),
-        (NoAnswerError("none"), Kind.LOST_PEER),
-        (DriverDiedError("dead"), Kind.LOST_PEER),
-        (RequestError("no"), Kind.CALLER),
-        (ConfigError("no"), Kind.CALLER),
-        (EngineDeadError("dead"), Kind.ENDED),
-        (EngineError("a result of another step"), Kind.BUG),
-        (exceptions.UserCodeException("ours"), Kind.BUG),
-        (KeyError("a"), Kind.BUG),
-        (RuntimeError("a"), Kind.BUG),
-        (AssertionError(), Kind.BUG),
+        (exceptions.ActorUnavailableError("lost", None), ErrorKind.LOST_CALL),
+        (exceptions.RpcError("lost"), ErrorKind.LOST_CALL),
+        (exceptions.OwnerDiedError("00", b"owner", "task"), ErrorKind.LOST_CALL),
+        (LostCallError("lost"), ErrorKind.LOST_CALL),
+        (exceptions.ObjectStoreFullError("full"), ErrorKind.NO_ROOM),
+        (exceptions.OutOfDiskError("full"), ErrorKind.NO_ROOM),
+        (OSError(errno.EAGAIN, "fork"), ErrorKind.NO_ROOM),
+        (OSError(errno.ENOSPC, "no space left on device"), ErrorKind.NO_ROOM),
+        (OSError(errno.EMFILE, "too many open files"), ErrorKind.NO_ROOM),
+        (MemoryError(), ErrorKind.NO_ROOM),
+        (RuntimeError(NO_THREAD_MESSAGE), ErrorKind.NO_ROOM),
+        (OverloadedError("later"), ErrorKind.NO_ROOM),
+        (exceptions.ActorDiedError(), ErrorKind.LOST_PEER),
+        (exceptions.NodeDiedError("gone"), ErrorKind.LOST_PEER),
+        (exceptions.RaySystemError("gone"), ErrorKind.LOST_PEER),
+        (NewRayError("new"), ErrorKind.LOST_PEER),
+        (ConnectionResetError(), ErrorKind.LOST_PEER),
+        (BrokenPipeError(), ErrorKind.LOST_PEER),
+        (EOFError(), ErrorKind.LOST_PEER),
+        (TimeoutError(), ErrorKind.LOST_PEER),
+        (ProcessLookupError(), ErrorKind.LOST_PEER),
+        (BrokenProcessPool(), ErrorKind.LOST_PEER),
+        (HelperLostError(), ErrorKind.LOST_PEER),
+        (WorkerError("rank 1"), ErrorKind.LOST_PEER),
+        (StepTimeoutError("step 1"), ErrorKind.LOST_PEER),
+        (NoAnswerError("none"), ErrorKind.LOST_PEER),
+        (DriverDiedError("dead"), ErrorKind.LOST_PEER),
+        (RequestError("no"), ErrorKind.CALLER),
+        (ConfigError("no"), ErrorKind.CALLER),
+        (EngineDeadError("dead"), ErrorKind.ENDED),
+        (EngineError("a result of another step"), ErrorKind.BUG),
+        (exceptions.UserCodeException("ours"), ErrorKind.BUG),
+        (KeyError("a"), ErrorKind.BUG),
+        (RuntimeError("a"), ErrorKind.BUG),
+        (AssertionError(), ErrorKind.BUG),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.name,
 )
-def test_an_error_means_the_same_here_and_raised_remotely(error: Exception, kind: Kind) -> None:
+def test_an_error_means_the_same_here_and_raised_remotely(
+    error: Exception, kind: ErrorKind
+) -> None:
     assert kind_of(error) is kind
     if not isinstance(error, RayError):
         assert kind_of(raised_remotely(error)) is kind

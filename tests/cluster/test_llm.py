@@ -81,7 +81,7 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
         "max_num_batched_tokens": 40,
     }
     with LLM(small_model.path, tensor_parallel_size=2, dtype="float32", **options) as engine:
-        assert "kernels: triton" in engine.report.lines
+        assert "kernels: triton" in engine.report.log_lines
         outputs = engine.generate(some, GREEDY)
         check_against_transformers(small_model.model, outputs, some)
         assert engine.stats().num_cached_tokens > 0

@@ -18,7 +18,7 @@ from cluster.ray_errors import (
     NoAnswerError,
     NoRoomError,
     call,
-    made,
+    start_call,
 )
 from scheduler.errors import EngineDeadError, EngineError, OverloadedError, RequestError
 
@@ -75,14 +75,14 @@ def method_raising(error: Exception) -> Any:
 
 def test_a_call_that_cannot_be_made_for_want_of_room_says_so_and_may_be_made_later() -> None:
     with pytest.raises(NoRoomError, match=r"could not submit requests: .* later") as raised:
-        made(method_raising(exceptions.OutOfDiskError("full")), "submit requests", 1, 2)
-    assert isinstance(raised.value, OverloadedError) and kind_of(raised.value).may_pass
+        start_call(method_raising(exceptions.OutOfDiskError("full")), "submit requests", 1, 2)
+    assert isinstance(raised.value, OverloadedError) and kind_of(raised.value).is_transient
 
 
 def test_a_call_that_cannot_be_made_because_of_a_bug_is_a_bug() -> None:
     with pytest.raises(TypeError):
-        made(method_raising(TypeError("no such argument")), "submit requests")
+        start_call(method_raising(TypeError("no such argument")), "submit requests")
 
 
 def test_a_call_that_can_be_made_is_made() -> None:
-    assert made(SimpleNamespace(remote=lambda *a: a), "submit requests", 1, 2) == (1, 2)
+    assert start_call(SimpleNamespace(remote=lambda *a: a), "submit requests", 1, 2) == (1, 2)

@@ -22,7 +22,7 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     options = EngineConfig(stuck_after_s=stuck, start_timeout_s=start, wait_for_nodes_s=nodes)
     limits = Timeouts.of(options)
     order = [
-        timeouts.HEARTBEAT_S + timeouts.ANSWER_S,
+        timeouts.HEARTBEAT_S + timeouts.RANK_ANSWER_TIMEOUT_S,
         limits.stuck_s,
         limits.driver_silent_s,
         limits.replica_silent_s,
@@ -50,13 +50,13 @@ def test_an_engine_that_is_dead_for_good_is_replaced_within_ten_seconds() -> Non
 
 def test_nothing_is_raised_by_default() -> None:
     limits = Timeouts.of(EngineConfig())
-    assert limits.raised() is None
+    assert limits.describe_raised() is None
     assert (limits.stuck_s, limits.driver_silent_s, limits.give_up_s) == (20, 25, 300)
     assert limits.replica_silent_s == 30
 
 
 def test_what_is_raised_is_said_in_one_line() -> None:
-    said = Timeouts.of(EngineConfig(stuck_after_s=100, start_timeout_s=900)).raised()
+    said = Timeouts.of(EngineConfig(stuck_after_s=100, start_timeout_s=900)).describe_raised()
     assert said == (
         "a driver that hangs is replaced after 105 s, and Ray Serve ends a replica that does not"
         " answer after 110 s; lost ranks and drivers are replaced for 900 s"

@@ -169,7 +169,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
         raise DEAD
 
     why = "start 1 failed after 3.0 s: no memory"
-    frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
+    frontend = Frontend(owner.drivers[0], replace=owner.replace, recovery_waits_for=lambda: why)
     frontend.driver.follow()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
     owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]

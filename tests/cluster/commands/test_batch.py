@@ -75,7 +75,7 @@ def test_requests_keep_the_order_of_their_lines(tmp_path: Path) -> None:
 
 def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     file = write(tmp_path, "", GOOD, "   ", GOOD)
-    assert [request.where for request in read_requests(file)] == [
+    assert [request.source for request in read_requests(file)] == [
         f"{file}, line 2",
         f"{file}, line 4",
     ]
@@ -201,7 +201,7 @@ class FakeLLM:
 
 def requests_of(*prompts: dict[str, Any]) -> list[BatchRequest]:
     return [
-        BatchRequest(where=f"line {number}", prompt=prompt, params=SamplingParams(seed=number))
+        BatchRequest(source=f"line {number}", prompt=prompt, params=SamplingParams(seed=number))
         for number, prompt in enumerate(prompts, 1)
     ]
 

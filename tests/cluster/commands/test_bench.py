@@ -22,7 +22,7 @@ from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.client.outputs import Chunk
 from cluster.commands import bench
 from cluster.commands.bench import synthetic_requests
-from cluster.commands.timing import Timeline, due_times, percentiles
+from cluster.commands.timing import Timeline, arrival_times_s, percentiles
 from cluster.resources.session import SESSION
 from configs.paths import CHECKOUT
 from scheduler.params import SamplingParams
@@ -74,9 +74,9 @@ def test_made_up_token_ids_are_below_a_small_vocabulary() -> None:
 
 
 def test_requests_are_due_at_once_or_as_a_poisson_process() -> None:
-    assert due_times(3, None, seed=0) == [0.0, 0.0, 0.0]
-    due = due_times(4001, 8.0, seed=1)
-    assert due[0] == 0.0 and due == sorted(due) and due == due_times(4001, 8.0, seed=1)
+    assert arrival_times_s(3, None, seed=0) == [0.0, 0.0, 0.0]
+    due = arrival_times_s(4001, 8.0, seed=1)
+    assert due[0] == 0.0 and due == sorted(due) and due == arrival_times_s(4001, 8.0, seed=1)
     gaps = [b - a for a, b in itertools.pairwise(due)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
@@ -103,7 +103,7 @@ def test_a_chunk_of_k_tokens_is_one_gap_and_zeros() -> None:
     line = timeline(
         (10.5, chunk(0, 1)), (11.0, chunk(0, 3)), (13.0, chunk(0, 1)), (13.5, chunk(0, 0, "length"))
     )
-    assert line.first_s == 0.5
+    assert line.time_to_first_token_s == 0.5
     assert line.gaps_s() == [0.5, 0.0, 0.0, 2.0]
 
 
@@ -115,7 +115,7 @@ def test_gaps_are_between_tokens_of_one_output() -> None:
     line = timeline(
         (12.0, chunk(1, 1)), (13.0, chunk(0, 1)), (16.0, chunk(0, 1)), (18.0, chunk(1, 1))
     )
-    assert line.first_s == 2.0
+    assert line.time_to_first_token_s == 2.0
     assert sorted(line.gaps_s()) == [3.0, 6.0]
 
 
@@ -126,7 +126,7 @@ def test_gaps_within_a_window_are_those_that_end_in_it() -> None:
 
 def test_a_request_without_tokens_has_no_times() -> None:
     line = timeline((11.0, chunk(0, 0, "abort")))
-    assert (line.first_s, line.gaps_s()) == (None, [])
+    assert (line.time_to_first_token_s, line.gaps_s()) == (None, [])
 
 
 def test_percentiles_are_linear_between_neighbors() -> None:

@@ -17,7 +17,7 @@ from scheduler.errors import ConfigError
 from tests.cluster.api.scripted import echo_number, serve
 
 
-def text_of(last: top.Reading | None, now: top.Reading) -> str:
+def text_of(last: top.MetricsReading | None, now: top.MetricsReading) -> str:
     console = Console(width=120)
     with console.capture() as captured:
         console.print(top.table("URL", last, now))
@@ -37,7 +37,7 @@ def test_the_numbers_of_a_server_are_shown() -> None:
         done = subprocess.run(
             command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=True
         )
-    second.at_s = first.at_s + 3.0
+    second.time_s = first.time_s + 3.0
     shown = text_of(first, second)
     assert "5.0 per s" in shown  # 15 tokens in 3 s
     assert "running / waiting" in shown and "0 / 0" in shown

@@ -78,15 +78,15 @@ class FakeSupervisor:
         self.recovery = Recovery(time.monotonic)
 
     def start(self, ranks: Any, num_kv_blocks: int | None) -> tuple[Any, GroupReport]:
-        return self.group, GroupReport(num_blocks=64, seconds={}, lines=())
+        return self.group, GroupReport(num_blocks=64, seconds={}, log_lines=())
 
     def watch(self) -> None:
         pass
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def note_failed_step(self, epoch: int, why: str) -> None:
         raise AssertionError(f"epoch {epoch}: {why}")
 
-    def applied(self, epoch: int) -> None:
+    def note_applied(self, epoch: int) -> None:
         assert epoch == 0
 
     def end(self) -> None:
@@ -110,7 +110,7 @@ def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     supervisor = FakeSupervisor()
     monkeypatch.setattr(Driver, "make_supervisor", lambda *_, **__: supervisor)
     monkeypatch.setattr(driver_module, "mark", lambda _: None)
-    placement: Any = SimpleNamespace(waits_for="")
+    placement: Any = SimpleNamespace(missing_resources="")
     driver = Driver(config_of(model_dir, frontend_timeout_s=1.0), placement, "test")
     driver._supervisor = supervisor  # type: ignore[assignment]
     return driver
@@ -235,7 +235,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         both = [request("a"), replace(request("b"), news_interval=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
-        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._new)) < 2:
+        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._unsent)) < 2:
             await asyncio.sleep(0.01)
         await driver.submit("frontend", both)  # after they have ended, but before that is known
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -288,7 +288,7 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     now_s = time.monotonic()
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
-        assert list(frontends.drop_silent()) == dropped
+        assert list(frontends.fail_silent()) == dropped
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
@@ -308,20 +308,20 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
 def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "CHECK_AFTER_S", 0.3)
+    monkeypatch.setattr(loop_module, "IDLE_CHECK_DELAY_S", 0.3)
     group: Any = CountingGroup()
     driver._supervisor.group = group  # type: ignore[union-attr]
 
     async def main() -> list[int]:
         await driver.start()
-        assert driver._engine_loop is not None
+        assert driver._step_loop is not None
         counts, checks = [], 0
 
         def check() -> None:
             nonlocal checks
             checks += 1
 
-        monkeypatch.setattr(driver._engine_loop.engine, "check", check)
+        monkeypatch.setattr(driver._step_loop.engine, "check", check)
         for i in range(5):
             await driver.submit("frontend", [request(str(i))])
             await asyncio.sleep(0.05)
@@ -363,5 +363,5 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     assert [news["whole"].token_ids for news in heard if "whole" in news] == [[0, 1, 2, 3, 4]]
     assert deltas.finish_reasons == {"streamed": "length", "whole": "length"}
     assert deltas.token_ids.tolist() == [0, 1, 2, 3, 4] * 2
-    loop = driver._engine_loop
-    assert loop is not None and not loop._kept and not loop._owners
+    loop = driver._step_loop
+    assert loop is not None and not loop._open_requests

@@ -71,11 +71,15 @@ def owner_in(world: World, engine: EngineConfig = DEFAULTS) -> DriverOwner:
     """An owner whose first driver has served."""
     config: Any = SimpleNamespace(engine=engine)
     placement: Any = SimpleNamespace(
-        node_ids=set, take_over=lambda: None, restore=lambda *_: None, places=list, waits_for=""
+        node_ids=set,
+        disown_copies=lambda: None,
+        restore=lambda *_: None,
+        places=list,
+        missing_resources="",
     )
     owner = DriverOwner(config, placement, "engine")
-    report: Any = SimpleNamespace(limits=SimpleNamespace(num_blocks=7), checkpoint="")
-    owner._report = report
+    report: Any = SimpleNamespace(limits=SimpleNamespace(num_blocks=7), checkpoint_id="")
+    owner._first_report = report
     owner.start = lambda: report  # type: ignore[method-assign]
     world.done.clear()
     return owner
@@ -149,14 +153,14 @@ def test_each_failed_start_is_said_while_another_one_follows(
 ) -> None:
     owner = owner_in(world)
     waited_for: list[str] = []
-    world.while_asleep = lambda: waited_for.append(owner.waits_for())
+    world.while_asleep = lambda: waited_for.append(owner.recovery_waits_for())
     world.start_failures = deque([WorkerError("no memory"), WorkerError("no room\nat all")])
     owner.replace("driver", DEAD, has_served=True)
     expected = ["start 1 failed after 0.0 s: no memory", "start 2 failed after 0.5 s: no room"]
     assert list(dict.fromkeys(waited_for)) == expected
     said = [record.message for record in caplog.records if "not replaced yet" in record.message]
     assert said == [f"the driver is not replaced yet: {why}" for why in expected]
-    assert owner.waits_for() == "", "it serves"
+    assert owner.recovery_waits_for() == "", "it serves"
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from cluster.engine.loop import (
-    LEAD_S,
-    LEAD_SHARE,
+    PLAN_LEAD_S,
+    PLAN_LEAD_SHARE,
     Command,
-    EngineLoop,
     Finish,
-    Lost,
     NewsByFrontend,
+    RanksLost,
+    StepLoop,
     Submit,
 )
 from scheduler.engine import Engine, MaskAnswer
@@ -77,7 +77,7 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     lost, died = list[str](), list[Exception]()
     executor = Executor(limits, loses=step_is_lost)
     engine = Engine(Scheduler(limits), executor, grammars=OneIsBad())
-    loop = EngineLoop(engine, told.append, died.append, on_lost=lambda epoch, why: lost.append(why))
+    loop = StepLoop(engine, told.append, died.append, on_lost=lambda epoch, why: lost.append(why))
     requests = [make_request(name, [1, 2, 3]) for name in ("good", "bad")]
     requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
     loop.post(Submit(frontend_id="f", requests=requests))
@@ -104,7 +104,7 @@ class WithLogprobs(Executor):
 def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: list[int]) -> None:
     limits, told, died = make_limits(), list[NewsByFrontend](), list[Exception]()
     engine = Engine(Scheduler(limits), WithLogprobs(limits, loses=False))
-    loop = EngineLoop(engine, told.append, died.append)
+    loop = StepLoop(engine, told.append, died.append)
     request = make_request("a", [1, 2, 3], max_tokens=8)
     expected, _ = generate([1, 2, 3], 3, request.sampling, limits.max_total_tokens)
     loop.post(
@@ -118,7 +118,7 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
     assert [each.first_index for each in news] == [sum(counts[:i]) for i in range(len(counts))]
     logprobs = [entry.logprob for each in news for entry in each.logprobs or [] if entry]
     assert logprobs == [-step for step in range(8)]
-    assert news[-1].finish_reason == "length" and not loop._kept
+    assert news[-1].finish_reason == "length" and not loop._open_requests
 
 
 def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it(
@@ -130,7 +130,7 @@ def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr("cluster.engine.loop.time", clock)
     engine = Engine(Scheduler(limits), WithLogprobs(limits, loses=False))
-    loop = EngineLoop(engine, lambda news: told.append((now_s, news)), lambda error: None)
+    loop = StepLoop(engine, lambda news: told.append((now_s, news)), lambda error: None)
     request = make_request("a", [1, 2, 3], max_tokens=40)
     whole = dataclasses.replace(request, news_interval=0)
     loop.post(Submit(frontend_id="f", requests=[whole]))
@@ -172,12 +172,12 @@ class Slow(Executor):
         return dataclasses.replace(super().result(step_id), seconds={"forward": STEP_S})
 
 
-def slow_loop(num_rows: int) -> tuple[EngineLoop, Slow]:
+def slow_loop(num_rows: int) -> tuple[StepLoop, Slow]:
     """A loop that has run two steps and is in the third."""
     limits = make_limits()
     executor = Slow(limits)
     engine = Engine(Scheduler(limits), executor)
-    loop = EngineLoop(engine, lambda news: None, lambda error: None)
+    loop = StepLoop(engine, lambda news: None, lambda error: None)
     requests = [make_request(f"r{row}", [1, 2, row + 3], max_tokens=9) for row in range(num_rows)]
     loop.post(Submit(frontend_id="f", requests=requests))
     loop.turn()
@@ -193,20 +193,20 @@ def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
     loop.turn()
     assert executor.events == ["wait 2", "launch 3 admits 1", "result 2"]
     [limit_s] = executor.waits_s
-    assert 0 < STEP_S - limit_s - max(LEAD_S, LEAD_SHARE * STEP_S) < 0.2
+    assert 0 < STEP_S - limit_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * STEP_S) < 0.2
 
 
 def test_a_plan_is_late_by_nothing_where_steps_take_little() -> None:
     loop, executor = slow_loop(2)
     for decode_s in loop.engine.scheduler.pace._decode_s.values():
-        decode_s.extend([LEAD_S])
+        decode_s.extend([PLAN_LEAD_S])
     loop.turn()
     assert executor.events == ["launch 3 admits 0", "result 2"]
 
 
 def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
     loop, executor = slow_loop(2)
-    executor.meanwhile.append(lambda: loop.post(Lost(epoch=0)))
+    executor.meanwhile.append(lambda: loop.post(RanksLost(epoch=0)))
     loop.turn()
     assert executor.events == ["wait 2", "launch 3 admits 0", "result 2"]
     loop.turn()
@@ -224,7 +224,7 @@ class FailsLater(OneIsBad):
         ]
 
 
-def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[EngineLoop, list[NewsByFrontend]]:
+def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsByFrontend]]:
     """A loop in which the grammar of "bad" fails; these commands come while it waits for that
     step.
     """
@@ -234,7 +234,7 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[EngineLoop, list[News
     def die(error: Exception) -> None:
         raise error
 
-    loop = EngineLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
+    loop = StepLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
     requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
     loop.post(Submit(frontend_id="f", requests=requests))
@@ -280,7 +280,7 @@ def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
     loop.turn()
     [error] = errors_in(told, "r0")
     assert isinstance(error, RequestError) and "'r0' is in use" in str(error)
-    assert "g" not in (owner for name, owner in loop._owners.items() if name == "r0")
+    assert loop._open_requests["r0"].frontend_id == "f"
     assert num_unfinished(loop.engine) == 3, "the requests beside it run"
 
 
@@ -314,7 +314,7 @@ class NoStore(Executor):
 )
 def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Exception) -> None:
     limits, lost = make_limits(), list[str]()
-    loop = EngineLoop(
+    loop = StepLoop(
         Engine(Scheduler(limits), NoStore(limits, error)),
         lambda news: None,
         lambda error: None,
@@ -329,7 +329,7 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
 def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> None:
     limits, lost = make_limits(), list[str]()
     engine = Engine(Scheduler(limits), Executor(limits, loses=False), grammars=NoFork())
-    loop = EngineLoop(
+    loop = StepLoop(
         engine,
         lambda news: None,
         lambda error: None,
@@ -343,7 +343,7 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
 
 def test_a_bug_in_a_step_ends_the_engine() -> None:
     limits = make_limits()
-    loop = EngineLoop(
+    loop = StepLoop(
         Engine(Scheduler(limits), NoStore(limits, KeyError("a"))),
         lambda news: None,
         lambda error: None,

@@ -108,7 +108,7 @@ def main() -> None:
         world.remove(world.llm._engine.places()[3].node_id)
         told = r"no room yet for .* needed 4 CPU; nodes have \[.*: 2 CPU \("
         wait_until(
-            lambda: re.search(told, world.llm.stats().waits_for) is not None,
+            lambda: re.search(told, world.llm.stats().recovery_waits_for) is not None,
             "a state that says what is missing",
             60.0,
         )

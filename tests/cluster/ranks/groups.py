@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster.ranks.calls import StepCalls
-from cluster.ranks.group import RankMaker, WorkerGroup
+from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine, Grammars
@@ -32,21 +32,21 @@ def reserved(size: int, device: str) -> Placement:
     return placement
 
 
-def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> WorkerGroup:
+def group_with(small_model: SmallModel, refs: list[Any], **options: Any) -> RankGroup:
     """Two ranks that do not exist, whose answers to step 7 are `refs`."""
     placement: Any = None
     config = config_of(small_model.path, tensor_parallel_size=2, **options)
-    group = WorkerGroup(RankMaker(config, placement, "test"))
-    group._pending[7] = StepCalls([None] * len(refs))
-    group._pending[7].steps = refs
+    group = RankGroup(RankMaker(config, placement, "test"))
+    group._calls_by_step[7] = StepCalls([None] * len(refs))
+    group._calls_by_step[7].step_refs = refs
     return group
 
 
 @contextmanager
-def two_ranks(config: ResolvedConfig) -> Iterator[WorkerGroup]:
+def two_ranks(config: ResolvedConfig) -> Iterator[RankGroup]:
     """Two ranks that are not started yet."""
     placement = reserved(2, "cpu")
-    group = WorkerGroup(RankMaker(config, placement, "test"))
+    group = RankGroup(RankMaker(config, placement, "test"))
     try:
         yield group
     finally:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, ObjectStoreFullError
 
 from cluster.ranks import calls
-from cluster.ranks import group as worker_group
+from cluster.ranks import group as rank_group
 from cluster.ranks.actor import RankActor
 from cluster.ranks.calls import StepCalls
 from configs.paths import CHECKOUT
@@ -63,7 +63,7 @@ class LosesReplies(StepCalls):
 
     def send_plan(self, plan: StepPlan) -> None:
         super().send_plan(plan)
-        self._lose(self.steps)
+        self._lose(self.step_refs)
 
     def make_again(self, index: int) -> None:
         LosesReplies.num_again += 1
@@ -71,7 +71,7 @@ class LosesReplies(StepCalls):
 
     def send_mask(self, mask: StepMask) -> None:
         super().send_mask(mask)
-        self._lose(self._masks)
+        self._lose(self._mask_refs)
 
     def _lose(self, refs: list[Any]) -> None:
         for rank in range(len(refs)):
@@ -120,7 +120,7 @@ def test_calls_that_are_lost_are_made_again_and_no_step_runs_twice(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[LosesReplies] | type[LosesRequests],
 ) -> None:
-    monkeypatch.setattr(worker_group, "StepCalls", kind)
+    monkeypatch.setattr(rank_group, "StepCalls", kind)
     monkeypatch.setattr(kind, "num_again", 0)
     run(small_model)
     assert kind.num_again > 5
@@ -136,7 +136,7 @@ def test_plans_and_masks_reach_the_ranks_while_the_object_store_is_full(
         num_puts += 1
         raise ObjectStoreFullError("full")
 
-    monkeypatch.setattr(calls, "INLINE_BYTES", 400)
+    monkeypatch.setattr(calls, "MAX_INLINE_BYTES", 400)
     monkeypatch.setattr(calls, "PIECE_BYTES", 100)
     monkeypatch.setattr(ray, "put", full)
     run(small_model)
@@ -165,15 +165,15 @@ class SaysWhy(StepCalls):
     """Calls that are lost again and again."""
 
     def make_again(self, index: int) -> None:
-        self.steps[index] = unavailable.remote()
+        self.step_refs[index] = unavailable.remote()
 
 
 def test_calls_that_are_lost_for_longer_than_a_step_may_take_lose_the_epoch(
     users_ray: None, small_model: SmallModel
 ) -> None:
     group = group_with(small_model, [], step_timeout_s=0.5)
-    group._pending[7] = SaysWhy([None] * 2)
-    group._pending[7].steps = [unavailable.remote(), unavailable.remote()]
+    group._calls_by_step[7] = SaysWhy([None] * 2)
+    group._calls_by_step[7].step_refs = [unavailable.remote(), unavailable.remote()]
     with pytest.raises(WorkerError, match=r"step 7 failed: .*the connection was lost"):
         group.result(7)
 
@@ -201,11 +201,11 @@ class BareRank(RankActor):
         engine = SimpleNamespace(step_timeout_s=1.0)
         self._config: Any = SimpleNamespace(engine=engine, num_steps_ahead=1)
         self._worker = worker
-        self._ready = threading.Event()
-        self._ready.set()
-        self._computing = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
-        self._turn = threading.Condition()
-        self._next_step = self._next_mask = 0
+        self._is_imported = threading.Event()
+        self._is_imported.set()
+        self._compute_thread = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
+        self._step_order = threading.Condition()
+        self._next_step_id = self._next_mask_step_id = 0
         self._replies = {}
 
     def ask(self, step_id: int) -> Any:
@@ -271,7 +271,7 @@ except ray.exceptions.OutOfDiskError:
 large = StepMask(step_id=0, epoch=0, rows=ints(range(60)), masks=(bytes(2**20),) + (bytes(9),) * 59)
 step = calls.StepCalls([rank])
 step.send_mask(large)
-print(ray.get(step.refs) == [len(step._mask)], len(step._mask) > 2**20)
+print(ray.get(step.refs) == [len(step._pickled_mask)], len(step._pickled_mask) > 2**20)
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ranks.cores import Claim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from configs.paths import CHECKOUT
 from tests.cluster.processes import cores_of_computing_threads, wait_until
 
@@ -25,9 +25,9 @@ def announce(tmp_path: Path) -> Iterator[Announce]:
     shares: list[CoreShare] = []
 
     def announce(
-        group: str, rank: int = 0, of: int = 1, cores: tuple[int, ...] = CORES
+        engine: str, rank: int = 0, of: int = 1, cores: tuple[int, ...] = CORES
     ) -> CoreShare:
-        claim = Claim(group=group, local_rank=rank, ranks_on_node=of, cores=cores)
+        claim = CoreClaim(engine=engine, local_rank=rank, ranks_on_node=of, cores=cores)
         shares.append(CoreShare(claim, tmp_path))
         return shares[-1]
 
@@ -43,35 +43,45 @@ def end(share: CoreShare) -> None:
 
 def test_ranks_divide_the_cores_whatever_order_they_come_in(announce: Announce) -> None:
     second = announce("b")
-    assert second.now() == (CORES, 8)
+    assert second.cores_and_num_threads() == (CORES, 8)
     first = announce("a", rank=1, of=2)
-    assert first.now() == ((2, 3), 2), "the other rank of its group will come"
-    assert announce("a", rank=0, of=2).now() == ((0, 1), 2)
-    assert second.now() == ((4, 5), 2)
+    assert first.cores_and_num_threads() == ((2, 3), 2), "the other rank of its engine will come"
+    assert announce("a", rank=0, of=2).cores_and_num_threads() == ((0, 1), 2)
+    assert second.cores_and_num_threads() == ((4, 5), 2)
     third = announce("c")
-    assert [each.now()[0] for each in (first, second, third)] == [(2, 3), (4, 5), (6, 7)]
+    assert [each.cores_and_num_threads()[0] for each in (first, second, third)] == [
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    ]
     end(third)
     end(first)
-    assert second.now() == ((4, 5), 2), "one rank of the group is still there"
+    assert second.cores_and_num_threads() == ((4, 5), 2), "one rank of the engine is still there"
 
 
 def test_who_has_other_cores_is_no_neighbor(announce: Announce) -> None:
     left, right = announce("l", cores=(0, 1, 2, 3)), announce("r", cores=(4, 5, 6, 7))
-    assert left.now() == ((0, 1, 2, 3), 4) and right.now() == ((4, 5, 6, 7), 4)
+    assert left.cores_and_num_threads() == ((0, 1, 2, 3), 4) and right.cores_and_num_threads() == (
+        (4, 5, 6, 7),
+        4,
+    )
     both = announce("m", cores=(3, 4))
-    assert both.now() == ((3, 4), 1), "three ranks meet on two cores"
-    assert left.now() == ((0, 1), 2) and right.now() == ((6, 7), 2)
+    assert both.cores_and_num_threads() == ((3, 4), 1), "three ranks meet on two cores"
+    assert left.cores_and_num_threads() == ((0, 1), 2) and right.cores_and_num_threads() == (
+        (6, 7),
+        2,
+    )
 
 
 def test_more_ranks_than_cores_have_one_thread_each(announce: Announce) -> None:
     shares = [announce(str(number), cores=(0, 1)) for number in range(3)]
-    assert {share.now() for share in shares} == {((0, 1), 1)}
+    assert {share.cores_and_num_threads() for share in shares} == {((0, 1), 1)}
 
 
 def test_a_rank_that_is_killed_leaves_its_cores(announce: Announce, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from cluster.ranks.cores import *;"
-        f"share = CoreShare(Claim(group='b', local_rank=0, ranks_on_node=1, cores={CORES}),"
+        f"share = CoreShare(CoreClaim(engine='b', local_rank=0, ranks_on_node=1, cores={CORES}),"
         " Path(sys.argv[1])); print('there', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
@@ -79,10 +89,10 @@ def test_a_rank_that_is_killed_leaves_its_cores(announce: Announce, tmp_path: Pa
     )
     assert other.stdout is not None and other.stdout.readline() == b"there\n"
     mine = announce("a")
-    assert mine.now() == ((0, 1, 2, 3), 4)
+    assert mine.cores_and_num_threads() == ((0, 1, 2, 3), 4)
     other.kill()
     other.wait()
-    assert mine.now() == (CORES, 8)
+    assert mine.cores_and_num_threads() == (CORES, 8)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -120,12 +130,15 @@ def test_what_is_not_an_announcement_is_passed_over(announce: Announce, tmp_path
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")
     locked = []
-    for number, text in enumerate(["", "{", "[]", '{"group": 1}', '{"cores": 3}', "\0" * 100]):
+    for number, text in enumerate(["", "{", "[]", '{"engine": 1}', '{"cores": 3}', "\0" * 100]):
         path = tmp_path / f"garbage{number}"
         path.write_text(text)
         locked.append(path.open())
         fcntl.flock(locked[-1], fcntl.LOCK_EX)
-    assert announce("b").now() == ((4, 5, 6, 7), 4) and first.now() == ((0, 1, 2, 3), 4)
+    assert announce("b").cores_and_num_threads() == (
+        (4, 5, 6, 7),
+        4,
+    ) and first.cores_and_num_threads() == ((0, 1, 2, 3), 4)
     for file in locked:
         file.close()
 
@@ -147,6 +160,8 @@ def test_a_folder_that_is_not_ours_alone_costs_the_division_and_not_the_start(
         os.mkfifo(folder)
     else:
         folder = Path("/proc/eagleray-ranks")
-    share = CoreShare(Claim(group="a", local_rank=0, ranks_on_node=2, cores=CORES), folder)
-    assert share.now() == ((0, 1, 2, 3), 4), "the ranks of its own engine are known without it"
+    share = CoreShare(CoreClaim(engine="a", local_rank=0, ranks_on_node=2, cores=CORES), folder)
+    assert share.cores_and_num_threads() == ((0, 1, 2, 3), 4), (
+        "the ranks of its own engine are known without it"
+    )
     assert "not seen" in caplog.text

@@ -18,9 +18,9 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.llm import LLM
 from cluster.ranks import calls
-from cluster.ranks import group as worker_group
+from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
-from cluster.ranks.group import RankMaker, WorkerGroup
+from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from scheduler.engine import Engine
@@ -52,7 +52,7 @@ def test_plans_that_travel_as_refs_run_in_order_among_small_ones(
     """Admissions go through the object store here, decodes inline: a small argument must not
     overtake a large one.
     """
-    monkeypatch.setattr(calls, "INLINE_BYTES", 400)
+    monkeypatch.setattr(calls, "MAX_INLINE_BYTES", 400)
     check_every_token(small_model, max_num_batched_tokens=9)
 
 
@@ -120,7 +120,7 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
 ) -> None:
     placement = reserved(2, "cpu")
     maker = RankMaker(config_of(small_model.path, tensor_parallel_size=2), placement, "test")
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         places = placement.places()
         group.ranks = [maker.create(place) for place in places]
@@ -186,7 +186,7 @@ def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_f
     config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
     placement = reserved(2, "cpu")
     maker = RankMaker(config, placement, "test", ForgetfulRank)
-    groups = [WorkerGroup(maker, epoch) for epoch in range(2)]
+    groups = [RankGroup(maker, epoch) for epoch in range(2)]
     try:
         first = groups[0].start()
         assert first.num_blocks == 100
@@ -215,7 +215,7 @@ class SeeingRankActor(RankActor):
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
         self._met_at = address
-        self._imported().start = self._look  # type: ignore[assignment, method-assign]
+        self._wait_for_worker().start = self._look  # type: ignore[assignment, method-assign]
         return super().start(address, place, epoch, gpus, num_kv_blocks)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -261,11 +261,11 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     if not ray_hides_the_others:
         environment = actor_environment()
         environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        monkeypatch.setattr(worker_group, "actor_environment", lambda: environment)
+        monkeypatch.setattr(rank_group, "actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         group.start()
         spare = maker.create(placement.places()[1], placement.places())
@@ -298,7 +298,7 @@ def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
 
     ways = [("files", "a", "b"), ("files", "a", "c"), ("files", "b", "a"), ("other", "a", "b")]
     checkpoints = {
-        worker_group._checkpoint_of([report(0, files, first), report(1, files, second)])
+        rank_group._checkpoint_id([report(0, files, first), report(1, files, second)])
         for files, first, second in ways
     }
     assert len(checkpoints) == len(ways)
@@ -310,7 +310,7 @@ def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_a
     config = config_of(small_model.path, tensor_parallel_size=1)
     placement = reserved(1, "cpu")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
-    group = WorkerGroup(maker)
+    group = RankGroup(maker)
     try:
         group.start()
         spare = maker.create(placement.places()[0], placement.places())

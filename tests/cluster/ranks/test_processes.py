@@ -20,7 +20,7 @@ import pytest
 from cluster.ranks import processes
 from cluster.ranks.processes import (
     ProcessId,
-    _started,
+    _start_ticks,
     describe_here,
     end_here,
     end_marked_here,
@@ -65,8 +65,8 @@ def marked() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
         ProcessId(
             node_id="here",
             pid=process.pid,
-            started=_started(process.pid),
-            marked_fd=descriptor,
+            start_ticks=_start_ticks(process.pid),
+            mark_fd=descriptor,
         ),
     )
     process.kill()
@@ -79,8 +79,8 @@ def test_the_end_of_a_process_on_this_node_is_told_at_once(
     here = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr("ray.get_runtime_context", lambda: here)
     told: queue.Queue[tuple[int, float]] = queue.Queue()
-    living = ProcessId(node_id="here", pid=sleeper.pid, started=_started(sleeper.pid))
-    reused = dataclasses.replace(living, started=living.started - 1)
+    living = ProcessId(node_id="here", pid=sleeper.pid, start_ticks=_start_ticks(sleeper.pid))
+    reused = dataclasses.replace(living, start_ticks=living.start_ticks - 1)
     elsewhere = dataclasses.replace(reused, node_id="another")
     found = on_this_node([None, elsewhere, living, reused])
     assert list(found) == [2, 3]
@@ -107,7 +107,7 @@ def test_a_process_is_dead_when_the_call_returns(
     if stopped:
         os.kill(sleeper.pid, signal.SIGSTOP)
     began = time.monotonic()
-    end_here([(sleeper.pid, _started(sleeper.pid))])
+    end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
     assert command_of(sleeper.pid) is None
     assert time.monotonic() - began < 2.0
 
@@ -115,22 +115,22 @@ def test_a_process_is_dead_when_the_call_returns(
 def test_without_descriptors_of_processes_they_are_killed_all_the_same(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "has_descriptors", lambda: False)
+    monkeypatch.setattr(processes, "has_pidfds", lambda: False)
     threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
-    end_here([(sleeper.pid, _started(sleeper.pid)), (2**30, 0)])
+    end_here([(sleeper.pid, _start_ticks(sleeper.pid)), (2**30, 0)])
     assert sleeper.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_goes_by_itself_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.terminate()
-    end_here([(sleeper.pid, _started(sleeper.pid))])
+    end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
     assert sleeper.wait() == -signal.SIGTERM
 
 
 def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
-    end_here([(sleeper.pid, _started(sleeper.pid) - 1), (2**22 - 1, 5)])
+    end_here([(sleeper.pid, _start_ticks(sleeper.pid) - 1), (2**22 - 1, 5)])
     assert sleeper.poll() is None
 
 
@@ -140,7 +140,7 @@ def test_a_process_that_does_not_die_is_named(
     monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as in the state "D"
     with pytest.raises(EngineError, match=rf"processes \[{sleeper.pid}\] did not end within 0.1 s"):
-        end_here([(sleeper.pid, _started(sleeper.pid))])
+        end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
 
 
 def test_a_mark_finds_the_processes_of_one_engine(

@@ -25,7 +25,7 @@ class ForgetfulRank(PoisonedRank):
         gpus: list[str],
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
-        folder, worker = Path(os.environ[faults.VARIABLE]), self._imported()
+        folder, worker = Path(os.environ[faults.VARIABLE]), self._wait_for_worker()
         num_starts = len(list(folder.glob(f"started.{self._rank}.*")))
         (folder / f"started.{self._rank}.{num_starts}").touch()
         options = worker.config.engine

@@ -10,9 +10,9 @@ from typing import Any
 from cluster.client.frontend import Frontend
 from cluster.client.news import News, pack
 from cluster.engine.frontends import Frontends, _Frontend
-from cluster.engine.loop import Command, EngineLoop, Lost, Resume
+from cluster.engine.loop import Command, RanksLost, RanksReplaced, StepLoop
 from cluster.engine.mailbox import Mailbox
-from cluster.recovery.states import Recovery, State
+from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from scheduler.errors import EaglerayError
 from scheduler.limits import SchedulerLimits
@@ -45,7 +45,7 @@ class DeathsAreNotNoticed(Supervisor):
     """
 
     def turn(self) -> None:
-        if self.recovery.state is State.SERVING and self._failed is None:
+        if self.recovery.state is RecoveryState.SERVING and self._failed_step is None:
             return
         super().turn()
 
@@ -53,7 +53,7 @@ class DeathsAreNotNoticed(Supervisor):
 class FailedStepsAreForgotten(Supervisor):
     """A group whose step has failed is still considered good."""
 
-    def step_failed(self, epoch: int, why: str) -> None:
+    def note_failed_step(self, epoch: int, why: str) -> None:
         assert self._group is not None
         self._on_group(self._group)
 
@@ -61,41 +61,41 @@ class FailedStepsAreForgotten(Supervisor):
 class FailedAssemblyServes(Supervisor):
     """A group that could not be assembled is given to the engine."""
 
-    def _look_at_assembly(self) -> None:
+    def _check_assembly(self) -> None:
         if self._assembly is not None and self._assembly.done():
             assert self._group is not None
             self._serve(self._group)
 
 
-class LostIsIgnored(EngineLoop):
+class LostIsIgnored(StepLoop):
     """An idle engine does not learn that its ranks are gone."""
 
-    def _obey(self, command: Command) -> None:
-        if not isinstance(command, Lost):
-            super()._obey(command)
+    def _carry_out(self, command: Command) -> None:
+        if not isinstance(command, RanksLost):
+            super()._carry_out(command)
 
 
-class LostIsNotCompared(EngineLoop):
+class LostIsNotCompared(StepLoop):
     """A report of a loss that is known already starts another epoch."""
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Lost):
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, RanksLost):
             self._lose_ranks()
         else:
-            super()._obey(command)
+            super()._carry_out(command)
 
 
-class ResumesWithTheOldRanks(EngineLoop):
+class ResumesWithTheOldRanks(StepLoop):
     """Steps continue on the group that is gone."""
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Resume):
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, RanksReplaced):
             self._has_ranks = True
         else:
-            super()._obey(command)
+            super()._carry_out(command)
 
 
-class ConvictionIsNotTold(EngineLoop):
+class ConvictionIsNotTold(StepLoop):
     """A request that is convicted just disappears."""
 
     def _lose_ranks(self) -> None:
@@ -103,28 +103,29 @@ class ConvictionIsNotTold(EngineLoop):
         self.engine.start_epoch()
 
 
-class CheckpointsAreNotCounted(EngineLoop):
+class CheckpointsAreNotCounted(StepLoop):
     """After a checkpoint, only the tokens that follow it are sent, but numbered from the first
     index.
     """
 
     def _news(self, output: Any) -> Any:
         news = super()._news(output)
-        for by_request in news.values():
-            for request_id, item in by_request.items():
-                if request_id in self._kept:
-                    item.first_index = 0
+        for frontend_news in news.values():
+            for request_id, request_news in frontend_news.items():
+                request = self._open_requests.get(request_id)
+                if request is not None and request.news_interval != 1:
+                    request_news.first_index = 0
         return news
 
 
-class LosesWhatItKept(EngineLoop):
+class LosesWhatItKept(StepLoop):
     """Tokens that are kept for later count as sent."""
 
     def _news(self, output: Any) -> Any:
         news = super()._news(output)
         for seq in output.sequences:
-            if seq.request_id in self._kept:
-                self._kept[seq.request_id].num_sent = seq.num_output_tokens
+            if seq.request_id in self._open_requests:
+                self._open_requests[seq.request_id].num_sent = seq.num_output_tokens
         return news
 
 
@@ -138,15 +139,15 @@ class NeverTriesAgain(Recovery):
 class RecoversOnce(Recovery):
     """Later faults are mistaken for known ones."""
 
-    def fault(self, why: str) -> bool:
-        return self.num_recoveries == 0 and super().fault(why)
+    def note_fault(self, why: str) -> bool:
+        return self.num_recoveries == 0 and super().note_fault(why)
 
 
 class ForgetsWhatWasSent(Mailbox):
     """The tokens of a reply that is lost are lost too."""
 
     def collect(self, acknowledged: int) -> Deltas:
-        self._sent = {}
+        self._unacknowledged = {}
         return super().collect(acknowledged)
 
 
@@ -154,28 +155,28 @@ class TakesAnyAcknowledgment(Mailbox):
     """An old acknowledgment is mistaken for one of the last reply."""
 
     def collect(self, acknowledged: int) -> Deltas:
-        return super().collect(self._sent_number if acknowledged else 0)
+        return super().collect(self._last_reply_number if acknowledged else 0)
 
 
 class NewReplacesSent(Mailbox):
     """News that was not acknowledged is replaced by later news."""
 
     def collect(self, acknowledged: int) -> Deltas:
-        if self._new:
-            self._sent, self._new = self._new, {}
-        self._sent_number = max(self._sent_number, acknowledged) + 1
-        return pack(self._sent_number, self._sent)
+        if self._unsent:
+            self._unacknowledged, self._unsent = self._unsent, {}
+        self._last_reply_number = max(self._last_reply_number, acknowledged) + 1
+        return pack(self._last_reply_number, self._unacknowledged)
 
 
 class DeliversOnlyTheLast(Frontends):
     """News that has not been fetched yet is overwritten."""
 
     def deliver(self, news: dict[str, dict[str, News]]) -> None:
-        for frontend_id, by_request in news.items():
+        for frontend_id, frontend_news in news.items():
             frontend = self._frontends.get(frontend_id)
             if frontend is not None:
-                for request_id in by_request:
-                    frontend.mailbox._new.pop(request_id, None)
+                for request_id in frontend_news:
+                    frontend.mailbox._unsent.pop(request_id, None)
         super().deliver(news)
 
 
@@ -215,7 +216,7 @@ class LostPollsFail(Frontend):
 
 def _parts_of(broken: type) -> Parts:
     for base, name in (
-        (EngineLoop, "loop"),
+        (StepLoop, "loop"),
         (Supervisor, "supervisor"),
         (Recovery, "recovery"),
         (Frontends, "frontends"),

@@ -35,7 +35,7 @@ from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine import loop as loop_module
 from cluster.engine.frontends import Frontends
-from cluster.engine.loop import EngineLoop, Finish, Lost, Resume, Submit
+from cluster.engine.loop import Finish, RanksLost, RanksReplaced, StepLoop, Submit
 from cluster.ranks.group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
 from cluster.recovery import supervisor as supervisor_module
@@ -60,7 +60,7 @@ class Parts:
     """The classes under test."""
 
     scheduler: type[Scheduler] = Scheduler
-    loop: type[EngineLoop] = EngineLoop
+    loop: type[StepLoop] = StepLoop
     supervisor: type[Supervisor] = Supervisor
     recovery: type[Recovery] = Recovery
     frontends: type[Frontends] = Frontends
@@ -126,7 +126,7 @@ class Group:
         )
         rank.epoch = self.epoch
         self._lane = Lane(rank)
-        return GroupReport(num_blocks=limits.num_blocks, seconds={}, lines=())
+        return GroupReport(num_blocks=limits.num_blocks, seconds={}, log_lines=())
 
     def launch(self, plan: StepPlan) -> None:
         if self.is_closed or self.is_dead or self.is_dying:
@@ -166,9 +166,9 @@ class Watch:
         self.group = group
         self._looks = 0
 
-    answers = True
+    all_answer = True
 
-    def look(self, busy_since_s: float | None) -> str | None:
+    def check(self, busy_since_s: float | None) -> str | None:
         group = self.group
         if group.is_dead and group.world.rng.random() < 0.5:
             return "rank 1 died"
@@ -182,7 +182,7 @@ class NoSpares:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def look(self, *, is_busy: bool) -> None:
+    def prepare(self, *, is_busy: bool) -> None:
         pass
 
     def take(self) -> list[Any]:
@@ -192,7 +192,7 @@ class NoSpares:
 class Driver:
     """The parts that `cluster.engine.driver` puts together, without an actor."""
 
-    loop: EngineLoop
+    loop: StepLoop
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -201,7 +201,7 @@ class Driver:
         self.scheduler = world.parts.scheduler(world.scenario.limits)
         options = EngineConfig(spares="off", stuck_after_s=1.0)
         config = SimpleNamespace(engine=options)
-        maker: Any = SimpleNamespace(world=world, config=config, size=1)
+        maker: Any = SimpleNamespace(world=world, config=config, num_ranks=1)
         kind = type(
             "SimulatedSupervisor",
             (world.parts.supervisor,),
@@ -211,13 +211,13 @@ class Driver:
             maker,
             busy_since_s=lambda: self.loop.busy_since_s,
             has_work=lambda: self.loop.engine.has_work,
-            on_group=lambda group: self.loop.post(Resume(executor=group)),
-            on_lost=lambda epoch, _: self.loop.post(Lost(epoch=epoch)),
+            on_group=lambda group: self.loop.post(RanksReplaced(executor=group)),
+            on_lost=lambda epoch, _: self.loop.post(RanksLost(epoch=epoch)),
             on_dead=self.fail,
             clock=lambda: world.now_s,
         )
         self.supervisor.recovery = world.parts.recovery(lambda: world.now_s)
-        self.supervisor._assembling = Now(world)
+        self.supervisor._assembly_executor = Now(world)
         with world.calm():
             group, _ = self.supervisor.start()
         self.supervisor._watch = self.supervisor._watch_of(group)
@@ -227,8 +227,8 @@ class Driver:
             engine,
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
             self.fail,
-            on_lost=self.supervisor.step_failed,
-            on_applied=self.supervisor.applied,
+            on_lost=self.supervisor.note_failed_step,
+            on_applied=self.supervisor.note_applied,
         )
 
     def fail(self, error: Exception) -> None:
@@ -317,7 +317,7 @@ class World:
         self.later: deque[Callable[[], None]] = deque()
         self.clients: list[Client] = []
         self.arriving = deque(self.scenario.requests)
-        loop_module.CHECKPOINT_S = self.rng.choice((0.0, 1e9))
+        loop_module.MAX_HOLD_BACK_S = self.rng.choice((0.0, 1e9))
         self.driver = Driver(self)
         kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
@@ -470,7 +470,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     levels = [(each.logger, each.logger.level) for each in (supervisor_module, frontend_module)]
     for logger, _ in levels:
         logger.setLevel("CRITICAL")
-    checkpoint_s = loop_module.CHECKPOINT_S
+    checkpoint_s = loop_module.MAX_HOLD_BACK_S
     try:
         world = World(seed, parts or Parts())
         with patch.multiple(driver_handle, call=world.call, LOST_CALL_PAUSE_S=0.0):
@@ -479,7 +479,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     except Exception as error:
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     finally:
-        loop_module.CHECKPOINT_S = checkpoint_s
+        loop_module.MAX_HOLD_BACK_S = checkpoint_s
         for logger, level in levels:
             logger.setLevel(level)
 

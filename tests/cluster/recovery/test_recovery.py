@@ -148,12 +148,12 @@ def test_a_cache_for_which_there_is_no_memory_is_allocated_again_and_who_asks_he
     (folder / "no_memory.1").touch()
     kill(engine, "rank 0")
     while engine.stats().num_recoveries == epoch:
-        heard.add(engine.stats().waits_for)
+        heard.add(engine.stats().recovery_waits_for)
         time.sleep(0.02)
     [said] = heard - {""}
     assert said.startswith("start 1 failed after ") and "KV cache of 100000000000 blocks" in said
     assert compare(CASES[:1], Load(engine, CASES[:1]).wait(LIMIT_S), expected[:1]) == []
-    assert engine.stats().waits_for == ""
+    assert engine.stats().recovery_waits_for == ""
 
 
 def test_a_driver_whose_ranks_find_no_memory_is_started_again_and_who_asks_hears_why(

@@ -28,7 +28,7 @@ class World:
 
     def run(self, spares: Spares, *, until_s: float, is_busy: bool) -> None:
         while self.now_s < 100.0 + until_s:
-            spares.look(is_busy=is_busy)
+            spares.prepare(is_busy=is_busy)
             self.now_s += 0.5
 
 
@@ -57,7 +57,7 @@ def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None
     """One that comes before there were any takes none, and starts processes of its own."""
     spares = spares_in(world)
     assert spares.take() == []
-    spares.look(is_busy=True)
+    spares.prepare(is_busy=True)
     assert world.made_s == [0.0] * 2
 
 

@@ -16,7 +16,7 @@ from cluster.ray_errors import NoAnswerError
 from cluster.recovery import spares as spares_module
 from cluster.recovery import supervisor as supervisor_module
 from cluster.recovery.spares import Spares
-from cluster.recovery.states import State
+from cluster.recovery.states import RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
 from configs.engine import EngineConfig
@@ -52,7 +52,7 @@ class Group:
         if self.world.start_failures:
             raise self.world.start_failures.popleft()
         self.world.alive.append(self.epoch)
-        return GroupReport(num_blocks=1, seconds={}, lines=())
+        return GroupReport(num_blocks=1, seconds={}, log_lines=())
 
     def close(self) -> None:
         if self.world.close_failures:
@@ -61,12 +61,12 @@ class Group:
 
 
 class Watch:
-    answers = True
+    all_answer = True
 
     def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
         self.group = group
 
-    def look(self, busy_since_s: float | None) -> str | None:
+    def check(self, busy_since_s: float | None) -> str | None:
         world = self.group.world
         why, world.wrong = world.wrong, None
         return why
@@ -76,7 +76,7 @@ class NoSpares:
     def __init__(self, maker: World, kind: str) -> None:
         self.world = maker
 
-    def look(self, *, is_busy: bool) -> None:
+    def prepare(self, *, is_busy: bool) -> None:
         pass
 
     def take(self) -> list[Any]:
@@ -106,7 +106,7 @@ class AtOnce:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(supervisor_module, "ASSEMBLY_END_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "ASSEMBLY_END_TIMEOUT_S", 0.01)
     return World()
 
 
@@ -124,7 +124,7 @@ def serving(world: World) -> Supervisor:
         clock=lambda: world.now_s,
     )
     executor: Any = AtOnce(world)
-    supervisor._assembling = executor
+    supervisor._assembly_executor = executor
     group, _ = supervisor.start()
     supervisor._group = group
     supervisor._thread = SimpleNamespace(start=lambda: None, is_alive=lambda: False)  # type: ignore[assignment]
@@ -135,7 +135,7 @@ def serving(world: World) -> Supervisor:
 def turns(supervisor: Supervisor, world: World, seconds: float) -> None:
     """Let it look every half second."""
     until_s = world.now_s + seconds
-    while world.now_s < until_s and supervisor.recovery.state is not State.DEAD:
+    while world.now_s < until_s and supervisor.recovery.state is not RecoveryState.DEAD:
         world.now_s += 0.5
         supervisor.turn()
 
@@ -160,7 +160,10 @@ def test_processes_that_cannot_be_ended_now_are_ended_later_and_the_engine_goes_
     world.wrong = "rank 1 died"
     turns(supervisor, world, 10.0)
     assert not world.dead and not world.close_failures
-    assert supervisor.recovery.state is State.SERVING and supervisor.recovery.num_recoveries == 1
+    assert (
+        supervisor.recovery.state is RecoveryState.SERVING
+        and supervisor.recovery.num_recoveries == 1
+    )
     assert world.lost == [0] and world.alive == [1]
     assert [group.epoch for group in world.groups] == [0, 1]
 
@@ -191,7 +194,7 @@ def test_a_start_that_does_not_end_with_its_processes_is_waited_for(world: World
     world.wrong = "rank 1 died"
     turns(supervisor, world, 1.0)
     assert state_of(supervisor) == "assembling"
-    executor: Any = supervisor._assembling
+    executor: Any = supervisor._assembly_executor
     supervisor._watch = Watch(world.groups[-1], None, 0.0)  # type: ignore[assignment]
     world.wrong = "rank 0 died"
     turns(supervisor, world, 3.0)
@@ -214,7 +217,7 @@ def test_an_attempt_that_cannot_begin_is_followed_by_another_with_the_same_epoch
     world.take_failures = deque([error] * 2)
     world.wrong = "rank 1 died"
     turns(supervisor, world, 20.0)
-    assert not world.dead and supervisor.recovery.state is State.SERVING
+    assert not world.dead and supervisor.recovery.state is RecoveryState.SERVING
     assert world.lost == [0] and world.alive == [1]
 
 
@@ -242,6 +245,6 @@ def test_spares_that_cannot_be_made_now_are_made_later(
     maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
     spares = Spares(maker, "warm")
     for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
-        spares.look(is_busy=False)
+        spares.prepare(is_busy=False)
     assert 3 <= num_tries < 20
     assert "spares are made later: the placement group has bundles without a node" in caplog.text

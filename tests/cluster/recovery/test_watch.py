@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.recovery import watch as watch_module
-from cluster.recovery.watch import ASK_IDLE_AFTER_S, Watch
-from cluster.timeouts import ANSWER_S, HEARTBEAT_S
+from cluster.recovery.watch import IDLE_HEARTBEAT_S, Watch
+from cluster.timeouts import HEARTBEAT_S, RANK_ANSWER_TIMEOUT_S
 from workers.progress import Progress
 
 STUCK_AFTER_S = 5.0
@@ -65,7 +65,7 @@ class World:
         until = self.now_s + seconds
         while self.now_s < until:
             self.now_s += HEARTBEAT_S
-            if (why := self.watch.look(busy_since_s)) is not None:
+            if (why := self.watch.check(busy_since_s)) is not None:
                 return why
         return None
 
@@ -78,17 +78,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_a_death_wakes_the_supervisor_and_names_the_rank(world: World) -> None:
     world.ranks[1].ended.set_exception(RuntimeError("worker exited\nwith details"))
-    assert world.woken == 1 and not world.watch.answers
-    assert world.watch.look(None) == "rank 1 died: worker exited"
+    assert world.woken == 1 and not world.watch.all_answer
+    assert world.watch.check(None) == "rank 1 died: worker exited"
 
 
 def test_a_death_that_the_kernel_tells_is_not_waited_for(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="eagleray.driver")
-    world.watch._is_gone(1)
-    assert world.woken == 1 and not world.watch.answers
-    assert world.watch.look(None) == "rank 1 died: its process has ended"
+    world.watch._note_exit(1)
+    assert world.woken == 1 and not world.watch.all_answer
+    assert world.watch.check(None) == "rank 1 died: its process has ended"
     world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
     assert "Ray says of rank 1: too little memory" in caplog.text
 
@@ -96,17 +96,17 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
 def test_a_lost_call_that_waits_for_the_end_is_made_again_and_not_a_death(world: World) -> None:
     for num_lost in range(1, 4):
         world.ranks[1].ended.set_exception(ActorUnavailableError("lost", None))
-        assert world.woken == num_lost and world.watch.answers
-        assert world.watch.look(None) is None
+        assert world.woken == num_lost and world.watch.all_answer
+        assert world.watch.check(None) is None
         assert [len(rank.ends) for rank in world.ranks] == [1, 1 + num_lost]
     world.ranks[1].ended.set_exception(ActorDiedError())
-    assert not world.watch.answers
-    why = world.watch.look(None)
+    assert not world.watch.all_answer
+    why = world.watch.check(None)
     assert why is not None and why.startswith("rank 1 died: The actor died")
 
 
 def test_an_idle_group_that_answers_is_fine_for_ever(world: World) -> None:
-    assert world.run(20 * STUCK_AFTER_S) is None and world.watch.answers
+    assert world.run(20 * STUCK_AFTER_S) is None and world.watch.all_answer
 
 
 def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
@@ -118,14 +118,14 @@ def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
     monkeypatch.setattr(watch_module, "is_stopped_here", lambda process: process in stopped)
     world = World()
     world.watch = Watch(world.watch.group, world.wake, 1.0, clock=lambda: world.now_s)
-    assert world.run(10 * ASK_IDLE_AFTER_S) is None
+    assert world.run(10 * IDLE_HEARTBEAT_S) is None
     assert [len(rank.asked) for rank in world.ranks] == [10, 10]
-    assert world.run(ASK_IDLE_AFTER_S, busy_since_s=world.now_s + 10) is None
-    assert len(world.ranks[0].asked) == 10 + ASK_IDLE_AFTER_S / HEARTBEAT_S
+    assert world.run(IDLE_HEARTBEAT_S, busy_since_s=world.now_s + 10) is None
+    assert len(world.ranks[0].asked) == 10 + IDLE_HEARTBEAT_S / HEARTBEAT_S
     stopped.add(41)
     world.ranks[1].answers = False
     began_s = world.now_s
-    assert world.run(HEARTBEAT_S + ANSWER_S) is None and not world.watch.answers
+    assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None and not world.watch.all_answer
     why = world.run(10.0)
     assert why is not None and why.startswith("rank 1 has not answered for 1 s")
     assert world.now_s - began_s <= 1.0 + 3 * HEARTBEAT_S
@@ -166,8 +166,8 @@ def test_results_that_come_are_movement_too(world: World) -> None:
 def test_a_rank_that_does_not_answer_is_soon_not_ready_and_later_stuck(world: World) -> None:
     assert world.run(1.0) is None
     world.ranks[0].answers = False
-    assert world.run(HEARTBEAT_S + ANSWER_S) is None
-    assert not world.watch.answers
+    assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None
+    assert not world.watch.all_answer
     why = world.run(3 * STUCK_AFTER_S)
     assert why is not None and why.startswith("rank 0 has not answered for 5 s (at step -1, ")
 
@@ -177,7 +177,7 @@ def test_a_rank_that_answers_again_is_fine(world: World) -> None:
     assert world.run(0.8 * STUCK_AFTER_S) is None
     world.ranks[0].answers = True
     world.ranks[0].asked[-1].set_result(Progress())
-    assert world.watch.answers and world.run(3 * STUCK_AFTER_S) is None
+    assert world.watch.all_answer and world.run(3 * STUCK_AFTER_S) is None
 
 
 def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
@@ -186,7 +186,7 @@ def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
     [lost] = world.ranks[0].asked
     lost.set_exception(ConnectionError("the call was lost"))
     world.ranks[0].answers = True
-    assert world.run(3 * STUCK_AFTER_S) is None and world.watch.answers
+    assert world.run(3 * STUCK_AFTER_S) is None and world.watch.all_answer
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:
@@ -194,6 +194,6 @@ def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:
     world.ranks[0].at.num_layers = 1
     assert world.run(1.0, busy_since_s=began_s) is None
     world.now_s += 20 * STUCK_AFTER_S
-    assert world.watch.look(began_s) is None
+    assert world.watch.check(began_s) is None
     world.ranks[0].at.num_layers = 2
     assert world.run(0.9 * STUCK_AFTER_S, busy_since_s=began_s) is None

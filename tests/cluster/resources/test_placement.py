@@ -99,15 +99,17 @@ def test_what_is_missing_is_said_while_it_is_waited_for(ray: MadeUpRay) -> None:
     told: list[str] = []
 
     def is_wanted() -> bool:
-        if placement.waits_for:
-            told.append(placement.waits_for)
+        if placement.missing_resources:
+            told.append(placement.missing_resources)
             ray.cpus["c"] = 2.0  # a node joins
         return True
 
     placement.restore(5.0, is_wanted)
     assert "needed 2 CPU; nodes have [host-b: 1 CPU (0 free)]" in told[0]
     # The group that was pending, for several nodes, gave way to one on the node that joined.
-    assert ray.strategies == ["STRICT_PACK", "PACK", "STRICT_PACK"] and not placement.waits_for
+    assert (
+        ray.strategies == ["STRICT_PACK", "PACK", "STRICT_PACK"] and not placement.missing_resources
+    )
 
 
 def test_a_wait_for_nodes_ends(ray: MadeUpRay) -> None:
@@ -126,7 +128,7 @@ def test_a_driver_that_was_given_up_does_not_touch_the_groups_of_its_successor(
     owner, driver = Placement(2, "cpu", "engine"), Placement(2, "cpu", "engine")
     owner.reserve()
     assert driver.is_whole()
-    owner.take_over()
+    owner.disown_copies()
     del ray.cpus["a"]
     owner.restore(1.0, lambda: True)
     assert owner.is_whole() and not driver.is_whole() and driver.node_ids() == set()

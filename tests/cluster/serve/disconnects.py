@@ -42,7 +42,7 @@ class Leaver:
 
 def held(url: str) -> tuple[float, ...]:
     """What the engine and the API hold: open outputs, sequences that run or wait, free blocks."""
-    numbers = read(url).numbers
+    numbers = read(url).totals
     return (
         numbers["eagleray_http_outputs_open"],
         numbers["eagleray_num_requests_running"] + numbers["eagleray_num_requests_waiting"],
@@ -131,14 +131,14 @@ def main() -> None:
         assert any(line.startswith("ready on") for line in server.stderr), "it did not start"
         run_kind(url, args.port, "decode", 5, stream=True)
         time.sleep(SPARES_S)
-        blocks, before = read(url).numbers["eagleray_kv_blocks_free"], descriptors(server.pid)
+        blocks, before = read(url).totals["eagleray_kv_blocks_free"], descriptors(server.pid)
         for kind in KINDS:
             for stream in (True, False):
                 print(json.dumps(run_kind(url, args.port, kind, args.each, stream=stream)))
         time.sleep(2)
         after = descriptors(server.pid)
         grown = {n: after[n] - before.get(n, 0) for n in after if after[n] > before.get(n, 0)}
-        free = read(url).numbers["eagleray_kv_blocks_free"]
+        free = read(url).totals["eagleray_kv_blocks_free"]
         print(json.dumps({"blocks_left_over": blocks - free, "descriptors_grown": grown}))
     finally:
         server.send_signal(signal.SIGTERM)

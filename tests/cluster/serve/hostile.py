@@ -237,7 +237,7 @@ def main() -> None:
         attack.start()
         beside = good_streams(port, args.streams, args.seconds)
         attack.stop()
-        recoveries = read(f"http://127.0.0.1:{port}").numbers["eagleray_recoveries_total"]
+        recoveries = read(f"http://127.0.0.1:{port}").totals["eagleray_recoveries_total"]
         p99_ms = [1e3 * quantile(each.between_s, 0.99) for each in (alone, beside)]
         row = {
             "p99_ms_alone": round(p99_ms[0], 1),

@@ -27,7 +27,7 @@ def free_port() -> int:
 
 def stats_of(url: str) -> dict[str, float]:
     """The numbers of all engines and of the API, added up."""
-    return top.read(url).numbers
+    return top.read(url).totals
 
 
 def num_leases() -> list[int]:

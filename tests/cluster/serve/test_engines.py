@@ -52,9 +52,9 @@ def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
             one.done.result(10)
 
         list(threads.map(submit_and_abort, range(300)))
-        table = pool._table
+        table = pool._leases._table
         assert len(table._engines) == 2
-        assert not pool._held and not table._of_request and not +table._num_open
+        assert not pool._routed and not table._engine_by_request and not +table._num_open
         wait_until_idle(url, 3.0)
 
 
@@ -80,8 +80,9 @@ def num_admitted() -> dict[str, int]:
     """How many requests each engine has had."""
     from ray import serve
 
-    found = serve.get_app_handle("eagleray").describe.remote().result(timeout_s=10)
-    return {each.replica: each.num_admitted for each in found}
+    handle = serve.get_app_handle("eagleray")
+    statuses = handle.engine_statuses.remote().result(timeout_s=10)
+    return {status.replica_id: status.num_admitted for status in statuses}
 
 
 def engine_of(url: str, session: str) -> str:

@@ -11,14 +11,14 @@ import pytest
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
-from cluster.serve.health import EngineHealth
+from cluster.serve.health import DriverHealth
 from scheduler.errors import EngineDeadError, EngineError
 from tests.cluster.client.test_driver_replaced import MortalDriver, Owner
 from tests.cluster.client.test_outputs import Remote
 from tests.cluster.processes import wait_until
 
 PERIOD_S = 0.01
-Watch = Callable[..., EngineHealth]
+Watch = Callable[..., DriverHealth]
 
 
 class AskedDriver(MortalDriver):
@@ -47,12 +47,12 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
 @pytest.fixture
 def watch(owner: Owner) -> Iterator[Watch]:
     """Makes the health of an engine with the owner's driver."""
-    made: list[tuple[Frontend, EngineHealth]] = []
+    made: list[tuple[Frontend, DriverHealth]] = []
 
-    def watch(replaced_s: float = 60.0, period_s: float = PERIOD_S) -> EngineHealth:
+    def watch(replaced_s: float = 60.0, period_s: float = PERIOD_S) -> DriverHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
         frontend.driver.follow()
-        made.append((frontend, EngineHealth(frontend, replaced_s, period_s)))
+        made.append((frontend, DriverHealth(frontend, replaced_s, period_s)))
         return made[-1][1]
 
     yield watch

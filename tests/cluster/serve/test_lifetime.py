@@ -46,7 +46,9 @@ def overview(
 
 
 def watch(
-    monkeypatch: pytest.MonkeyPatch, *answers: Any, check_again: Callable[[], None] = lambda: None
+    monkeypatch: pytest.MonkeyPatch,
+    *answers: Any,
+    check_can_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Watch an application until these answers of Ray Serve have been read."""
     monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
@@ -62,7 +64,7 @@ def watch(
         return answer
 
     monkeypatch.setattr(Application, "_overview", next_answer)
-    Application("eagleray", check_again).watch(stopping)
+    Application("eagleray", check_can_start).watch(stopping)
     assert not left
 
 
@@ -94,7 +96,7 @@ def test_a_loss_that_no_start_can_mend_ends_the_program_before_ray_serve_tries(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(EngineError, match=r"could not be started again: /model holds no"):
-        watch(monkeypatch, overview("UNHEALTHY", LOST), check_again=no_weights)
+        watch(monkeypatch, overview("UNHEALTHY", LOST), check_can_start=no_weights)
     assert not caplog.records, "it is not said that another one starts"
 
 
@@ -108,7 +110,7 @@ def test_what_is_found_after_a_start_has_failed_ends_the_program_too(
             monkeypatch,
             *[overview("UNHEALTHY", LOST)] * 3,
             overview("UNHEALTHY", first),
-            check_again=lambda: faults.pop(0)(),
+            check_can_start=lambda: faults.pop(0)(),
         )
     assert [record.message for record in caplog.records] == [f"{IS_LOST}: {LOST}"]
 
@@ -138,7 +140,7 @@ def test_one_of_several_engines_that_is_lost_does_not_end_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = overview("UNHEALTHY", LOST, num_running=1)
-    watch(monkeypatch, lost, lost, check_again=no_weights)
+    watch(monkeypatch, lost, lost, check_can_start=no_weights)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_disk_that_does_not_answer_ends_nothing(
     def is_busy() -> None:
         raise error
 
-    watch(monkeypatch, *[overview("UNHEALTHY", LOST)] * 2, check_again=is_busy)
+    watch(monkeypatch, *[overview("UNHEALTHY", LOST)] * 2, check_can_start=is_busy)
 
 
 def test_one_engine_that_cannot_start_again_leaves_the_others_serving(

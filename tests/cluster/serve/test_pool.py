@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import cluster.serve.leases as leases_module
 import cluster.serve.pool as pool_module
 from cluster.client.client import Client
 from cluster.client.news import News
@@ -24,7 +25,7 @@ from cluster.engine.frontends import Frontends
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
-from cluster.serve.router import Wanted
+from cluster.serve.router import LeaseRequest
 from scheduler.errors import (
     EaglerayError,
     EngineDeadError,
@@ -102,7 +103,7 @@ class FakeLeases:
     def __init__(self, *names: str) -> None:
         self.drivers = {name: FakeDriver(name) for name in names}
         self.recovering: set[str] = set()
-        self.asked: list[Wanted] = []
+        self.asked: list[LeaseRequest] = []
         self.num_open = 0
         self.may_choose = asyncio.Event()
         self.may_choose.set()
@@ -110,26 +111,26 @@ class FakeLeases:
     def options(self, **_: Any) -> FakeLeases:
         return self
 
-    def remote(self, wanted: Wanted) -> Any:
-        self.asked.append(wanted)
+    def remote(self, lease_request: LeaseRequest) -> Any:
+        self.asked.append(lease_request)
         self.num_open += 1
-        return FakeStream(self, wanted)
+        return FakeStream(self, lease_request)
 
 
 class FakeStream:
     """Replaces the response of one call."""
 
-    def __init__(self, leases: FakeLeases, wanted: Wanted) -> None:
-        self.leases, self.wanted = leases, wanted
+    def __init__(self, leases: FakeLeases, lease_request: LeaseRequest) -> None:
+        self.leases, self.lease_request = leases, lease_request
         self.is_open, self.is_answered = True, False
 
     async def __anext__(self) -> Lease:
         await self.leases.may_choose.wait()
-        assert self.wanted.choose is not None
-        name = self.wanted.choose(self.leases.drivers.keys())
+        assert self.lease_request.choose is not None
+        name = self.lease_request.choose(self.leases.drivers.keys())
         self.is_answered = True
         driver = None if name in self.leases.recovering else self.leases.drivers[name]
-        return Lease(replica=name, driver=driver)
+        return Lease(replica_id=name, driver=driver)
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -147,7 +148,8 @@ def make_pool(
     lease_limit_s: float = 60.0,
 ) -> EnginePool:
     monkeypatch.setattr(pool_module, "Frontend", FakeFrontend)
-    monkeypatch.setattr(pool_module, "PAUSE_S", 0.01)
+    for module in (pool_module, leases_module):
+        monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
 
     async def make() -> EnginePool:
         engines: Any = leases
@@ -172,10 +174,10 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     one = generation("one")
     pool.submit([one])
     assert leases.drivers["c"].has == [one]
-    assert [wanted.avoid for wanted in leases.asked] == [(), ("a",), ("a", "b")]
+    assert [lease_request.avoided_ids for lease_request in leases.asked] == [(), ("a",), ("a", "b")]
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert not pool._held and not pool._table._of_request
+    assert not pool._routed and not pool._leases._table._engine_by_request
 
 
 def test_a_request_that_has_ended_is_free_without_the_collector(
@@ -248,7 +250,7 @@ def test_what_is_submitted_together_is_taken_together_or_not_at_all(
     with pytest.raises(RequestError, match="no"):
         pool.submit(both)
     assert leases.drivers["a"].not_needed == both
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
 
 
 def test_a_request_that_is_aborted_while_it_moves_goes_nowhere(
@@ -280,15 +282,17 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
     wait_until(lambda: bool(leases.asked), "a lease to be asked for")
     pool.abort([one])
     submitting.join(5)
-    assert leases.num_open == 1 and not pool._table._engines
+    assert leases.num_open == 1 and not pool._leases._table._engines
     loop.call_soon_threadsafe(leases.may_choose.set)
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert pool._table._engines == {"a", "b"}, "the choice came after the end"
-    assert not pool._table._of_request and not +pool._table._num_open
+    assert pool._leases._table._engines == {"a", "b"}, "the choice came after the end"
+    assert not pool._leases._table._engine_by_request and not +pool._leases._table._num_open
 
 
 def test_what_a_lease_is_for_travels_without_the_choice() -> None:
-    assert pickle.loads(pickle.dumps(Wanted(("a",), lambda names: "b"))) == Wanted(("a",))
+    assert pickle.loads(pickle.dumps(LeaseRequest(("a",), lambda names: "b"))) == LeaseRequest(
+        ("a",)
+    )
 
 
 def test_requests_that_wait_for_an_engine_hold_no_thread(
@@ -312,8 +316,8 @@ def test_requests_that_wait_for_an_engine_hold_no_thread(
     has = [each for driver in leases.drivers.values() for each in driver.has]
     assert {id(each) for each in has} == {id(each) for each in many[10:]}
     pool.abort(many)
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
-    assert not pool._table._of_request
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
+    assert not pool._leases._table._engine_by_request
 
 
 def test_a_wait_for_an_engine_has_an_end(
@@ -327,7 +331,7 @@ def test_a_wait_for_an_engine_has_an_end(
     with pytest.raises(OverloadedError, match="no engine"):
         sending = pool.send([generation("two")])
         asyncio.run_coroutine_threadsafe(sending, loop).result(5)
-    wait_until(lambda: leases.num_open == 0 and not pool._held, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
 
 
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(
@@ -429,7 +433,7 @@ def test_a_fault_of_the_pool_ends_the_requests_it_moves(
     async def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(pool, "_lease_one", broken)
+    monkeypatch.setattr(pool._leases, "lease", broken)
     leases.drivers["a"].die()
     with pytest.raises(EngineError, match="could not move: AttributeError"):
         one.done.result(5)

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.serve.prefixes import (
     MAX_HASHES_PER_PROMPT,
-    MIN_LEAD,
+    MIN_EXTRA_REQUESTS,
     PrefixTable,
     prefix_hashes,
     session_hash,
@@ -56,7 +56,7 @@ def test_conversations_stay_with_their_engine() -> None:
             open_now.append(request_id)
             histories[number] += [rng.randrange(1000) for _ in range(40)]
         for request_id in open_now:
-            table.ended(request_id)
+            table.end(request_id)
     assert all(len(engines) == 1 for engines in homes.values())
     assert sorted(next(iter(engines)) for engines in homes.values()) == ["a"] * 4 + ["b"] * 4
 
@@ -74,7 +74,7 @@ def test_no_engine_gets_much_more_than_its_share(shared: int, engines: str) -> N
         counts[engine] += 1
         open_now.append(request_id)
         if len(open_now) > 40:
-            table.ended(open_now.pop(rng.randrange(len(open_now))))
+            table.end(open_now.pop(rng.randrange(len(open_now))))
     assert max(counts.values()) <= 1.5 * 400 / len(engines), counts
 
 
@@ -87,7 +87,7 @@ def test_load_comes_before_what_is_cached() -> None:
         others += put(table, tokens)[1] != home
     assert others == 10 and put(table, tokens, "a")[1] == "a"
     table = PrefixTable()
-    homes = [put(table, tokens)[1] for _ in range(MIN_LEAD + 2)]
+    homes = [put(table, tokens)[1] for _ in range(MIN_EXTRA_REQUESTS + 2)]
     assert len(set(homes[:-1])) == 1 != len(set(homes)), "a short queue is worth what is cached"
 
 
@@ -105,23 +105,23 @@ def test_engines_that_are_gone_are_forgotten_and_new_ones_get_their_share_only()
     held = [put(table, [number] * 64) for number in range(100)]
     held.append(put(table, [1] * 64, "ac"))
     for request_id, _ in held:
-        table.ended(request_id)
+        table.end(request_id)
     chosen = []
     for number in range(100, 120):
         request_id, engine = put(table, [number] * 64, "ac")
         chosen.append(engine)
-        table.ended(request_id)
+        table.end(request_id)
     assert 8 <= chosen.count("c") <= 12, chosen
 
 
 def test_engines_to_avoid_come_last_and_are_not_forgotten() -> None:
     table, hashes = PrefixTable(), prefix_hashes(list(range(64)), 16)
     assert table.choose("one", "ab", hashes, None) == "a"
-    assert table.choose("one", "ab", hashes, None, avoid="a") == "b", "chosen anew"
-    assert table.choose("two", "ab", hashes, None, avoid="ab") == "a", "there is no other"
+    assert table.choose("one", "ab", hashes, None, avoided_engines="a") == "b", "chosen anew"
+    assert table.choose("two", "ab", hashes, None, avoided_engines="ab") == "a", "there is no other"
     for request in ("one", "two"):
-        table.ended(request)
-    assert not +table._num_open and not table._of_request
+        table.end(request)
+    assert not +table._num_open and not table._engine_by_request
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
@@ -130,9 +130,9 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     home = put(table, kept)[1]
     for number in range(1000):
         request_id, _ = put(table, [number] * 64)
-        table.ended(request_id)
+        table.end(request_id)
         if number % 10 == 0:
             request_id, engine = put(table, kept)
             assert engine == home
-            table.ended(request_id)
-    assert len(table._seen) <= 100 and len(table._of_request) == 1
+            table.end(request_id)
+    assert len(table._engines_by_hash) <= 100 and len(table._engine_by_request) == 1
