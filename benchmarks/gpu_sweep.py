@@ -2,7 +2,7 @@
 FILE] [--kernels prefill decode]`.
 
     prefill   sizes of tiles and stages, for blocks of 16, 64 and 128 tokens
-    decode    the order of programs, for the same blocks; over a cache of 8-bit numbers also the
+    decode    programs per processor, for the same blocks; over a cache of 8-bit numbers also the
               size of tiles and the way of reading
 
 for the heads of Qwen3-0.6B and of Qwen3-8B. Each row is one launch of one batch: microseconds of
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -42,6 +43,7 @@ from benchmarks.gpu_check_common import (
 from benchmarks.gpu_check_process import write_json
 from benchmarks.gpu_check_speed import Pool, attention_bytes, attention_us
 from benchmarks.gpu_check_verdicts import judge, poisoned
+from kernels import decode_parts
 from kernels.gpu.attention import paged_attention
 from kernels.gpu.attention_launch import Launch
 from kernels.gpu.fp8 import Fp8Read
@@ -70,7 +72,10 @@ def _batch(seq_lens: list[int], query_lens: list[int]) -> dict[str, list[int]]:
 # Query heads, KV heads, head dim: of Qwen3-0.6B and of Qwen3-8B.
 _HEADS: tuple[Heads, ...] = ((16, 8, 128), (32, 8, 128))
 _SMALL_HEADS: tuple[Heads, ...] = ((2, 1, 64),)
-_BLOCK_SIZES = (16, 64, 128)
+_BLOCK_SIZES = (64, 128)
+# Programs of decode to start per multiprocessor, of which three run at once: more of them are
+# shorter, so the last ones leave less idle, but more parts are joined.
+_PROGRAMS_PER_SM = (3, 6, 9, 12)
 # Lengths of rows and of their queries.
 _PREFILLS = {
     "1 x 2048": _batch([2048], [2048]),
@@ -105,7 +110,7 @@ def prefill(check: Check) -> None:
     batches = {"20": _batch([20], [20])} if check.small else _PREFILLS
     for heads, block_size, batch in _shapes(check, batches):
         case = Case(name=f"prefill {batch}", heads=heads, block_size=block_size, **batches[batch])
-        _add_launches(check, pool, case, _prefill_launches(check))
+        _add_launches(check, pool, case, _prefill_launches(check), [])
 
 
 def decode(check: Check) -> None:
@@ -117,7 +122,12 @@ def decode(check: Check) -> None:
         for heads, block_size, batch in _shapes(check, batches):
             name = f"decode {cache} {batch}"
             case = Case(name=name, heads=heads, block_size=block_size, **batches[batch])
-            _add_launches(check, pool, case, _decode_launches(check, cache == "fp8"))
+            chosen: list[torch.Tensor] = []
+            _add_launches(check, pool, case, _decode_launches(check, cache == "fp8"), chosen)
+            for programs in _PROGRAMS_PER_SM:
+                with mock.patch.object(decode_parts, "_PROGRAMS_PER_SM", programs):
+                    label = f"{programs} programs per processor"
+                    _add_launches(check, pool, case, {label: _as_chosen}, chosen)
 
 
 def _shapes(check: Check, batches: dict[str, Any]) -> Iterator[tuple[Heads, int, str]]:
@@ -138,16 +148,13 @@ def _prefill_launches(check: Check) -> dict[str, Tune]:
 
 def _decode_launches(check: Check, is_fp8: bool) -> dict[str, Tune]:
     launches: dict[str, Tune] = {_AS_CHOSEN: _as_chosen}
-    for order, heads_adjacent in (("heads", True), ("places", False)):
-        if not is_fp8:
-            launches[f"{order} adjacent"] = _changed(heads_adjacent=heads_adjacent)
-            continue
+    if is_fp8:
         ways: tuple[Fp8Read, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
         for way in ways:
             for tile_c in (64, 128):
-                launches[f"{order} adjacent, {way}, C {tile_c}"] = _changed(
-                    heads_adjacent=heads_adjacent, read_fp8=way, tile_c=tile_c
-                )
+                launches[f"{way}, C {tile_c}"] = _changed(read_fp8=way, tile_c=tile_c)
+    for warps, stages in ((4, 4), (8, 5), (4, 7)):
+        launches[f"{warps} warps, {stages} stages"] = _changed(num_warps=warps, num_stages=stages)
     return launches
 
 
@@ -159,13 +166,20 @@ def _changed(**fields: Any) -> Tune:
     return partial(dataclasses.replace, **fields)
 
 
-def _add_launches(check: Check, pool: Pool, case: Case, launches: dict[str, Tune]) -> None:
-    """Add the row of each launch, unless the cache is larger than the pool."""
+def _add_launches(
+    check: Check,
+    pool: Pool,
+    case: Case,
+    launches: dict[str, Tune],
+    chosen: list[torch.Tensor],
+) -> None:
+    """Add the row of each launch, unless the cache is larger than the pool. `chosen`: what the
+    launch as chosen gives, which this puts there if it is one of them.
+    """
     _, kv_heads, dim = case.heads
     cached = sum(seq_len + case.block_size for seq_len in case.seq_lens)
     if kv_heads * dim * cached > pool.keys.numel():
         return
-    chosen: list[torch.Tensor] = []  # what the first launch gives
     for label, tune in launches.items():
         attend = partial(paged_attention, tune=tune)
         check.add(case.name, partial(_measure, check, pool, case, label, attend, chosen))

@@ -36,7 +36,9 @@ def test_every_launch_is_timed_and_written(tmp_path: Path) -> None:
         row["name"]: [r["launch"] for r in rows if r["name"] == row["name"]] for row in rows
     }
     assert all(labels[0] == "as chosen" for labels in launches.values())
-    assert {"heads adjacent", "places adjacent"} < set(launches["decode 16 bits 3 x 40"])
+    assert {"4 warps, 4 stages", "9 programs per processor"} < set(
+        launches["decode 16 bits 3 x 40"]
+    )
     assert len(launches["decode fp8 3 x 40"]) >= 5 and len(launches["prefill 20"]) == 2
     assert all(row["passed"] and row["roundings"] <= 4 for row in rows)
     lines = done.stdout.splitlines()[1:]
@@ -55,7 +57,7 @@ def test_a_launch_with_another_output_or_an_error_is_marked() -> None:
         "as chosen": lambda launch: launch,
         "broken": broken,
     }
-    gpu_sweep._add_launches(check, Pool.allocate(check), case, launches)
+    gpu_sweep._add_launches(check, Pool.allocate(check), case, launches, [])
     assert [row["passed"] for row in check.rows] == [True, False]
     other = torch.ones(20, 2, 64, dtype=check.dtype, device=check.device)
     row = gpu_sweep._compared(
