@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit
-from kernels.cpu.packed import PANEL, STEP_BYTES, row_bytes
-from kernels.cpu.panel import Panels, multiply_panels
+from kernels.cpu.packed import PANEL, row_bytes
+from kernels.cpu.panel import multiply_bfloat16_panel
+from kernels.cpu.parallel import parallel_for
 
 _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
@@ -33,9 +34,8 @@ def linear(
 
 @exact_entry_jit
 def _linear(x_TX: Array, address: int, panel_bytes: int, bias_Y: Array, out_TY: Array) -> None:
-    num_steps = x_TX.shape[1] // 2
-    weight = Panels(address, panel_bytes, STEP_BYTES, PANEL, num_steps, np.uint16(0))
-    multiply_panels(x_TX, weight, bias_Y, (), out_TY)
+    arguments = (x_TX, (address, panel_bytes, np.uint16(0)), bias_Y, (), out_TY)
+    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_bfloat16_panel, arguments)
 
 
 def run_once() -> None:

@@ -23,10 +23,11 @@ from kernels.cpu.jit import (
     exact_entry_jit,
     exact_jit,
     float_of_bits,
+    narrow,
     widen,
 )
-from kernels.cpu.packed import PANEL, STEP_BYTES, max_rows, packed_address, row_bytes
-from kernels.cpu.panel import Panels, finish_row, multiply_panels
+from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
+from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
@@ -127,7 +128,13 @@ def _quantize(x_TX: Array, codes_TX: Array, scale_T: Array) -> None:
 def _scale_token(
     t: int, sums_TY: Array, bias_Y: Array, scales: tuple[Array, ...], out_TY: Array
 ) -> None:
-    finish_row(t, sums_TY[t], 0, bias_Y, scales, out_TY)
+    _, scale_Y, scale_T = scales
+    sums_Y, scale_t, out_Y = sums_TY[t], scale_T[t], out_TY[t]
+    for y in range(len(out_Y)):
+        value = sums_Y[y] * scale_Y[y] * scale_t
+        if len(bias_Y):
+            value += bias_Y[y]
+        out_Y[y] = narrow(value, out_TY[0, 0])
 
 
 @exact_entry_jit
@@ -147,6 +154,5 @@ def _few_rows(
 ) -> None:
     for t in range(len(x_TX)):
         scales[2][t] = _quantize_row(x_TX[t], codes_TX[t])
-    num_steps = x_TX.shape[1] // 4
-    weight = Panels(address, panel_bytes, STEP_BYTES, PANEL, num_steps, np.int8(0))
-    multiply_panels(codes_TX, weight, bias_Y, scales, out_TY)
+    arguments = (codes_TX, (address, panel_bytes, np.int8(0)), bias_Y, scales, out_TY)
+    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_int8_panel, arguments)

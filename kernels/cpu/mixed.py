@@ -17,14 +17,12 @@ from functools import partial
 import torch
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
-from kernels.cpu.panel import Panels, multiply_panels
+from kernels.cpu.panel import multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.tile import LANES
 
 PANEL = LANES
 _CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
-# Products added in one sum; longer rows add several such sums, which is more accurate.
-_PRODUCTS_PER_SPAN = 1024
 _NO_BIAS = torch.empty(0)
 
 
@@ -85,9 +83,7 @@ def _transpose_panels(panels_NXP: Array) -> None:
 
 @exact_entry_jit
 def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
-    size_in, width = panels_NXP.shape[1:]
-    step_bytes = panels_NXP.itemsize * width
-    address, panel_bytes = panels_NXP.ctypes.data, size_in * step_bytes
-    element = panels_NXP[0, 0, 0]
-    weight = Panels(address, panel_bytes, step_bytes, width, _PRODUCTS_PER_SPAN, element)
-    multiply_panels(x_TX, weight, bias_Y, (), out_TY)
+    panel_bytes = panels_NXP.itemsize * panels_NXP.shape[1] * PANEL
+    weight = panels_NXP.ctypes.data, panel_bytes, panels_NXP[0, 0, 0]
+    arguments = (x_TX, weight, bias_Y, (), out_TY)
+    parallel_for(len(panels_NXP), multiply_widened_panel, arguments)

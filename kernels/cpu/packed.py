@@ -23,7 +23,7 @@ from kernels.cpu.jit import as_array
 
 PANEL = 64
 _LANE_BYTES = 4
-STEP_BYTES = _LANE_BYTES * PANEL  # what one dot product of every output feature reads
+
 _ROW_MULTIPLE_BYTES = 64
 
 
