@@ -39,6 +39,7 @@ import typer.core
 
 from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
+from configs.options import flag_of
 from configs.serve import ServeConfig
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
@@ -60,39 +61,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Tensor-parallel inference for Qwen3 on a Ray cluster.",
 )
-MADE_UP = "Made-up requests"
 
 
-def _config_flags(config: type[Any], panel: str) -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of a configuration that has a flag."""
-    types = typing.get_type_hints(config)
+def _flags_of(config: type[Any], panel: str, **flag_types: Any) -> dict[str, inspect.Parameter]:
+    """One command-line parameter per field that has a flag. `flag_types`: the types of flags that
+    differ from those of their fields.
+    """
+    types = typing.get_type_hints(config) | flag_types
     flags = {}
     for field in dataclasses.fields(config):
-        flag, default = field.metadata.get("flag"), field.metadata.get("flag_default")
+        flag, default = flag_of(field), field.metadata.get("flag_default")
         if flag is not None:
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=panel)
-            kind = types[field.name] if default is not None else types[field.name] | None
-            flags[field.name] = _parameter(field.name, Annotated[kind, option], default)
+            flag_type = types[field.name] if default is not None else types[field.name] | None
+            flags[field.name] = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[flag_type, option],
+                default=default,
+            )
     return flags
-
-
-def _sampling_flags() -> dict[str, inspect.Parameter]:
-    """One command-line parameter per field of `SamplingParams` that has a flag; the others are set
-    per request.
-    """
-    types = typing.get_type_hints(SamplingParams) | {"stop": list[str] | None}
-    flags = {}
-    for field in dataclasses.fields(SamplingParams):
-        if field.metadata["has_flag"]:
-            flag = "--" + field.name.replace("_", "-")
-            option = typer.Option(flag, help=field.metadata["help"], rich_help_panel="Sampling")
-            flags[field.name] = _parameter(field.name, Annotated[types[field.name], option], None)
-    return flags
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, annotation=annotation, default=default)
 
 
 def _engine_config(values: dict[str, Any]) -> EngineConfig:
@@ -108,18 +96,20 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 # Parameters that stand for several flags: the flags, and the function that builds the parameter
 # from their values.
 GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
-    "config": (_config_flags(EngineConfig, "Engine"), _engine_config),
-    "defaults": (_sampling_flags(), _sampling_params),
-    "serving": (_config_flags(ServeConfig, "Serving"), dict),
+    "config": (_flags_of(EngineConfig, "Engine"), _engine_config),
+    "defaults": (_flags_of(SamplingParams, "Sampling", stop=list[str] | None), _sampling_params),
+    "serving": (_flags_of(ServeConfig, "Serving"), dict),
 }
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with its parameters `config` and `defaults` replaced by flags."""
-    own = inspect.signature(command, eval_str=True).parameters
-    groups = {name: GROUPS[name] for name in own if name in GROUPS}
+    """`command`, with those of its parameters that `GROUPS` names replaced by flags."""
+    command_parameters = inspect.signature(command, eval_str=True).parameters
+    groups = {name: GROUPS[name] for name in command_parameters if name in GROUPS}
     parameters = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name not in groups
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in command_parameters.values()
+        if parameter.name not in groups
     ]
     for flags, _ in groups.values():
         parameters += flags.values()
@@ -127,8 +117,8 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         with _exit_codes():
-            for name, (flags, make) in groups.items():
-                values[name] = make({flag: values.pop(flag) for flag in flags})
+            for name, (flags, build) in groups.items():
+                values[name] = build({flag: values.pop(flag) for flag in flags})
             command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -180,9 +170,9 @@ def chat(*, config: EngineConfig, defaults: SamplingParams) -> None:
     run_chat(config, defaults)
 
 
-def _made_up(flag: str, text: str, default: float) -> Any:
+def _synthetic_option(flag: str, text: str, default: float) -> Any:
     return typer.Option(
-        flag, help=f"{text} [synthetic requests; {default}]", rich_help_panel=MADE_UP
+        flag, help=f"{text} [synthetic requests; {default}]", rich_help_panel="Made-up requests"
     )
 
 
@@ -192,14 +182,20 @@ def bench(
     input: Annotated[
         Path | None, typer.Option("--input", help="JSONL file of requests, as for generate.")
     ] = None,
-    num_seqs: Annotated[int | None, _made_up("--num-seqs", "Number of requests.", 256)] = None,
+    num_seqs: Annotated[
+        int | None, _synthetic_option("--num-seqs", "Number of requests.", 256)
+    ] = None,
     max_input: Annotated[
-        int | None, _made_up("--max-input", "Longest prompt; the shortest is a tenth.", 1024)
+        int | None,
+        _synthetic_option("--max-input", "Longest prompt; the shortest is a tenth.", 1024),
     ] = None,
     max_output: Annotated[
-        int | None, _made_up("--max-output", "Longest output; the shortest is a tenth.", 1024)
+        int | None,
+        _synthetic_option("--max-output", "Longest output; the shortest is a tenth.", 1024),
     ] = None,
-    temperature: Annotated[float | None, _made_up("--temperature", "0 is greedy.", 0.6)] = None,
+    temperature: Annotated[
+        float | None, _synthetic_option("--temperature", "0 is greedy.", 0.6)
+    ] = None,
     request_rate: Annotated[
         float | None,
         typer.Option(
@@ -258,7 +254,9 @@ def serve(
 
     if serving["api_key"] is None:
         serving["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
-    sampling = {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None}
+    sampling = {
+        name: value for name, value in dataclasses.asdict(defaults).items() if value is not None
+    }
     run_serve(
         ServeJob(
             config=ServeConfig(engine=config, sampling=sampling, **serving),

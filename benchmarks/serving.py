@@ -91,9 +91,12 @@ def serve_uvicorn(args: argparse.Namespace) -> None:
 
     from cluster import LLM
     from cluster.api.app import Api
+    from cluster.api.endpoints import Served
 
     with LLM(args.model, **engine_options(args)) as llm:
-        api = Api(llm.client, llm._setup.tokenizer, model_name="model", version="0")
+        tokenizer = llm._setup.tokenizer
+        served = Served(name="model", builder=llm.client.builder, tokenizer=tokenizer)
+        api = Api(llm.client, served, version="0")
         print("ready on", args.port, flush=True)
         uvicorn.run(api, port=args.port, log_level="warning", lifespan="off", ws="none")
 

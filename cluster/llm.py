@@ -9,21 +9,22 @@ Works inside a program that runs Ray or an event loop, and leaves both as they w
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from cluster.client.client import Client
-from cluster.client.outputs import Chunk, RequestOutput
+from cluster.client.outputs import Chunk, Generation, RequestOutput
 from cluster.client.progress import ProgressBar
 from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import EngineSetup, prepare
 from cluster.engine.report import EngineReport
 from cluster.engine.start import EngineProcesses
 from configs.engine import EngineConfig
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, RequestError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
@@ -56,6 +57,7 @@ class LLM:
         self.config = setup.config
         self._setup = setup
         self._engine = EngineProcesses(setup)
+        self._streams: dict[str, Generation] = {}  # by the names that the program gave
         self.client = Client(
             setup.request_builder(self._engine.report.limits), self._engine.frontend
         )
@@ -126,14 +128,13 @@ class LLM:
         `request_id` is a name of your choice for `abort`.
         """
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        [generation] = self.client.submit([prompt], sampling_params, [chunks.put], request_id)
+        self._check_unused(request_id)
+        [generation] = self.client.submit([prompt], sampling_params, [chunks.put])
         generation.done.add_done_callback(lambda _: chunks.put(None))
-        try:
+        with self._running(generation, request_id):
             while (chunk := chunks.get()) is not None:
                 yield chunk
             generation.result()
-        finally:
-            self.client.abort([generation])
 
     async def astream(
         self,
@@ -143,16 +144,38 @@ class LLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
-        async with self.client.stream([prompt], sampling_params, request_id) as (_, chunks):
-            while items := await chunks.next():
-                for _, chunk in items:
-                    yield chunk
+        self._check_unused(request_id)
+        async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
+            with self._running(generation, request_id):
+                while items := await chunks.next():
+                    for _, chunk in items:
+                        yield chunk
 
     def abort(self, request_id: str) -> bool:
         """End the stream that was given this `request_id`; its last chunk says "abort". False if it
         is not running.
         """
-        return self.client.abort_named(request_id)
+        if request_id not in self._streams or self._streams[request_id].done.done():
+            return False
+        self.client.abort([self._streams[request_id]])
+        return True
+
+    def _check_unused(self, request_id: str | None) -> None:
+        """Raise `RequestError` if a running stream has this name."""
+        if request_id in self._streams and not self._streams[request_id].done.done():
+            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+
+    @contextlib.contextmanager
+    def _running(self, generation: Generation, request_id: str | None) -> Iterator[None]:
+        """The stream has this name while it is read, and is aborted afterwards."""
+        if request_id is not None:
+            self._streams[request_id] = generation
+        try:
+            yield
+        finally:
+            self.client.abort([generation])
+            if request_id is not None and self._streams.get(request_id) is generation:
+                del self._streams[request_id]
 
     # -- the engine --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from configs.model import DTYPES, ModelConfig, rope_max_length
 from configs.options import check_option, option
@@ -52,14 +52,11 @@ class EngineConfig:
 
     model: str = option(
         str(DEFAULT_MODEL_DIR),
-        flag="--model",
         help="Directory or hub id; the small default model if left out.",
         flag_default=None,
     )
-    tokenizer: str | None = option(
-        None, flag="--tokenizer", help="Directory or hub id of another tokenizer."
-    )
-    revision: str | None = option(None, flag="--revision", help="Revision of a hub id.")
+    tokenizer: str | None = option(None, help="Directory or hub id of another tokenizer.")
+    revision: str | None = option(None, help="Revision of a hub id.")
     tensor_parallel_size: int = option(
         1,
         flag="--tp",
@@ -68,20 +65,17 @@ class EngineConfig:
     )
     device: str = option(
         "auto",
-        flag="--device",
         help="cpu or cuda; auto takes cuda where the cluster has a GPU for every rank.",
         choices=DEVICES,
     )
     dtype: str = option(
         "auto",
-        flag="--dtype",
         help="float32, bfloat16 or float16 (not on CPU); auto takes the checkpoint's, or float32"
         " where a processor has no bfloat16, with the weights kept in bfloat16.",
         choices=("auto", *DTYPES),
     )
     quantization: str | None = option(
         None,
-        flag="--quantization",
         help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
         " exact. Checkpoints of compressed-tensors in that format are read as they are, those of"
         " GPTQ (4 or 8 bits) as the values that they store.",
@@ -89,44 +83,35 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        flag="--kv-cache-dtype",
         help="fp8_e4m3: keys and values as 8-bit numbers, so twice the tokens fit; less exact,"
         " slower on a CPU, not with flash-attn.",
         choices=KV_CACHE_DTYPES,
     )
     attention_backend: str = option(
         "auto",
-        flag="--attention-backend",
         help="On GPUs flash_attn, triton, hybrid (FlashAttention-3 for prompts and Triton for"
         " decoding, on Hopper) or reference; on CPU cpu, reference, or triton in its interpreter.",
         choices=ATTENTION_BACKENDS,
     )
     block_size: int | None = option(
         None,
-        flag="--block-size",
         help="Tokens per KV block; by default 64 on CPU, 16 with Triton, 128 with flash-attn 3.",
         at_least=1,
         at_most=2**20,
     )
     num_kv_blocks: int | None = option(
         None,
-        flag="--num-kv-blocks",
         help="Number of KV blocks, whatever memory they take.",
         at_least=1,
         at_most=2**31 - 1,  # block ids are 32-bit numbers
     )
     kv_cache_bytes: int | None = option(
         None,
-        flag="--kv-cache-bytes",
         help="KV cache of all ranks together, on CPU; by default 1 GiB or 65,536 tokens.",
         at_least=1,
     )
     gpu_memory_utilization: float = option(
-        0.9,
-        flag="--gpu-memory-utilization",
-        help="Share of a GPU's memory to use.",
-        above=0,
-        at_most=1,
+        0.9, help="Share of a GPU's memory to use.", above=0, at_most=1
     )
     enable_prefix_caching: bool = option(
         True,
@@ -135,20 +120,17 @@ class EngineConfig:
     )
     max_num_seqs: int | None = option(
         None,
-        flag="--max-num-seqs",
         help="Sequences running at once; by default 64 on CPU, 256 on GPUs.",
         at_least=1,
         at_most=65536,  # each takes a row of the batch's tables
     )
     max_num_batched_tokens: int | None = option(
         None,
-        flag="--max-num-batched-tokens",
         help="Tokens per step, at least max_num_seqs; by default 256 on CPU, 8192 on GPUs.",
         at_least=1,
     )
     max_decode_slowdown: float = option(
         3.0,
-        flag="--max-decode-slowdown",
         help="Prompts beside sequences that decode may lengthen a step to so many times one that"
         " only decodes; 0: no limit.",
         above=1,
@@ -157,11 +139,10 @@ class EngineConfig:
     )
     max_model_len: int | None = option(
         None,
-        flag="--max-model-len",
         help="Tokens of prompt and output; by default the checkpoint's, at most 40960.",
         at_least=2,
     )
-    enforce_eager: bool = option(False, flag="--enforce-eager", help="No CUDA graphs.")
+    enforce_eager: bool = option(False, help="No CUDA graphs.")
     shared_memory: bool = option(
         True,
         flag="--shared-memory/--no-shared-memory",
@@ -170,50 +151,45 @@ class EngineConfig:
     )
     num_steps_ahead: int | None = option(
         None,
-        flag="--num-steps-ahead",
         help="Steps submitted beyond the last unread result; by default 1 on CPU, 3 on GPUs.",
         at_least=0,
         at_most=8,  # each starts a thread on every rank
     )
-    seed: int | None = option(
-        None, flag="--seed", help="Makes requests without a seed repeatable.", at_least=0
-    )
-    ray_address: str | None = option(
-        None, flag="--ray-address", help="Ray cluster to join; local for a new one."
-    )
+    seed: int | None = option(None, help="Makes requests without a seed repeatable.", at_least=0)
+    ray_address: str | None = option(None, help="Ray cluster to join; local for a new one.")
     wait_for_nodes_s: int = option(
         0,
-        flag="--wait-for-nodes-s",
         help="How long to wait for nodes that the cluster does not have yet, such as those of an"
         " autoscaler.",
         at_least=0,
         at_most=int(MAX_TIMEOUT_S),
     )
     start_timeout_s: float = option(
-        300.0, help="Limit on starting.", above=0, at_most=MAX_TIMEOUT_S
+        300.0, help="Limit on starting.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
     )
     stuck_after_s: float = option(
         20.0,
-        flag="--stuck-after-s",
         help="Time without any progress after which the ranks are replaced.",
         above=0,
         at_most=MAX_TIMEOUT_S,
     )
     spares: str = option(
         "warm",
-        flag="--spares",
         help="warm: a process per rank that is ready to take its place; loaded: with its weights"
         " too, on a CPU; off saves their memory.",
         choices=("off", "warm", "loaded"),
     )
-    step_timeout_s: float = option(120.0, help="Limit on a step.", above=0, at_most=MAX_TIMEOUT_S)
+    step_timeout_s: float = option(
+        120.0, help="Limit on a step.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
+    )
     frontend_timeout_s: float = option(
         60.0,
         help="Limit on the silence of a frontend, whose requests are then aborted.",
         above=0,
         at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
-    log_level: str = option("info", flag="--log-level", choices=LOG_LEVELS)
+    log_level: str = option("info", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -276,30 +252,55 @@ def num_seqs(engine: EngineConfig, device: str) -> int:
     return engine.max_num_seqs or min(default, engine.max_num_batched_tokens or default)
 
 
-def resolve(
-    engine: EngineConfig,
-    model: ModelConfig,
-    model_dir: Path,
-    device: str,
-    *,
-    attention_backend: str,
-    block_size: int,
-    dtypes: tuple[str, ...],
-    fast_dtypes: tuple[str, ...],
-    quantizations: tuple[str, ...],
-    weight_dtypes: tuple[str, ...],
-    kv_cache_dtypes: tuple[str, ...],
-) -> ResolvedConfig:
-    """Check the options against the checkpoint and the backend, and fill in those that were left
-    unset.
+class Backend(Protocol):
+    """What `resolve` asks of the kernels that were chosen; see `kernels.interface.Capabilities`."""
 
-    `device` is "cpu" or "cuda". `attention_backend` is the one that was chosen, `block_size` its
-    default, `dtypes` and `quantizations` what it computes in, `kv_cache_dtypes` the other dtypes
-    that its cache can hold. A checkpoint's own dtype is used if it is among `fast_dtypes`;
-    otherwise float32 takes its place, but its matrices keep their dtype if it is among
-    `weight_dtypes`.
+    @property
+    def name(self) -> str: ...
+    @property
+    def default_block_size(self) -> int: ...
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def fast_dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def quantizations(self) -> tuple[str, ...]: ...
+    @property
+    def weight_dtypes(self) -> tuple[str, ...]: ...
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]: ...
+
+
+def resolve(
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, backend: Backend
+) -> ResolvedConfig:
+    """Check the options against the checkpoint, the device ("cpu" or "cuda") and the backend, and
+    fill in those that were left unset. Raises `ConfigError`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
+    dtype = _dtype(engine, model, device, backend)
+    keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
+    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
+    return ResolvedConfig(
+        engine=engine,
+        model=model,
+        model_dir=str(model_dir),
+        device=device,
+        dtype=dtype,
+        weight_dtype=model.dtype if keeps_dtype else dtype,
+        quantization=_quantization(engine, model, device, backend),
+        kv_cache_dtype=_kv_cache_dtype(engine, dtype, backend),
+        attention_backend=backend.name,
+        block_size=engine.block_size or backend.default_block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens
+        or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
+        max_model_len=_max_model_len(engine, model),
+        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
+    )
+
+
+def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
     rope_max_len = rope_max_length(model)
     max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > rope_max_len:
@@ -308,46 +309,44 @@ def resolve(
             f"max_model_len {max_model_len} is beyond the {rope_max_len} positions this checkpoint"
             " serves" + ("" if rope_type == "default" else f" (rope scaling {rope_type!r})")
         )
-    auto_dtype = model.dtype if model.dtype in fast_dtypes else "float32"
+    return max_model_len
+
+
+def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Backend) -> str:
+    """The dtype to compute in: float32 in place of a checkpoint's that the device has no
+    instructions for.
+    """
+    auto_dtype = model.dtype if model.dtype in backend.fast_dtypes else "float32"
     dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
-    if dtype not in dtypes:
+    if dtype not in backend.dtypes:
         raise ConfigError(
             f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
-            f" {', '.join(dtypes)}. Choose one of them, or another attention_backend"
+            f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
         )
+    return dtype
+
+
+def _quantization(
+    engine: EngineConfig, model: ModelConfig, device: str, backend: Backend
+) -> Quantization | None:
     quantization = model.quantization
     if quantization is None and engine.quantization is not None:
         quantization = Quantization(stored=False, vocabulary=True)
-    if quantization is not None and "int8" not in quantizations:
+    if quantization is not None and "int8" not in backend.quantizations:
         raise ConfigError(
             f"quantization 'int8' is not possible on device {device!r} with kernel backend"
-            f" {attention_backend!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
+            f" {backend.name!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
             " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
         )
-    if engine.kv_cache_dtype not in ("auto", *kv_cache_dtypes):
-        possible_dtypes = " and ".join(("auto", *kv_cache_dtypes))
+    return quantization
+
+
+def _kv_cache_dtype(engine: EngineConfig, dtype: str, backend: Backend) -> str:
+    possible_dtypes = ("auto", *backend.kv_cache_dtypes)
+    if engine.kv_cache_dtype not in possible_dtypes:
         raise ConfigError(
             f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
-            f" {attention_backend!r}; possible are {possible_dtypes}. Choose one of them, or"
-            " another attention_backend"
+            f" {backend.name!r}; possible are {' and '.join(possible_dtypes)}. Choose one of them,"
+            " or another attention_backend"
         )
-    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
-    max_num_batched_tokens = engine.max_num_batched_tokens or max(
-        DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs
-    )
-    return ResolvedConfig(
-        engine=engine,
-        model=model,
-        model_dir=str(model_dir),
-        device=device,
-        dtype=dtype,
-        weight_dtype=model.dtype if dtype == "float32" and model.dtype in weight_dtypes else dtype,
-        quantization=quantization,
-        kv_cache_dtype=dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
-        attention_backend=attention_backend,
-        block_size=engine.block_size or block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
-    )
+    return dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype

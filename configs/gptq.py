@@ -50,11 +50,11 @@ def read_gptq(raw: Mapping[str, Any], where: str) -> Gptq | None:
     ):
         return None
 
-    def check(name: str, value: object, *supported: object) -> None:
-        if value not in supported:
+    def check(name: str, value: object, *supported_values: object) -> None:
+        if value not in supported_values:
             raise ConfigError(
                 f"{where}: quantization_config has {name} {value!r}; of GPTQ checkpoints, those"
-                f" with {' or '.join(map(repr, supported))} there are supported. Use such a"
+                f" with {' or '.join(map(repr, supported_values))} there are supported. Use such a"
                 " checkpoint, or one that is not quantized"
             )
 

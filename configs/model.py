@@ -129,11 +129,11 @@ class ModelConfig:
 
     def check_tensor_parallel_size(self, size: int) -> None:
         if not self._splits_into(size):
-            possible = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
+            possible_sizes = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
             raise ConfigError(
                 f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads}"
                 f" query heads, {self.num_key_value_heads} KV heads, intermediate size"
-                f" {self.intermediate_size}); possible are {possible}"
+                f" {self.intermediate_size}); possible are {possible_sizes}"
             )
 
     def _splits_into(self, size: int) -> bool:
@@ -145,18 +145,10 @@ class ModelConfig:
         )
 
     def _check(self, where: str) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{where}: {name} must be at least 1, got {getattr(self, name)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1:
+                raise ConfigError(f"{where}: {field.name} must be at least 1, got {value}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
@@ -245,9 +237,7 @@ def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
         truncate=bool(scaling.get("truncate", True)),
-        attention_factor=optional_floats.get("attention_factor"),
-        mscale=optional_floats.get("mscale"),
-        mscale_all_dim=optional_floats.get("mscale_all_dim"),
+        **optional_floats,
     )
 
 

@@ -13,6 +13,7 @@ def option(
     default: Any,
     *,
     flag: str | None = None,
+    has_flag: bool = True,
     help: str = "",
     flag_default: Any = dataclasses.MISSING,
     at_least: int | None = None,
@@ -22,12 +23,13 @@ def option(
     choices: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have
-    `above`; 0 is possible too with `or_zero`.
+    `above`; 0 is possible too with `or_zero`. Without `flag` its flag is its name (`flag_of`).
     """
     return dataclasses.field(
         default=default,
         metadata={
             "flag": flag,
+            "has_flag": has_flag,
             "help": help or (f"One of {', '.join(choices)}." if choices else ""),
             "flag_default": default if flag_default is dataclasses.MISSING else flag_default,
             "at_least": at_least,
@@ -37,6 +39,13 @@ def option(
             "choices": choices,
         },
     )
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str | None:
+    """The flag of an option on the command line, None if it has none."""
+    if not field.metadata.get("has_flag"):
+        return None
+    return field.metadata.get("flag") or "--" + field.name.replace("_", "-")
 
 
 def check_option(field: dataclasses.Field[Any], value: object) -> None:

@@ -23,29 +23,22 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of `SamplingParams`
     replicas: int = option(
-        1,
-        flag="--replicas",
-        help="Engines, each with its own ranks.",
-        at_least=1,
-        at_most=MAX_REPLICAS,
+        1, help="Engines, each with its own ranks.", at_least=1, at_most=MAX_REPLICAS
     )
     max_replicas: int | None = option(
         None,
-        flag="--max-replicas",
         help="With it, engines are added under load up to this number, and ended after it.",
         at_least=1,
         at_most=MAX_REPLICAS,
     )
     api_replicas: int = option(
         1,
-        flag="--api-replicas",
         help="Processes that answer HTTP for several engines; more than one go through Ray Serve.",
         at_least=1,
         at_most=MAX_REPLICAS,
     )
     target_ongoing_requests: int | None = option(
         None,
-        flag="--target-ongoing-requests",
         help="Requests per engine beyond which one is added; by default half of --max-num-seqs.",
         at_least=1,
         at_most=2**20,
@@ -55,60 +48,58 @@ class ServeConfig:
         help="How long load must be above before an engine is added.",
         above=0,
         at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
     downscale_delay_s: float = option(
         600.0,
         help="How long load must be below before an engine is ended.",
         above=0,
         at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
     served_model_name: str | None = option(
-        None, flag="--served-model-name", help="Name in the API; by default that of --model."
+        None, help="Name in the API; by default that of --model."
     )
-    api_key: str | None = option(
-        None, flag="--api-key", help="Key that clients must send; or set EAGLERAY_API_KEY."
-    )
+    api_key: str | None = option(None, help="Key that clients must send; or set EAGLERAY_API_KEY.")
     allowed_hosts: str | None = option(
         None,
-        flag="--allowed-hosts",
         help="Names, separated by commas, under which a server without a key is reached"
         " besides localhost.",
     )
     allowed_origins: str | None = option(
-        None,
-        flag="--allowed-origins",
-        help="Sites, separated by commas, whose pages may use a server without a key.",
+        None, help="Sites, separated by commas, whose pages may use a server without a key."
     )
     keep_billing_header: bool = option(
         False,
-        flag="--keep-billing-header",
         help="Give the model the line about billing that Claude Code puts before its instructions;"
         " it differs between sessions, so nothing behind it is cached for the next one.",
     )
     unknown_fields: str = option(
         "ignore",
-        flag="--unknown-fields",
         help="Fields of HTTP requests that are not known: ignore, or refuse.",
         choices=("ignore", "refuse"),
     )
     max_open_requests: int = option(
         1024,
-        flag="--max-open-requests",
         help="Outputs that run or wait, per engine; beyond it requests get 503.",
         at_least=1,
         at_most=2**20,
     )
-    max_body_bytes: int = option(8 * 2**20, help="Longest body.", at_least=1, at_most=2**30)
-    max_messages: int = option(2048, help="Longest conversation.", at_least=1, at_most=2**20)
+    max_body_bytes: int = option(
+        8 * 2**20, help="Longest body.", at_least=1, at_most=2**30, has_flag=False
+    )
+    max_messages: int = option(
+        2048, help="Longest conversation.", at_least=1, at_most=2**20, has_flag=False
+    )
     slow_reader_timeout_s: float = option(
         30.0,
         help="How long a client may take nothing of an answer.",
         above=0,
         at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
     drain_timeout_s: float = option(
         300.0,
-        flag="--drain-timeout-s",
         help="How long running requests may take to finish after SIGTERM.",
         above=0,
         at_most=MAX_TIMEOUT_S,

@@ -269,7 +269,7 @@ class Kernels(Protocol):
         token_ids_R: torch.Tensor,
         /,
     ) -> None:
-        """Put tokens into the table."""
+        """Put tokens into the table, except at position 0, which marks a row of padding."""
 
     def paged_attention(
         self,

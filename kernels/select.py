@@ -190,8 +190,7 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "reference": _REFERENCE,
     },
     "cuda": {
-        # Not automatic until it has been measured beside the others (decision 29).
-        "hybrid": Backend(describe=_describe_hybrid, load=_load_hybrid, automatic=False),
+        "hybrid": Backend(describe=_describe_hybrid, load=_load_hybrid),
         "flash_attn": Backend(describe=_describe_flash_attn, load=_load_flash_attn),
         "triton": Backend(describe=_describe_triton, load=_load_triton),
         "reference": _REFERENCE,

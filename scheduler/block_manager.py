@@ -85,7 +85,7 @@ class BlockManager:
     ) -> None:
         assert num_blocks >= 1 and block_size >= 1
         self.block_size = block_size
-        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free_blocks = 0
         self.num_evictions = 0
         self._caches_prefixes = enable_prefix_caching
@@ -312,7 +312,7 @@ class BlockManager:
             )
             num_free += 1
             block = block.next
-        num_unused = sum(b.ref_count == 0 for b in self.blocks)
+        num_unused = sum(block.ref_count == 0 for block in self.blocks)
         assert num_free == num_unused == self.num_free_blocks, (
             f"{num_free} blocks in the free list, {num_unused} unused, {self.num_free_blocks}"
             " counted"

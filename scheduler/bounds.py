@@ -19,7 +19,7 @@ KIB = 2**10
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bound:
     """The most of something that a request may hold, and why not more."""
 
@@ -29,70 +29,66 @@ class Bound:
     reason: str
 
 
-def _bound(most: int, unit: str, where: str, reason: str) -> Bound:
-    return Bound(most=most, unit=unit, where=where, reason=reason)
-
-
 # Bounds of the bytes of an HTTP request.
 HTTP: Mapping[str, Bound] = {
-    "head": _bound(
+    "head": Bound(
         65_536,
         "bytes",
         "request line, headers and trailers together",
         "they are kept until the request ends; browsers and proxies send at most 16 KiB",
     ),
-    "headers": _bound(
+    "headers": Bound(
         256, "headers", "the head of a request", "each is an object; clients send about 20"
     ),
-    "connections": _bound(
+    "connections": Bound(
         4_096,
         "connections",
         "one API process; then the oldest one without a complete request is dropped, or 503",
         "each may hold a head; four times as many as there may be outputs",
     ),
-    "pipelined": _bound(
+    "pipelined": Bound(
         16,
         "requests",
         "one connection, beside the one that is answered",
         "each is kept until its turn; clients send none ahead",
     ),
-    "head time": _bound(
+    "head time": Bound(
         30,
         "seconds",
         "from the first byte of a connection or request to the end of its head",
         "connections that send nothing must not use up the descriptors",
     ),
-    "rest time": _bound(
+    "rest time": Bound(
         10,
         "seconds",
         "for the rest of a body after the answer",
         "an answer that comes early, such as 413, is seen by clients that still send",
     ),
-    "body time": _bound(
+    "body time": Bound(
         30,
         "seconds",
         "by which a body of at most 256 KiB may be later than 8 KiB per second; beyond it, 408",
         "a slow upload may take its time, one that stands still may not",
     ),
-    "body pause": _bound(
+    "body pause": Bound(
         10,
         "seconds",
         "the same for what is larger",
         "while it stands still, it takes the memory of others",
     ),
-    "body": _bound(
+    "body": Bound(
         8 * MIB,
         "bytes",
         "the body, decoded (`max_body_bytes`)",
         "a context of 262,144 tokens is about 1 MiB of text",
     ),
-    "bodies": _bound(
+    "bodies": Bound(
         256 * MIB,
         "bytes",
         "all bodies that one API process has received and not yet tokenized; beyond it, 503",
         "clients that upload at the same time must not fill the memory",
     ),
-    "small body": _bound(
+    "small body": Bound(
         256 * KIB,
         "bytes",
         "a body that is read however many others there are",
@@ -102,32 +98,32 @@ HTTP: Mapping[str, Bound] = {
 # Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the
 # parser holds the interpreter: at most 20 ms.
 JSON: Mapping[str, Bound] = {
-    "values": _bound(
+    "values": Bound(
         524_288,
         "values",
         "the body: numbers, texts, lists and objects",
         "12 prompts of 40,960 token ids; more would stall other requests while it is parsed",
     ),
-    "containers": _bound(
+    "containers": Bound(
         32_768,
         "lists and objects",
         "the body",
         "each takes up to 200 times its bytes; 2,048 messages with calls and 128 tools have 20,000",
     ),
-    "pairs": _bound(
+    "pairs": Bound(
         65_536, "keys", "all objects of the body", "as for lists and objects; most have two"
     ),
-    "bare": _bound(
+    "bare": Bound(
         4 * MIB,
         "bytes",
         "the body outside of texts",
         "524,288 token ids of six digits; numbers of thousands of digits are slow to read",
     ),
-    "depth": _bound(
+    "depth": Bound(
         160, "levels", "nested lists and objects", "schemas of 64 levels, two for each property"
     ),
-    "keys": _bound(2_048, "keys", "any one object", "each is looked up; schemas have the most"),
-    "unknown fields": _bound(
+    "keys": Bound(2_048, "keys", "any one object", "each is looked up; schemas have the most"),
+    "unknown fields": Bound(
         256,
         "unknown fields",
         "the names in the body, and in the objects in it that say how to answer",
@@ -136,93 +132,93 @@ JSON: Mapping[str, Bound] = {
 }
 # Bounds of single fields. The engine checks those of `SamplingParams`.
 FIELDS: Mapping[str, Bound] = {
-    "messages": _bound(
+    "messages": Bound(
         2_048, "messages", "`messages` (`max_messages`)", "the template runs over all of them"
     ),
-    "input": _bound(
+    "input": Bound(
         8_192, "items", "`input` of a response", "a message may come as up to four items"
     ),
-    "parts": _bound(
+    "parts": Bound(
         1_024, "parts", "the content of a message", "each is an object; clients send a few"
     ),
-    "tool_calls": _bound(
+    "tool_calls": Bound(
         256, "calls", "the `tool_calls` of a message", "each is an object; models make a few"
     ),
-    "tools": _bound(256, "tools", "`tools`", "all are part of the prompt; OpenAI documents 128"),
-    "prompt": _bound(
+    "tools": Bound(256, "tools", "`tools`", "all are part of the prompt; OpenAI documents 128"),
+    "prompt": Bound(
         128, "prompts", "`prompt`", "each is at least one output, of which a request may have 128"
     ),
-    "tokenized text": _bound(
+    "tokenized text": Bound(
         MIB,
         "characters",
         "text of `/tokenize` and `/v1/messages/count_tokens`",
         "a token takes 350 bytes while it is made; prompts are bounded by the context",
     ),
-    "alternatives": _bound(
+    "alternatives": Bound(
         MIB,
         "log probabilities",
         "an answer: outputs times `max_tokens` times alternatives and one; the same of prompts,"
         " where they are asked for",
         "each takes 90 bytes of the answer; one output of 32,768 tokens with 20 has 688,128",
     ),
-    "repeated prompt": _bound(
+    "repeated prompt": Bound(
         MIB,
         "tokens",
         "prompts that are repeated in each output: `echo`, `return_token_ids`",
         "an answer of 128 outputs must not hold a prompt of 40,000 tokens 128 times",
     ),
-    "stop": _bound(
+    "stop": Bound(
         32, "texts", "`stop`, `stop_sequences`", "each is matched with each new character"
     ),
-    "stop text": _bound(
+    "stop text": Bound(
         1_024, "characters", "one stop text", "text that may begin one is held back"
     ),
-    "stop_token_ids": _bound(
+    "stop_token_ids": Bound(
         1_024, "token ids", "`stop_token_ids`", "they go to every rank; OpenAI has no such field"
     ),
-    "logit_bias": _bound(
+    "logit_bias": Bound(
         1_024, "token ids", "`logit_bias`", "they go to every rank; OpenAI documents the same limit"
     ),
-    "cache_salt": _bound(
+    "cache_salt": Bound(
         1_024, "characters", "`cache_salt`", "it is part of the hash of every first block"
     ),
-    "model": _bound(512, "characters", "`model`", "names of the hub have at most 96"),
-    "name": _bound(256, "characters", "the name of a tool, and of a schema", "OpenAI documents 64"),
-    "metadata": _bound(16, "keys", "`metadata`", "it is repeated in the answer; OpenAI's limit"),
-    "metadata text": _bound(
+    "model": Bound(512, "characters", "`model`", "names of the hub have at most 96"),
+    "name": Bound(256, "characters", "the name of a tool, and of a schema", "OpenAI documents 64"),
+    "metadata": Bound(16, "keys", "`metadata`", "it is repeated in the answer; OpenAI's limit"),
+    "metadata text": Bound(
         2_048, "characters", "a key or value of `metadata`", "OpenAI documents 64 and 512"
     ),
-    "user": _bound(
+    "user": Bound(
         2_048,
         "characters",
         "`user`, `safety_identifier`, `prompt_cache_key`",
         "they change nothing; OpenAI documents 64",
     ),
-    "chat_template_kwargs": _bound(
+    "chat_template_kwargs": Bound(
         64, "keys", "`chat_template_kwargs`", "templates read fewer than ten variables"
     ),
-    "schema": _bound(
+    "schema": Bound(
         65_536,
         "characters",
         "a JSON schema, the parameters of a tool, or a structural tag",
         "as many bytes are compiled to a grammar, which takes seconds",
     ),
-    "schema values": _bound(
+    "schema values": Bound(
         16_384,
         "values",
         "a JSON schema, the parameters of a tool, or a structural tag",
         "each becomes a part of the grammar; OpenAI documents 5,000 properties",
     ),
-    "choice": _bound(
+    "choice": Bound(
         1_024, "texts", "`structured_outputs.choice`", "each is a branch; OpenAI documents 1,000"
     ),
-    "choice text": _bound(
+    "choice text": Bound(
         65_536, "characters", "all texts of `structured_outputs.choice`", "the grammar holds them"
     ),
-    "regex": _bound(
+    "regex": Bound(
         8_192, "characters", "`structured_outputs.regex`", "it is compiled to an automaton"
     ),
-    "pattern": _bound(8_192, "characters", "a `pattern` of a schema", "as for `regex`"),
+    "pattern": Bound(8_192, "characters", "a `pattern` of a schema", "as for `regex`"),
 }
 TABLES: Mapping[str, Mapping[str, Bound]] = {
     "The HTTP request": HTTP,

@@ -12,8 +12,9 @@ from typing import Final, Literal, Protocol
 
 from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.scheduler import Scheduler, StepOutput, SubmittedStep
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.steps import StepOutput, SubmittedStep
 
 
 class Executor(Protocol):
@@ -99,7 +100,7 @@ class Engine:
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
         self._held_sequences: dict[str, Sequence] = {}  # until their masks are there
-        self._failed: list[tuple[Sequence, EaglerayError]] = []
+        self._failures: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. If its tokens already end it, the sequence is returned finished. Raises
@@ -176,8 +177,8 @@ class Engine:
         """The sequences that have failed since the last call, and why. They have ended, whether or
         not the step in which that was noticed succeeded.
         """
-        failed, self._failed = self._failed, []
-        return failed
+        failures, self._failures = self._failures, []
+        return failures
 
     def _schedule(self) -> StepPlan | None:
         """Plan the next step. Asks for the masks that can be known already, and holds sequences
@@ -186,12 +187,12 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None or not plan.masked:
             return plan
-        with_grammar = [
+        constrained_sequences = [
             seq for seq in self.scheduler.submitted[-1].sampling_sequences if seq.grammar
         ]
-        if with_known_tokens := [seq for seq in with_grammar if seq.num_pending == 1]:
-            self.grammars.masks(with_known_tokens, 0.0)
-        for seq in with_grammar:
+        if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending == 1]:
+            self.grammars.masks(ready_sequences, 0.0)
+        for seq in constrained_sequences:
             if not self.grammars.is_quick(seq):
                 self.scheduler.hold(seq)
                 self._held_sequences[seq.request_id] = seq
@@ -199,9 +200,9 @@ class Engine:
 
     def _resume_held(self) -> None:
         """Resume the held sequences whose next mask is there; end those that cannot have one."""
-        with_known_tokens = [seq for seq in self._held_sequences.values() if not seq.num_pending]
-        answers = self.grammars.masks(with_known_tokens, 0.0) if with_known_tokens else []
-        for seq, answer in zip(with_known_tokens, answers, strict=True):
+        ready_sequences = [seq for seq in self._held_sequences.values() if not seq.num_pending]
+        answers = self.grammars.masks(ready_sequences, 0.0) if ready_sequences else []
+        for seq, answer in zip(ready_sequences, answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
             elif answer is not LATE:
@@ -242,11 +243,11 @@ class Engine:
         )
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
-        self._failed.append((seq, error))
+        self._failures.append((seq, error))
         self.finish(seq.request_id, "error")
 
-    def _forget(self, ended: list[Sequence]) -> None:
-        for seq in ended:
+    def _forget(self, ended_sequences: list[Sequence]) -> None:
+        for seq in ended_sequences:
             if seq.grammar:
                 self._held_sequences.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
@@ -265,10 +266,10 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless the laws of the scheduler hold and no sequence is lost."""
         self.scheduler.check()
-        known_sequences = {id(seq) for seq in self._sequences.values()}
-        queued_sequences = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
-        assert known_sequences == queued_sequences, (
-            f"{len(known_sequences)} sequences known, {len(queued_sequences)} queued"
+        sequence_ids = {id(seq) for seq in self._sequences.values()}
+        queued_ids = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert sequence_ids == queued_ids, (
+            f"{len(sequence_ids)} sequences known, {len(queued_ids)} queued"
         )
         held_request_ids = {seq.request_id for seq in self._sequences.values() if seq.is_held}
         assert held_request_ids <= self._held_sequences.keys() <= self._sequences.keys(), (

@@ -55,9 +55,11 @@ class Pace:
             self._prompt_token_s.append(max(0.0, prompts_s) / num_prompt_tokens)
 
     def _remember_base(self, num_decoding: int, seconds: float) -> None:
-        last_decode_s = self._decode_s.setdefault(num_decoding, deque(maxlen=_NUM_REMEMBERED_STEPS))
-        last_decode_s.append(seconds)
-        self._base_s_by_rows[num_decoding] = median(last_decode_s)
+        recent_decode_s = self._decode_s.setdefault(
+            num_decoding, deque(maxlen=_NUM_REMEMBERED_STEPS)
+        )
+        recent_decode_s.append(seconds)
+        self._base_s_by_rows[num_decoding] = median(recent_decode_s)
 
     def _is_new(self, num_decoding: int) -> bool:
         """Whether rows decode, and no number of them near this one has run without prompts."""
@@ -85,10 +87,8 @@ class Pace:
         base_s = self.base_s(num_decoding)
         if base_s is None or self._is_new(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
-        allowed_prompt_s, token_s = (
-            (self.max_decode_slowdown - 1) * base_s,
-            median(self._prompt_token_s),
-        )
+        allowed_prompt_s = (self.max_decode_slowdown - 1) * base_s
+        token_s = median(self._prompt_token_s)
         if self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))

@@ -312,26 +312,22 @@ class SamplingParams:
 
         Unset fields get the value in `DEFAULTS`.
         """
-        complete = self.over(DEFAULTS)
-        stop_token_ids = frozenset(complete.stop_token_ids or ())
-        if not complete.ignore_eos:
+        params = self.over(DEFAULTS)
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        values = {
-            field.name: getattr(complete, field.name) for field in dataclasses.fields(Sampling)
-        }
+        values = {field.name: getattr(params, field.name) for field in dataclasses.fields(Sampling)}
         return Sampling(
             **values
             | {
                 "seed": derive_seed(seed, index),
-                "top_k": max(0, complete.top_k or 0),
-                "logit_bias": tuple(sorted((complete.logit_bias or {}).items())),
+                "top_k": max(0, params.top_k or 0),
+                "logit_bias": tuple(sorted((params.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
                 # What is generated for a `max_tokens` of 0 is dropped where the output is made.
-                "max_tokens": max(1, complete.max_tokens or 0),
-                "logprobs": -1 if complete.logprobs is None else complete.logprobs,
-                "prompt_logprobs": -1
-                if complete.prompt_logprobs is None
-                else complete.prompt_logprobs,
+                "max_tokens": max(1, params.max_tokens or 0),
+                "logprobs": -1 if params.logprobs is None else params.logprobs,
+                "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             }
         )
 
@@ -360,13 +356,13 @@ def derive_seed(seed: int, index: int) -> int:
 
 def _check_number(name: str, value: object, low: float, high: float, *, whole: bool) -> None:
     accepted_types: tuple[type, ...] = (int,) if whole else (int, float)
-    expected = "a whole number" if whole else "a number"
+    expected_kind = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, accepted_types):
-        raise RequestError(f"{name} must be {expected}, got {shown(value)}", name)
+        raise RequestError(f"{name} must be {expected_kind}, got {shown(value)}", name)
     assert isinstance(value, int | float)
     if not low <= value <= high:  # NaN is in no range
         raise RequestError(
-            f"{name} must be {expected} between {low} and {high}, got {shown(value)}", name
+            f"{name} must be {expected_kind} between {low} and {high}, got {shown(value)}", name
         )
 
 
@@ -426,5 +422,5 @@ def _token_id_key(key: object) -> object:
 
 
 DEFAULTS = SamplingParams(
-    **{f.name: f.metadata["default"] for f in dataclasses.fields(SamplingParams)}
+    **{field.name: field.metadata["default"] for field in dataclasses.fields(SamplingParams)}
 )

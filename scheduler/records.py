@@ -1,19 +1,18 @@
-"""What each step ran, and why sequences waited: a bounded record that can be read at any time."""
+"""What each step ran, and why sequences waited: a bounded record that can be read at any time.
+Counters since the start.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import add
 
 MAX_RECORDS = 4096
 
 # Why the first sequence in line was not admitted.
-WAITS_FOR_SLOT, WAITS_FOR_BLOCKS, WAITS_FOR_TOKEN_BUDGET = (
-    "max_num_seqs",
-    "kv blocks",
-    "max_num_batched_tokens",
-)
-WAITS_FOR_PACE = "max_decode_slowdown"
+WAITS_FOR_SLOT, WAITS_FOR_BLOCKS = "max_num_seqs", "kv blocks"
+WAITS_FOR_TOKEN_BUDGET, WAITS_FOR_PACE = "max_num_batched_tokens", "max_decode_slowdown"
 WAITS_FOR_LAST_TOKEN, WAITS_FOR_SUSPECT = "its last token is in flight", "a suspect runs alone"
 
 
@@ -44,6 +43,11 @@ class StepRecord:
     head_waits_for: str
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of the rows that run several tokens."""
+        return self.num_tokens - self.num_decoding
+
 
 class StepRecords:
     """The last steps, oldest first. Written by the engine's thread, read from any."""
@@ -57,3 +61,33 @@ class StepRecords:
     def since(self, at_s: float) -> list[StepRecord]:
         """The steps launched at `at_s` or later."""
         return [record for record in list(self._records) if record.launched_s >= at_s]
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, as in `EngineStats`."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_admitted: int = 0
+    queue_s: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    rank_seconds: tuple[float, ...] = ()
+
+    def add_admission(self, num_tokens: int, num_cached: int, queue_s: float) -> None:
+        """Count the first admission of a sequence."""
+        self.num_admitted += 1
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+        self.queue_s += queue_s
+
+    def add_seconds(self, step_seconds: dict[str, float], rank_seconds: tuple[float, ...]) -> None:
+        """Count the times of a result, in new objects: another thread may be copying these."""
+        sums_before = self.step_seconds
+        self.step_seconds = sums_before | {
+            part: sums_before.get(part, 0.0) + seconds for part, seconds in step_seconds.items()
+        }
+        seconds_before = self.rank_seconds or (0.0,) * len(rank_seconds)
+        self.rank_seconds = tuple(map(add, seconds_before, rank_seconds))

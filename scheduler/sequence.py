@@ -112,6 +112,15 @@ class Sequence:
         """
         return not self.lacks_scores
 
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether no step may run it, since its next token depends on a mask."""
+        return self.is_held and not self.num_pending
+
+    def end(self, reason: str) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id}, {self.status.value}, {len(self.token_ids)} tokens of"

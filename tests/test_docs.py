@@ -130,3 +130,16 @@ def test_everything_that_is_promised_after_a_fault_is_held_by_a_test() -> None:
 def test_a_row_that_is_broken_joined_or_cut_off_is_found(rows: str, fault: str) -> None:
     faults = faults_of_tables(f"| a | b |\n|---|---|\n{rows}\n")
     assert faults[0].startswith(fault) if fault else faults == []
+
+
+def test_files_of_a_decode_step_have_about_as_many_lines_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split("## How much there is to read")[1].split("\n## ")[0]
+    rows = re.findall(r"(?m)^\| (.+?) \| (`.+`) \| ([\d,]+) \|$", section)
+    assert len(rows) > 5
+    for part, files, stated in rows:
+        num_lines = sum(
+            len((ROOT / name).read_text().splitlines()) for name in re.findall("`(.+?)`", files)
+        )
+        ratio = num_lines / int(stated.replace(",", ""))
+        assert 6 / 7 < ratio < 7 / 6, f"{part}: {num_lines} lines, the page says {stated}"

@@ -37,19 +37,7 @@ def resolve_config(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return resolve(
-        engine,
-        model,
-        model_dir,
-        device,
-        attention_backend=backend.name,
-        block_size=backend.default_block_size,
-        dtypes=backend.dtypes,
-        fast_dtypes=backend.fast_dtypes,
-        weight_dtypes=backend.weight_dtypes,
-        quantizations=backend.quantizations,
-        kv_cache_dtypes=backend.kv_cache_dtypes,
-    )
+    return resolve(engine, model, model_dir, device, backend)
 
 
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:

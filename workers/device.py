@@ -53,6 +53,12 @@ class StepUploads:
     On a CPU, the arrays themselves.
     """
 
+    def keep(self, array: Array) -> torch.Tensor:
+        """A tensor like the array, which has the array's content after each `send`. Every step
+        sends the array, so its owner changes it in place. Call this before anything is put.
+        """
+        return torch.from_numpy(array)
+
     def put(self, array: Array) -> torch.Tensor:
         """A tensor like the array, valid once sent and until the next step is put."""
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -64,8 +70,8 @@ class StepUploads:
 class BufferedUploads(StepUploads):
     """Uploads everything in one copy, which `copy(target, fill)` makes: `fill` writes the bytes to
     be copied. `room`: bytes on the device, which never move, so a graph may read them; the arrays
-    lie there one after another, in the order in which they were put. An array that does not fit
-    gets a tensor and a copy of its own.
+    lie there one after another, those that are kept first, then in the order in which they were
+    put. An array that is put and does not fit gets a tensor and a copy of its own.
     """
 
     def __init__(
@@ -75,26 +81,38 @@ class BufferedUploads(StepUploads):
     ) -> None:
         self.room = room
         self._copy = copy
-        self._arrays: list[tuple[int, Array]] = []
-        self._end = 0
+        self._kept: list[tuple[int, Array]] = []
+        self._put: list[tuple[int, Array]] = []
+        self._kept_end = self._end = 0
+
+    def keep(self, array: Array) -> torch.Tensor:
+        begin, end = self._end, self._end + aligned_bytes(array)
+        assert not self._put and end <= len(self.room), "what is kept comes first, and fits"
+        self._kept.append((begin, array))
+        self._kept_end = self._end = end
+        return _typed(self.room, begin, array)
 
     def put(self, array: Array) -> torch.Tensor:
         array = np.ascontiguousarray(array)
-        dtype = torch.from_numpy(array[:0]).dtype
-        begin, self._end = self._end, self._end + aligned_bytes(array)
-        if self._end > len(self.room):
-            self._end, begin = begin, 0
+        begin, end = self._end, self._end + aligned_bytes(array)
+        if end > len(self.room):
             room = torch.empty(array.nbytes, dtype=torch.uint8, device=self.room.device)
             self._copy(room, partial(_fill, [(0, array)]))
-        else:
-            room = self.room
-            self._arrays.append((begin, array))
-        return room[begin : begin + array.nbytes].view(dtype).view(array.shape)
+            return _typed(room, 0, array)
+        self._put.append((begin, array))
+        self._end = end
+        return _typed(self.room, begin, array)
 
     def send(self) -> None:
         if self._end:
-            self._copy(self.room[: self._end], partial(_fill, self._arrays))
-        self._arrays, self._end = [], 0
+            self._copy(self.room[: self._end], partial(_fill, self._kept + self._put))
+        self._put, self._end = [], self._kept_end
+
+
+def _typed(room: torch.Tensor, begin: int, array: Array) -> torch.Tensor:
+    """The bytes of `room` from `begin` on as a tensor like the array."""
+    dtype = torch.from_numpy(array[:0]).dtype
+    return room[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
 
 def _fill(arrays: list[tuple[int, Array]], target: Bytes) -> None:

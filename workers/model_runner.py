@@ -3,9 +3,9 @@
 Owns the KV cache, the batch state and the sampler; the model is passed in.
 `run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
 are computed only for the last token of sampling rows, and for prompts whose log probabilities are
-wanted. Where the device has graphs, a decode step is
-one graph, and so is a step with prompts of few tokens. Never talks to the driver. Legend: T tokens
-of the step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
+wanted. Where the device has graphs, the model is one graph in a decode step and in a step with
+prompts of few tokens, and sampling is another. Never talks to the driver. Legend: T tokens of the
+step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED
 from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, ints
 from scheduler.params import MAX_LOGPROBS, Sampling
-from workers import faults
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, room_for
-from workers.batch.mixed_graphs import MixedGraphs
+from workers.batch.mixed_graphs import MixedGraphs, max_rows
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
+from workers.sampling.next_tokens import NextTokens
 from workers.sampling.prompt_logprobs import (
     POSITIONS_AT_ONCE,
     PromptScorer,
@@ -41,11 +41,12 @@ from workers.sampling.prompt_logprobs import (
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 
-# What a step sends: three numbers per token; per row the tables of the batch, and its parameters
-# for sampling. Rare parameters, like a logit bias, may need more and are sent on their own.
+# What a step sends: three numbers per token; per row its numbers in the batch and its parameters
+# for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
+# like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
-_BYTES_PER_ROW = 192
-_Forward = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoredTokens | None]]
+_BYTES_PER_ROW = 288
+_Forward = Callable[[], tuple[torch.Tensor, ScoredTokens | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +117,24 @@ class ModelRunner:
             self.uploads = device.step_uploads(
                 _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
             )
+            self.next_tokens = NextTokens(
+                config, model, self.sampler, self.state, device, self.uploads
+            )
         self.scorer = PromptScorer(model, self.sampler.shard, self.state)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
-            parts = (config, model, self.cache, self.state, device, self.uploads)
-            self.graphs, self.mixed_graphs = DecodeGraphs(*parts), MixedGraphs(*parts)
-            self.graphs.capture(self.mixed_graphs.capture())
+            self._capture(config)
+
+    def _capture(self, config: ResolvedConfig) -> None:
+        model = self.model
+        self._hidden_SE = torch.zeros(
+            max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
+        )
+        parts = (config, model, self.cache, self.state, self.device, self.uploads, self._hidden_SE)
+        self.graphs, self.mixed_graphs = DecodeGraphs(*parts), MixedGraphs(*parts)
+        largest = self.graphs.capture(self.mixed_graphs.capture())
+        self.next_tokens.capture(self._hidden_SE, largest)
 
     @torch.inference_mode()
     def run(
@@ -138,29 +150,27 @@ class ModelRunner:
             return PendingStep(device=self.device)
         rows = self.state.take(plan)
         forward = self._stage(rows, self.scorer.stage(plan, rows, self.uploads.put))
-        batch = self.sampler.batch(
-            rows.sampling_slots_R.astype(np.int64),
-            rows.sampling_positions_R.astype(np.int64),
-            self.uploads.put,
-        )
-        self.uploads.send()
-        prepared = time.perf_counter()
-        hidden_RE, slots_R, positions_R, scored = forward()
-        faults.reach("sample", self.model.group.rank)
-        forwarded = time.perf_counter()
-        seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
-        if not len(rows.sampling_slots_R):
-            return self._to_host(None, scored, began, seconds)
-        logits_RV, masks = self.model.logits(hidden_RE), None
-        if plan.masked:
+        mask_s = 0.0
+
+        def timed_mask() -> StepMask:
+            nonlocal mask_s
             asked = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
-            masks = self.sampler.row_masks(wait_for_mask())
-            seconds["mask"] = time.perf_counter() - asked
-            forwarded += seconds["mask"]
-        sampled = self.sampler.sample(logits_RV, batch, masks)
-        self.state.write_sampled(slots_R, positions_R, sampled.token_ids_B)
-        seconds["sample"] = time.perf_counter() - forwarded
+            mask = wait_for_mask()
+            mask_s = time.perf_counter() - asked
+            return mask
+
+        sample = self.next_tokens.stage(rows, self.uploads.put, timed_mask if plan.masked else None)
+        self.uploads.send()
+        prepared = time.perf_counter()
+        hidden_RE, scored = forward()
+        forwarded = time.perf_counter()
+        seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
+        sampled = sample(hidden_RE) if len(rows.sampling_slots_R) else None
+        if sampled is not None:
+            seconds["sample"] = time.perf_counter() - forwarded - mask_s
+        if plan.masked:
+            seconds["mask"] = mask_s
         return self._to_host(sampled, scored, began, seconds)
 
     def check(self) -> None:
@@ -185,25 +195,39 @@ class ModelRunner:
 
     def _stage(self, rows: StepRows, scoring: ScoredRows | None) -> _Forward:
         """Put what the model needs. Returns a function that launches it and returns the hidden
-        states of the last token of each sampling row, the slots and positions that their next
-        tokens go to, and the scores of `scoring`, for which no graph has the hidden states.
+        states of the last token of each sampling row, and the scores of `scoring`, for which no
+        graph has the hidden states.
         """
-        if scoring is None:
-            for graphs in (self.graphs, self.mixed_graphs):
-                if graphs is not None and graphs.fit(rows):
-                    return _without_scores(graphs.stage(rows, self.uploads.put))
+        if scoring is None and (replay := self._graph_of(rows)) is not None:
+            hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
+
+            def replayed() -> tuple[torch.Tensor, None]:
+                replay()
+                return hidden_RE, None
+
+            return replayed
         make_inputs = self.state.stage(rows, self.uploads.put)
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoredTokens | None]:
+        def forward() -> tuple[torch.Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.model.forward(
                 inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
             )
             scored = None if scoring is None else self.scorer.score(hidden_TE, scoring)
             hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
-            return hidden_RE, inputs.sampled_slots_R, inputs.sampled_positions_R, scored
+            return hidden_RE, scored
 
         return forward
+
+    def _graph_of(self, rows: StepRows) -> Callable[[], None] | None:
+        """Put what the graph of these rows reads. Returns what replays it, or None if no graph
+        fits.
+        """
+        if self.graphs is not None and self.graphs.fit(rows):
+            return self.graphs.stage(rows)
+        if self.mixed_graphs is not None and self.mixed_graphs.fit(rows):
+            return self.mixed_graphs.stage(rows, self.uploads.put)
+        return None
 
     def _to_host(
         self,
@@ -242,12 +266,6 @@ class ModelRunner:
             ended=ended,
             seconds=seconds,
         )
-
-
-def _without_scores(
-    replay: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> _Forward:
-    return lambda: (*replay(), None)
 
 
 def make_sampler(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from urllib.parse import urlsplit
 
 from cluster.api.errors import HttpError
 
-Headers = Mapping[bytes, bytes]
+Headers = Mapping[str, str]  # by names in small letters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Access:
     """What is checked before a request is served.
 
@@ -37,15 +38,33 @@ class Access:
     is_local: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_local", _is_bound_to_loopback(self.bound_host))
+        self.is_local = _is_bound_to_loopback(self.bound_host)
 
-    def check_site(self, headers: Headers) -> None:
-        """Raise `HttpError` 403 for a request to a server without a key that may come from a web
-        page of another site. With a key, a page would have to know that.
+    def check(self, headers: Headers, *, is_open: bool = False) -> None:
+        """Raise `HttpError` 401 for a request without the key, and on a server without one, 403 for
+        a request that may come from a web page of another site: with a key, a page would have to
+        know that. `is_open`: the path needs no key, and its answers cost little.
         """
-        if self.api_key is not None:
+        if self.api_key is None:
+            self._check_site(headers, is_open)
             return
-        host = headers.get(b"host", b"").decode("latin-1").strip().lower()
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # where Anthropic's clients send it
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        if not (is_right or is_open):
+            raise HttpError(
+                401,
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _check_site(self, headers: Headers, is_open: bool) -> None:
+        """What a page has a browser fetch from another site, such as an image, has no `Origin`. The
+        page cannot read the answer, but making it may take long.
+        """
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if not self._is_host_allowed(host):
             raise HttpError(
                 403,
@@ -54,42 +73,18 @@ class Access:
                 " or with --api-key",
                 code="host_not_allowed",
             )
-        origin = headers.get(b"origin", b"").decode("latin-1").strip().lower()
-        if origin and not self._is_origin_allowed(origin, host):
+        if origin:
+            is_allowed = self._is_origin_allowed(origin, host)
+            site, remedy = origin[:200], "Serve with --allowed-origins for it"
+        else:
+            is_allowed = is_open or headers.get("sec-fetch-site", "").lower() != "cross-site"
+            site, remedy = "another site", "Open the address by itself"
+        if not is_allowed:
             raise HttpError(
                 403,
-                f"a web page of {origin[:200]} may not use this server, which has no API key. Serve"
-                " with --allowed-origins for it, or with --api-key",
+                f"a web page of {site} may not use this server, which has no API key. {remedy},"
+                " or serve with --api-key",
                 code="origin_not_allowed",
-            )
-
-    def check_fetch(self, headers: Headers) -> None:
-        """Raise `HttpError` 403 for what a web page of another site has a browser fetch, such as an
-        image, from a server without a key. That has no `Origin`, and the page cannot read the
-        answer, but making it may take long. `check_site` must have been called.
-        """
-        is_foreign = headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site"
-        if self.api_key is None and is_foreign and not headers.get(b"origin"):
-            raise HttpError(
-                403,
-                "a web page of another site may not use this server, which has no API key. Open the"
-                " address by itself, or serve with --api-key",
-                code="origin_not_allowed",
-            )
-
-    def check_key(self, headers: Headers) -> None:
-        """Raise `HttpError` 401 without the key."""
-        if self.api_key is None:
-            return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")  # where Anthropic's clients send it
-        if not hmac.compare_digest(given.strip(), self.api_key.encode()):
-            raise HttpError(
-                401,
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
             )
 
     def _is_host_allowed(self, host: str) -> bool:
@@ -97,12 +92,9 @@ class Access:
         if not host or self.bound_host is None or not self.is_local:
             return True
         name = _name_of(f"//{host}")
-        return (
-            _is_loopback(name)
-            or name == self.bound_host.lower()
-            or _is_listed(name, self.allowed_hosts)
-            or _is_listed(host, self.allowed_hosts)
-        )
+        if _is_loopback(name) or name == self.bound_host.lower():
+            return True
+        return _is_listed(name, self.allowed_hosts) or _is_listed(host, self.allowed_hosts)
 
     def _is_origin_allowed(self, origin: str, host: str) -> bool:
         """A proxy may have taken the encryption off, so the scheme does not count; and it may have
@@ -118,17 +110,14 @@ class Access:
 
 def check_content_type(headers: Headers) -> None:
     """Raise `HttpError` 415 for a body that says that it is something else than JSON."""
-    given = headers.get(b"content-type", b"").decode("latin-1")
+    given = headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    if kind in ("", "application/json") or (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
-        return
-    raise HttpError(
-        415,
-        f"the body must be JSON, not {given[:100]!r}; send it with"
-        " 'Content-Type: application/json'",
-    )
+    if not re.fullmatch(r"(application/(.*\+)?json)?", kind):
+        raise HttpError(
+            415,
+            f"the body must be JSON, not {given[:100]!r}; send it with"
+            " 'Content-Type: application/json'",
+        )
 
 
 def _is_listed(value: str, allowed: tuple[str, ...]) -> bool:
@@ -165,18 +154,9 @@ def _is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return _is_short_loopback(name)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
-
-def _is_short_loopback(name: str) -> bool:
-    """Whether this is an IPv4 address such as 127.1."""
-    if not name.replace(".", "").isdecimal() or not name.isascii():
+        if re.fullmatch("[0-9.]+", name):  # IPv4, also short as 127.1
+            return socket.inet_aton(name)[0] == 127
+        address = ipaddress.IPv6Address(name)
+    except (OSError, ValueError):
         return False
-    try:
-        return socket.inet_aton(name)[0] == 127
-    except OSError:
-        return False
+    return (address.ipv4_mapped or address).is_loopback

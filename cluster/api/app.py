@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,26 +19,21 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from cluster.api import metrics as metrics_module
 from cluster.api import page
 from cluster.api.access import Access
-from cluster.api.document import openapi
+from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
-from cluster.api.errors import HttpError, body_of, headers_of, messages_body_of, status_of
-from cluster.api.exchange import Exchange, Gone, JsonResponse
+from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
+from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
 from cluster.api.limits import ApiLimits
-from cluster.api.metrics import ApiMetrics, Family, engine_families
-from cluster.api.replies import json_pieces
-from cluster.api.runner import MESSAGES_PATH, Runner
+from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
+from cluster.api.runner import Runner
 from cluster.api.trace import chrome_trace
 from cluster.api.workers import Workers
 from cluster.client.client import Client
-from cluster.client.tokenizer import Tokenizer
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
-
-Gather = Callable[[], Awaitable[list[list[Family]]]]
 
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
@@ -54,46 +48,28 @@ class Api:
     def __init__(
         self,
         client: Client,
-        tokenizer: Tokenizer | None,
+        served: Served,
         *,
-        model_name: str,
         version: str,
         access: Access | None = None,
         limits: ApiLimits | None = None,
-        keep_billing_header: bool = False,
         echo_request_id: bool = True,
-        refuse_unknown_fields: bool = False,
     ) -> None:
-        """`access`: by default anybody may send requests. `keep_billing_header`: as in
-        `ServeConfig`. `echo_request_id`: off where a proxy in front adds `x-request-id` itself.
-        `refuse_unknown_fields`: none is ignored.
+        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
+        front adds `x-request-id` itself.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
-        self._served = Served(
-            name=model_name,
-            created=int(time.time()),
-            builder=client.builder,
-            tokenizer=tokenizer,
-            keep_billing_header=keep_billing_header,
-            refuse_unknown=refuse_unknown_fields,
-        )
-        self.runner = Runner(
-            client,
-            self._served,
-            self.limits,
-            self.metrics,
-            refuse_unknown_fields=refuse_unknown_fields,
-        )
+        self.runner = Runner(client, served, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open.set_function(lambda: self.admission.num_open)
-        self.gather_metrics: Gather | None = None  # of all processes that serve, including this one
-        self._client = client
+        # Of all processes that serve, including this one.
+        self.gather_metrics: Callable[[], Awaitable[list[list[Family]]]] | None = None
+        self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._tracing = Workers("traces", 1, MAX_TRACING)
-        # A thread of its own: in the common pool, the work would wait behind a burst of requests.
-        self._asking = ThreadPoolExecutor(1, "stats")
+        self._asking = Workers("stats", 1)
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
         self._router = self._make_router(version)
@@ -103,11 +79,10 @@ class Api:
 
     def _make_router(self, version: str) -> Router:
         """The table of paths; those that are asked for most often come first."""
-        card = model_card(self._served)
         fixed: dict[str, Response] = {
             "/live": JsonResponse({}),
             "/version": JsonResponse({"version": version}),
-            "/v1/models": JsonResponse({"object": "list", "data": [card]}),
+            "/v1/models": JsonResponse({"object": "list", "data": [model_card(self._served)]}),
             "/openapi.json": JsonResponse(openapi(version)),
         }
         for path, (body, kind) in page.load().items():
@@ -118,19 +93,15 @@ class Api:
             "/debug/trace": self._trace,
             "/v1/models/{name:path}": self._model,
         }
-        posts = self.runner.endpoints()
-        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes = [Route(path, self.runner, methods=["POST"]) for path in POST]
         routes += [Route(path, answer, methods=["GET"]) for path, answer in (asked | fixed).items()]
         return Router(routes, redirect_slashes=False, default=self._refuse_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "lifespan":
-            await self._router(scope, receive, send)
         if scope["type"] != "http":
-            return
-        limit_s = self.limits.slow_reader_timeout_s
-        exchange = Exchange(scope, receive, send, limit_s, echo_id=self._echo_request_id)
+            return await self._router(scope, receive, send)
+        exchange = Exchange(scope, receive, send, echo_id=self._echo_request_id)
         status = 499
         try:
             await self._dispatch(exchange)
@@ -138,23 +109,26 @@ class Api:
         except Gone:
             pass
         except Exception as error:
-            status = status_of(error)
-            await self._refuse(exchange, error)
+            refusal = http_error(error)
+            status = refusal.status
+            if exchange.writer is not None and exchange.status is not None:
+                await exchange.event(exchange.writer.error(refusal), more=False)
+            else:
+                is_messages = exchange.path.startswith(MESSAGES_PATH)
+                body = messages_body_of(refusal) if is_messages else body_of(refusal)
+                await exchange.answer(JsonResponse(body, status, refusal.headers))
         finally:
             route = exchange.scope.get("route")
             path = exchange.path if route is None else route.path_format
             self.metrics.requests_of(path if path in self._paths else "other", status).inc()
+            del exchange.scope["exchange"]  # or they would keep each other, and all of the request
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._access.check_site(exchange.headers)
-        if exchange.path not in OPEN_PATHS:
-            self._access.check_fetch(exchange.headers)
-            self._access.check_key(exchange.headers)
+        self._access.check(exchange.headers, is_open=exchange.path in OPEN_PATHS)
         try:
             await self._router(exchange.scope, exchange.receive, exchange.send)
         except HTTPException as refusal:  # by Starlette's route: of its methods, this is none
-            assert refusal.headers is not None
-            methods = sorted(refusal.headers["Allow"].split(", "))
+            methods = sorted((refusal.headers or {})["Allow"].split(", "))
             allow = {"allow": ", ".join([*methods, "OPTIONS"])}
             if exchange.method != "OPTIONS":
                 reason = f"{exchange.path[:200]} takes {methods[0]}, not {exchange.method}"
@@ -164,16 +138,6 @@ class Api:
     async def _refuse_path(self, scope: Scope, receive: Receive, send: Send) -> None:
         paths = ", ".join(self._paths)
         raise HttpError(404, f"there is nothing at {scope['path'][:200]!r}; paths are {paths}")
-
-    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
-        """Answer with an error, as an event if the stream has begun."""
-        with contextlib.suppress(Gone):
-            if exchange.writer is not None and exchange.status is not None:
-                await exchange.event(exchange.writer.error(error), more=False)
-                return
-            is_messages = exchange.path.startswith(MESSAGES_PATH)
-            body = messages_body_of(error) if is_messages else body_of(error)
-            await exchange.answer(JsonResponse(body, status_of(error), headers_of(error)))
 
     async def _model(self, request: Request) -> Response:
         self._served.check_name(request.path_params["name"])
@@ -198,23 +162,20 @@ class Api:
             seconds = float(text)
         except ValueError:
             raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
-
-        def write() -> bytes:
-            return b"".join(json_pieces(chrome_trace(self._client.records(seconds))))
-
-        return Response(await self._tracing.run(write), media_type="application/json")
+        return await json_response(
+            lambda: chrome_trace(self._client.records(seconds)), self._tracing
+        )
 
     async def _show_metrics(self, _: Request) -> Response:
-        many = await self.gather_metrics() if self.gather_metrics else [await self.families()]
-        body = metrics_module.render(metrics_module.merge(many))
-        return Response(body, media_type=metrics_module.CONTENT_TYPE)
+        gathered = await self.gather_metrics() if self.gather_metrics else [await self.families()]
+        return Response(render(merge(gathered)), media_type=CONTENT_TYPE)
 
     async def families(self) -> list[Family]:
         """The metrics of this process, and those of its engine if it answers."""
-        found = self.metrics.families()
+        families = self.metrics.families()
         with contextlib.suppress(EaglerayError):
-            found += engine_families(await self.stats())
-        return found
+            families += engine_families(await self.stats())
+        return families
 
     async def stats(self) -> EngineStats:
         """The engine's counters, at most `STATS_AGE_S` old. Raises `EaglerayError` for an engine
@@ -223,10 +184,7 @@ class Api:
         now_s = time.monotonic()
         if self._stats is None or now_s - self._stats_at_s > STATS_AGE_S:
             self._stats_at_s = now_s
-            loop = asyncio.get_running_loop()
-            self._stats = asyncio.ensure_future(
-                loop.run_in_executor(self._asking, self._client.stats)
-            )
+            self._stats = asyncio.ensure_future(self._asking.run(self._client.stats))
         try:
             return await asyncio.wait_for(asyncio.shield(self._stats), API_STATS_TIMEOUT_S)
         except TimeoutError:

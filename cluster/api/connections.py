@@ -4,21 +4,25 @@ pipelined requests and slow clients.
 A connection that sends no complete head in time is closed, as is one whose request goes on after
 its answer; a head that is too large is answered with 431. The time of a body is the matter of
 `exchange.py`, which knows whether it wants one. A connection that takes nothing of its answer for
-some time is dropped: closing it would wait for that.
+some time is dropped by the system.
 """
 
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
+import socket
 from typing import Any, ClassVar
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from cluster.api.app import Api
-from cluster.api.errors import HttpError, body_of, headers_of, status_of
+from cluster.api.errors import HttpError, body_of, http_error
 from cluster.api.exchange import JsonResponse
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
@@ -28,21 +32,14 @@ KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of commo
 _FRAME = 8
 
 
-class _TooMuchError(Exception):
-    """The bytes exceed a bound. Ends the parsing of what has been received."""
-
-
 class _OldCycle(RequestResponseCycle):
-    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer whose
-    length is not said ends with the connection, as the base has it with every answer.
+    """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer ends with
+    the connection, so each part may have any length.
     """
 
     async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            if b"content-length" not in dict(message["headers"]):
-                self.chunked_encoding = False
-        elif message["type"] == "http.response.body" and not self.expected_content_length:
-            self.expected_content_length = len(message["body"])
+        self.chunked_encoding = False
+        self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
 
@@ -61,42 +58,41 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
-        self._unsent_timer: asyncio.TimerHandle | None = None
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
-        self._num_waiting = 0  # requests that have not been answered
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
         self._unfinished_bytes = 0  # as received; the parser says nothing of a header without end
         self._bare_bytes = 0  # of its body, without what it holds
-        self._is_head_too_large = False
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether there is a request without a complete answer."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) <= self.max_connections or self._drop_oldest():
-            self.without_request[self] = None
-            self._close_after(self.head_timeout_s)
-        else:
-            most = self.max_connections
-            reason = f"at most {most} connections are possible, and all have requests; try again"
-            self._refuse(OverloadedError(f"{reason} later"))
+        if option := getattr(socket, "TCP_USER_TIMEOUT", None):  # of Linux alone
+            timeout_ms = int(1000 * self.slow_reader_timeout_s)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, timeout_ms)
+        if len(self.connections) > self.max_connections:
+            if not self.without_request:
+                most = self.max_connections
+                reason = f"at most {most} connections are possible, and all have requests"
+                self._refuse(OverloadedError(f"{reason}; try again later"))
+                return
+            oldest = next(iter(self.without_request))
+            del self.without_request[oldest]
+            oldest.transport.abort()
+        self.without_request[self] = None
+        self._close_after(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
         self._stop_timer()
-        if self._unsent_timer is not None:
-            self._unsent_timer.cancel()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_unsent()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._watch_unsent()
-
     def data_received(self, data: bytes) -> None:
-        if self._timer is None and not (self._is_reading_body or self._num_waiting):
+        if self._timer is None and not (self._is_reading_body or self._is_answering):
             self._close_after(self.head_timeout_s)
         was_in_body = self._is_reading_body
         self._has_head_begun = False
@@ -108,10 +104,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_reading_head and not self._has_head_begun:
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > HTTP["head"].most:
-                self._is_head_too_large = True
-                self.send_400_response("")
+                self._refuse(_head_too_large())
         elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
-            self._close()
+            self.transport.close()
 
     def _feed(self, data: bytes) -> None:
         """Parse, as the base does it, but read a request that asks for another protocol as if it
@@ -128,9 +123,12 @@ class BoundedProtocol(HttpToolsProtocol):
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base
-            except httptools.HttpParserError:
+            except httptools.HttpParserError as error:
                 self.logger.warning("Invalid HTTP request received.")
-                self.send_400_response("Invalid HTTP request received.")
+                refusal = error.__context__  # by one of the methods below
+                if not isinstance(refusal, EaglerayError):
+                    refusal = HttpError(400, "this is not a request of HTTP/1.1 or HTTP/1.0")
+                self._refuse(refusal)
                 return
 
     def _asks_for_upgrade(self) -> bool:
@@ -144,14 +142,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= HTTP["pipelined"].most:
-            raise _TooMuchError
+            raise OverloadedError("too many requests wait for answers of this connection")
         super().on_message_begin()
         self._is_reading_head = self._has_head_begun = True
         self._head_bytes = self._num_headers = self._unfinished_bytes = self._bare_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
@@ -161,13 +155,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._asks_for_upgrade():
             return
+        self._count_head(len(self.url))
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = _OldCycle  # the base makes it, and its task has not begun
             self.cycle.waiting_for_100_continue = False
-        self._num_waiting += 1
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)
@@ -177,94 +171,52 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._asks_for_upgrade():
             return
         self._is_reading_body = False
-        if self._num_waiting:
+        if self._is_answering:
             self.without_request.pop(self, None)
         else:
             self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._num_waiting -= 1
-        if not self._num_waiting:
+        if not self._is_answering:
             self.without_request[self] = None
-        if self._is_reading_body and not self._num_waiting:
-            # What is left of the body is read, so that the client sees the answer, but not forever.
-            self._close_after(self.rest_timeout_s)
+            # What is left of a body is read, so that the client sees the answer, but not forever.
+            if self._is_reading_body:
+                self._close_after(self.rest_timeout_s)
         super().on_response_complete()
-        self._watch_unsent()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be read, unless this would end up in the middle of another answer."""
-        most, most_headers = HTTP["head"].most, HTTP["headers"].most
-        if self._num_waiting:
-            self._close()
-        elif self._is_head_too_large:
-            reason = f"at most {most} bytes and {most_headers} headers are possible"
-            self._refuse(HttpError(431, f"the headers are too large; {reason}"))
-        else:
-            self._refuse(HttpError(400, "this is not a request of HTTP/1.1 or HTTP/1.0"))
 
     def _refuse(self, error: EaglerayError) -> None:
-        """Answer a connection for which there is no exchange, and close it."""
-        status, body = HTTPStatus(status_of(error)), JsonResponse(body_of(error)).body
-        headers = {"content-type": "application/json", "connection": "close"} | headers_of(error)
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
-        self._close()
-
-    def _drop_oldest(self) -> bool:
-        """Drop the connection that has gone without a complete request for the longest time. False
-        if all have one.
+        """Close the connection, for which there is no exchange, with an answer, unless this would
+        end up in the middle of another.
         """
-        oldest = next(iter(self.without_request), None)
-        if oldest is None:
-            return False
-        del self.without_request[oldest]
-        oldest.transport.abort()
-        return True
+        if not self._is_answering:
+            refusal = http_error(error)
+            headers = {"connection": "close"} | refusal.headers
+            answer = JsonResponse(body_of(refusal), refusal.status, headers)
+            lines = [b"%s: %s\r\n" % header for header in answer.raw_headers]
+            head = b"".join([STATUS_LINE[answer.status_code], *lines])
+            self.transport.write(head + b"\r\n" + answer.body)
+        self.transport.close()
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > HTTP["head"].most or self._num_headers > HTTP["headers"].most:
-            self._is_head_too_large = True
-            raise _TooMuchError
+            raise _head_too_large()
 
     def _close_after(self, limit_s: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(limit_s, self._close)
+        self._timer = self.loop.call_later(limit_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _close(self) -> None:
-        """Close the connection once what has been written is sent."""
-        self.transport.close()
-        self._watch_unsent()
 
-    def _watch_unsent(self) -> None:
-        """Drop the connection if from now on, it takes nothing of what has been written."""
-        if self._unsent_timer is not None:
-            self._unsent_timer.cancel()
-            self._unsent_timer = None
-        if num_bytes := self.transport.get_write_buffer_size():
-            self._unsent_timer = self.loop.call_later(
-                self.slow_reader_timeout_s, self._check_unsent, num_bytes
-            )
-
-    def _check_unsent(self, num_before: int) -> None:
-        """While a stream may add to what is unsent, that need not become less. But then it is
-        little: above a mark, writing is paused.
-        """
-        may_grow = self._num_waiting and not self.flow.write_paused
-        is_closing = self.transport.is_closing()
-        num_bytes = self.transport.get_write_buffer_size()
-        if num_bytes >= num_before and (is_closing or not may_grow):
-            self.transport.abort()
-        else:
-            self._watch_unsent()
+def _head_too_large() -> HttpError:
+    most, most_headers = HTTP["head"].most, HTTP["headers"].most
+    reason = f"at most {most} bytes and {most_headers} headers are possible"
+    return HttpError(431, f"the headers are too large; {reason}")
 
 
 def server_config(app: Api, **options: Any) -> uvicorn.Config:

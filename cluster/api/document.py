@@ -1,13 +1,18 @@
-"""The OpenAPI document of the API, made from the models of its requests."""
+"""The paths of the API and what answers them, and the OpenAPI document made from that."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cluster.api.chats import chat_job, tokenize
+from cluster.api.endpoints import Job, Served, completion_job, detokenize
+from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
+from cluster.api.responses.adapter import count_input, responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     ChatRequest,
@@ -17,17 +22,34 @@ from cluster.api.schema import (
     TokenizeRequest,
 )
 
+Result = TypeVar("Result")
+MESSAGES_PATH = "/v1/messages"
 REFERENCE = "#/components/schemas/{model}"
-POST: dict[str, tuple[type[Model], str]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
-    "/v1/completions": (CompletionRequest, "Continue one or many prompts."),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, as items of a response."),
-    "/v1/responses/input_tokens": (ResponsesRequest, "Number of tokens of such a conversation."),
-    "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's API does."),
-    "/v1/messages/count_tokens": (CountTokensRequest, "Number of tokens of a conversation."),
-    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation."),
-    "/detokenize": (DetokenizeRequest, "Text of token ids."),
+
+
+class Post(NamedTuple, Generic[Result]):
+    """What a path takes, and what makes a job or an answer of it."""
+
+    model: type[Model]
+    convert: Callable[[Any, Served], Result]
+    summary: str
+
+
+JOBS: dict[str, Post[Job]] = {
+    "/v1/chat/completions": Post(ChatRequest, chat_job, "Answer a conversation."),
+    "/v1/completions": Post(CompletionRequest, completion_job, "Continue one or many prompts."),
+    "/v1/responses": Post(ResponsesRequest, responses_job, "The same, as items of a response."),
+    MESSAGES_PATH: Post(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
 }
+COMPUTED: dict[str, Post[dict[str, Any]]] = {
+    "/v1/responses/input_tokens": Post(ResponsesRequest, count_input, "Number of its tokens."),
+    f"{MESSAGES_PATH}/count_tokens": Post(
+        CountTokensRequest, count_tokens, "Number of its tokens."
+    ),
+    "/tokenize": Post(TokenizeRequest, tokenize, "Token ids of a text or a conversation."),
+    "/detokenize": Post(DetokenizeRequest, detokenize, "Text of token ids."),
+}
+POST: dict[str, Post[Any]] = JOBS | COMPUTED
 GET = {
     "/": "A page with the engine live and a chat.",
     "/v1/models": "The model that is served.",
@@ -54,17 +76,19 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = [(model, "validation") for model in (Error, *(model for model, _ in POST.values()))]
+    models = [(model, "validation") for model in (Error, *(post.model for post in POST.values()))]
     _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {}
-    for path, (model, summary) in POST.items():
-        reference = REFERENCE.format(model=model.__name__)
-        body = {"content": {"application/json": {"schema": {"$ref": reference}}}, "required": True}
+    refusal = {"description": "An error.", "content": _content(Error)}
+    statuses = dict.fromkeys(("400", "401", "404", "413", "503"), refusal)
+    responses = {"200": {"description": "The answer."}} | statuses
+    paths: dict[str, Any] = {
+        path: {"get": {"summary": summary, "responses": responses}} for path, summary in GET.items()
+    }
+    for path, post in POST.items():
+        body = {"content": _content(post.model), "required": True}
         paths[path] = {
-            "post": {"summary": summary, "requestBody": body, "responses": _responses("400", "413")}
+            "post": {"summary": post.summary, "requestBody": body, "responses": responses}
         }
-    for path, summary in GET.items():
-        paths[path] = {"get": {"summary": summary, "responses": _responses()}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Eagleray", "version": version},
@@ -76,11 +100,6 @@ def openapi(version: str) -> dict[str, Any]:
     }
 
 
-def _responses(*errors: str) -> dict[str, Any]:
-    reference = REFERENCE.format(model="Error")
-    failed = {
-        "description": "An error.",
-        "content": {"application/json": {"schema": {"$ref": reference}}},
-    }
-    wrong = dict.fromkeys((*errors, "401", "404", "503"), failed)
-    return {"200": {"description": "The answer."}} | wrong
+def _content(model: type[BaseModel]) -> dict[str, Any]:
+    reference = REFERENCE.format(model=model.__name__)
+    return {"application/json": {"schema": {"$ref": reference}}}

@@ -1,34 +1,26 @@
-"""Converts a request of the API to prompts and sampling parameters, and chooses the writer of its
-answer.
+"""What a request of the API becomes: a job, of prompts, sampling parameters and the writer of the
+answer. Completions are here; `chats.py` makes jobs of chats.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
-from cluster.api.replies import ChatWriter, Writer
-from cluster.api.schema import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generate,
-    TokenizeRequest,
-    Tool,
-)
-from cluster.api.structure import structure_of
+from cluster.api.replies import Writer
+from cluster.api.schema import CompletionRequest, DetokenizeRequest, Generate
 from cluster.client.outputs import Generation
-from cluster.client.prompts import Prompt
+from cluster.client.prompts import ParsedPrompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import THINKING_SWITCH, state_after
 from scheduler.bounds import check, most
 from scheduler.errors import RequestError
-from scheduler.params import MAX_LOGPROBS, SamplingParams
+from scheduler.params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -38,9 +30,10 @@ class Served:
     """The model that is served."""
 
     name: str
-    created: int
     builder: RequestBuilder
     tokenizer: Tokenizer | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    max_messages: int = most("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
 
@@ -54,12 +47,18 @@ class Served:
                 code="model_not_found",
             )
 
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """The tokenizer. Raises `RequestError` for a checkpoint without one."""
+        if self.tokenizer is None:
+            raise RequestError(f"{purpose} needs a tokenizer; the checkpoint has none", "messages")
+        return self.tokenizer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What to run for a request, and how to answer."""
 
-    prompts: list[Prompt]
+    prompts: list[ParsedPrompt]
     params: SamplingParams
     streamed: bool
     includes_usage: bool
@@ -72,15 +71,23 @@ class Job:
     def num_outputs(self) -> int:
         return len(self.prompts) * (self.params.n or 1)
 
+    @property
+    def num_alternatives(self) -> int:
+        """How many log probabilities the outputs may have."""
+        return self.num_outputs * (self.params.max_tokens or 1) * _num_scores(self.params.logprobs)
+
+    def of_session(self, session_id: str) -> Job:
+        """The job, to be run where other requests of the session are."""
+        prompts = [replace(prompt, session_id=session_id) for prompt in self.prompts]
+        return replace(self, prompts=prompts)
+
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        num_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
-            count = _num_prompt_tokens(generations)
-            check("repeated prompt", count, "prompts in each output", "n")
-        if self.num_scores:
-            count = _num_prompt_tokens(generations) * self.num_scores
-            count += _num_alternatives(self.num_outputs, self.params)
-            check("alternatives", count, "prompts and outputs together", "logprobs")
+            check("repeated prompt", num_tokens, "prompts in each output", "n")
+        num_scores = num_tokens * self.num_scores + self.num_alternatives
+        check("alternatives", num_scores, "prompts and outputs together", "logprobs")
 
     def num_written(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
@@ -90,141 +97,46 @@ class Job:
         return num_tokens * alternatives + _num_prompt_tokens(generations) * of_prompt
 
 
-def chat_prompt(request: ChatRequest, served: Served, max_messages: int) -> dict[str, Any]:
-    """The conversation of a chat with its tools and variables. Raises as `chat_job`."""
-    request = request.narrowed()
-    served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "a chat")
-    variables = _variables(request, tokenizer)
-    tools = _callable_tools(request)
-    prompt = _conversation(request.messages, tools, variables, tokenizer, max_messages)
-    _add_ending(prompt, request)
-    if request.cache_salt is not None:
-        prompt["cache_salt"] = request.cache_salt
-    return prompt
-
-
-def chat_job(request: ChatRequest, served: Served, max_messages: int) -> Job:
-    """Raises `RequestError`, and `HttpError` for another model."""
-    request = request.narrowed()
-    prompt = chat_prompt(request, served, max_messages)
-    tokenizer = _needed(served.tokenizer, "a chat")
-    tools = _callable_tools(request)
-    structure = structure_of(request, tools or [])
-    if request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    if not 0 <= (request.top_logprobs or 0) <= MAX_LOGPROBS:
-        raise RequestError(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}",
-            "top_logprobs",
-        )
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    longest = served.builder.limits.max_total_tokens
-    if logprobs is not None:  # a client that names no length gets as many as are possible
-        num_outputs = request.n or served.builder.defaults.n or 1
-        longest = max(1, min(longest, most("alternatives") // (num_outputs * (1 + logprobs))))
-    params = request.sampling(
-        max_tokens=_first(
-            request.max_completion_tokens,
-            request.max_tokens,
-            served.builder.defaults.max_tokens,
-            longest,
-        ),
-        logprobs=logprobs,
-        structure=structure,
-    )
-
-    def make_writer(generations: list[Generation]) -> Writer:
-        rendered = generations[0].prompt or ""
-        state = state_after(rendered)
-        ids = bool(request.return_token_ids)
-        return ChatWriter(
-            served.name,
-            generations,
-            tokenizer,
-            state=state,
-            tools=bool(tools),
-            token_ids=ids,
-            prompt_top=request.prompt_logprobs,
-        )
-
-    params = served.builder.parameters(params)
-    repeats_prompt, num_scores = (
-        bool(request.return_token_ids),
-        _num_scores(request.prompt_logprobs),
-    )
-    return _job([prompt], params, request, make_writer, repeats_prompt, num_scores)
-
-
 def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
-    echo_top = request.logprobs if request.echo and served.tokenizer is not None else None
-    max_tokens = _first(
+    echo = bool(request.echo)
+    echo_top = request.logprobs if echo and served.tokenizer is not None else None
+    max_tokens = first_of(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
-    is_only_prompt = bool(request.echo) and max_tokens == 0
+    is_only_prompt = echo and max_tokens == 0
     params = request.sampling(
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
         prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
     )
-    many: list[Any] = [request.prompt]
-    if isinstance(request.prompt, list) and not isinstance(next(iter(request.prompt), 0), int):
-        many = list(request.prompt)
-    salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
-    prompts: list[Prompt] = [
-        {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} | salt
-        for prompt in many
+    prompt: Any = request.prompt
+    is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
+    salt = request.cache_salt or ""
+    prompts = [
+        ParsedPrompt(text=content, cache_salt=salt)
+        if isinstance(content, str)
+        else ParsedPrompt(token_ids=content, cache_salt=salt)
+        for content in ([prompt] if is_one else prompt)
     ]
-
-    def make_writer(generations: list[Generation]) -> Writer:
-        echo, ids = bool(request.echo), bool(request.return_token_ids)
-        return CompletionWriter(
-            served.name,
-            generations,
-            served.tokenizer,
-            echo=echo,
-            token_ids=ids,
-            echo_top=echo_top,
-            prompt_top=request.prompt_logprobs,
-        )
-
-    params = served.builder.parameters(params)
-    repeats_prompt = bool(request.echo or request.return_token_ids)
-    num_scores = _num_scores(echo_top) + _num_scores(request.prompt_logprobs)
-    return _job(prompts, params, request, make_writer, repeats_prompt, num_scores)
-
-
-def tokenize(request: TokenizeRequest, served: Served, max_messages: int) -> dict[str, Any]:
-    """The answer of `/tokenize`."""
-    served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "tokenizing")
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
-    if request.messages is None:
-        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
-            if getattr(request, name):
-                raise RequestError(f"{name} needs messages", name)
-        assert request.prompt is not None
-        token_ids = served.builder.encode(request.prompt)
-    else:
-        variables = _variables(request, tokenizer)
-        prompt = _conversation(request.messages, request.tools, variables, tokenizer, max_messages)
-        _add_ending(prompt, request)
-        token_ids = served.builder.encode(prompt)
-    return {
-        "tokens": token_ids,
-        "count": len(token_ids),
-        "max_model_len": served.builder.limits.max_model_len,
-    }
+    make_writer = partial(
+        CompletionWriter,
+        served.name,
+        tokenizer=served.tokenizer,
+        echo=echo,
+        token_ids=bool(request.return_token_ids),
+        echo_top=echo_top,
+        prompt_top=request.prompt_logprobs,
+    )
+    return make_job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
 
 
 def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer of `/detokenize`."""
     served.check_name(request.model)
-    tokenizer = _needed(served.tokenizer, "detokenizing")
+    tokenizer = served.tokenizer_for("detokenizing")
     served.builder.check_ids("tokens", request.tokens)
     return {"prompt": tokenizer.decode(request.tokens)}
 
@@ -240,46 +152,40 @@ def model_card(served: Served) -> dict[str, Any]:
     }
 
 
-def _job(
-    prompts: list[Prompt],
-    params: SamplingParams,
+def make_job(
     request: Generate,
+    served: Served,
+    prompts: list[ParsedPrompt],
+    params: SamplingParams,
     make_writer: Callable[[list[Generation]], Writer],
-    repeats_prompt: bool,
-    num_scores: int,
+    *,
+    echo: bool = False,
+    echo_top: int | None = None,
 ) -> Job:
-    _check_alternatives(len(prompts) * (params.n or 1), params)
-    streamed = bool(request.stream)
-    if request.stream_options is not None and not streamed:
+    """`echo`: each output repeats its prompt, with `echo_top` alternatives per token. Raises
+    `RequestError`.
+    """
+    params = served.builder.parameters(params)
+    job = Job(
+        prompts=prompts,
+        params=params,
+        streamed=bool(request.stream),
+        includes_usage=request.includes_usage,
+        make_writer=make_writer,
+        repeats_prompt=echo or bool(request.return_token_ids),
+        num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
+    )
+    place = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+    check("alternatives", job.num_alternatives, place, "logprobs")
+    if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if streamed and request.prompt_logprobs is not None:
+    if request.stream and request.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not part of streams; leave out stream, or ask /v1/completions for"
             " echo with logprobs, which streams have",
             "prompt_logprobs",
         )
-    return Job(
-        prompts=prompts,
-        params=params,
-        streamed=streamed,
-        includes_usage=request.includes_usage,
-        make_writer=make_writer,
-        repeats_prompt=repeats_prompt,
-        num_scores=num_scores,
-    )
-
-
-def _check_alternatives(num_outputs: int, params: SamplingParams) -> None:
-    """Raise `RequestError` if the answer may have too many log probabilities."""
-    place = f"{num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-    check("alternatives", _num_alternatives(num_outputs, params), place, "logprobs")
-
-
-def _num_alternatives(num_outputs: int, params: SamplingParams) -> int:
-    """How many log probabilities outputs may have."""
-    if params.logprobs is None:
-        return 0
-    return num_outputs * (params.max_tokens or 1) * (1 + params.logprobs)
+    return job
 
 
 def _num_scores(num_top: int | None) -> int:
@@ -292,66 +198,6 @@ def _num_prompt_tokens(generations: list[Generation]) -> int:
     return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
 
 
-def _variables(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The variables of the template. Thinking is a hint where the template cannot switch it. Raises
-    `RequestError` if it is to be off and the model always thinks.
-    """
-    variables, field = dict(request.chat_template_kwargs or {}), "chat_template_kwargs"
-    if THINKING_SWITCH not in variables:
-        if request.enable_thinking is not None:
-            variables[THINKING_SWITCH], field = request.enable_thinking, "enable_thinking"
-        elif request.reasoning_effort is not None:
-            variables[THINKING_SWITCH] = request.reasoning_effort != "none"
-            field = "reasoning_effort"
-    if THINKING_SWITCH in tokenizer.template_variables:
-        return variables
-    if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
-        raise RequestError(f"{field}: this model always thinks; leave the field out", field)
-    return variables
-
-
-def _callable_tools(request: ChatRequest) -> list[Tool] | None:
-    return request.tools if request.tool_choice != "none" else None
-
-
-def _conversation(
-    messages: list[ChatMessage],
-    tools: list[Tool] | None,
-    variables: dict[str, Any],
-    tokenizer: Tokenizer,
-    max_messages: int,
-) -> dict[str, Any]:
-    if len(messages) > max_messages:
-        raise RequestError(
-            f"there are {len(messages)} messages; at most {max_messages} are possible", "messages"
-        )
-    as_text = tokenizer.takes_arguments_as_text
-    prompt: dict[str, Any] = {
-        "messages": [message.for_template(arguments_as_text=as_text) for message in messages],
-        "chat_template_kwargs": variables,
-    }
-    if tools:
-        prompt["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
-    return prompt
-
-
-def _add_ending(prompt: dict[str, Any], request: ChatRequest | TokenizeRequest) -> None:
-    """Whether the last message is complete. Raises `RequestError` if the two fields disagree."""
-    if request.add_generation_prompt is bool(request.continue_final_message):
-        raise RequestError(
-            "add_generation_prompt is false where continue_final_message is true, and true"
-            " otherwise; leave it out",
-            "add_generation_prompt",
-        )
-    if request.continue_final_message:
-        prompt["continue_final_message"] = True
-
-
-def _first(*values: int | None) -> int:
+def first_of(*values: int | None) -> int:
+    """The first that is not None."""
     return next(value for value in values if value is not None)
-
-
-def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-    if tokenizer is None:
-        raise RequestError(f"{what} needs a tokenizer, and this checkpoint has none", "messages")
-    return tokenizer

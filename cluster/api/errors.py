@@ -30,77 +30,69 @@ TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (EngineError, 500, "server_error", None),
     (BaseException, 500, "server_error", "internal_error"),
 )
+# Anthropic's types, by status; others are by whose fault it is.
+MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class HttpError(EaglerayError):
-    """An error answer for which the error tree has no class, such as 404."""
+    """An error as it is answered, also where the error tree has no class, such as for 404."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
+        kind: str = "invalid_request_error",
         parameter: str | None = None,
         code: str | None = None,
         details: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`details`: what clients read besides the message."""
+        """`kind`: OpenAI's `type`. `details`: what clients read besides the message."""
         super().__init__(message)
-        self.status, self.parameter, self.code = status, parameter, code
-        self.details = details
+        self.status, self.kind, self.parameter, self.code = status, kind, parameter, code
+        self.details = {"details": details} if details else {}
         self.headers = headers or {}
 
 
-def status_of(error: BaseException) -> int:
-    """The HTTP status of an error."""
+def http_error(error: BaseException) -> HttpError:
+    """How an error is answered. The message of an unforeseen one is only logged."""
     if isinstance(error, HttpError):
-        return error.status
-    return next(status for kind, status, _, _ in TABLE if isinstance(error, kind))
+        return error
+    cause, status, kind, code = next(row for row in TABLE if isinstance(error, row[0]))
+    message = str(error)
+    if cause is BaseException:
+        logger.error("a request failed unexpectedly", exc_info=error)
+        message = "an internal error; the server's log has the cause"
+    parameter = error.parameter if isinstance(error, RequestError) else None
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    return HttpError(status, message, kind=kind, parameter=parameter, code=code, headers=headers)
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
-    """OpenAI's error body. The message of an unforeseen error is only logged."""
-    if isinstance(error, HttpError):
-        body = _body(str(error), "invalid_request_error", error.parameter, error.code)
-        body["error"] |= _details_of(error)
-        return body
-    kind, _, name, code = next(row for row in TABLE if isinstance(error, row[0]))
-    if kind is BaseException:
-        logger.error("a request failed unexpectedly", exc_info=error)
-        return _body("an internal error; the server's log has the cause", name, None, code)
-    parameter = error.parameter if isinstance(error, RequestError) else None
-    return _body(str(error), name, parameter, code)
+    """OpenAI's error body."""
+    error = http_error(error)
+    body = {
+        "message": _shortened(str(error), MAX_MESSAGE),
+        "type": error.kind,
+        "param": error.parameter and _shortened(error.parameter, MAX_PARAMETER),
+        "code": error.code,
+    }
+    return {"error": body | error.details}
 
 
 def messages_body_of(error: BaseException) -> dict[str, Any]:
     """Anthropic's error body."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-    status = status_of(error)
-    if status == 503:
-        kind = "overloaded_error"
-    else:
-        kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    message = body_of(error)["error"]["message"]
-    return {"type": "error", "error": {"type": kind, "message": message} | _details_of(error)}
-
-
-def headers_of(error: BaseException) -> dict[str, str]:
-    """Headers that go with an error."""
-    if isinstance(error, HttpError):
-        return error.headers
-    return {"retry-after": str(RETRY_AFTER_S)} if status_of(error) == 503 else {}
-
-
-def _details_of(error: BaseException) -> dict[str, Any]:
-    details = error.details if isinstance(error, HttpError) else None
-    return {} if details is None else {"details": details}
-
-
-def _body(message: str, kind: str, parameter: str | None, code: str | None) -> dict[str, Any]:
-    shortened = _shortened(message, MAX_MESSAGE)
-    name = None if parameter is None else _shortened(parameter, MAX_PARAMETER)
-    return {"error": {"message": shortened, "type": kind, "param": name, "code": code}}
+    error = http_error(error)
+    by_fault = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = MESSAGES_KINDS.get(error.status, by_fault)
+    message = _shortened(str(error), MAX_MESSAGE)
+    return {"type": "error", "error": {"type": kind, "message": message} | error.details}
 
 
 def _shortened(text: str, most: int) -> str:

@@ -1,20 +1,24 @@
-"""One request and its answer. A client that leaves or stops reading ends both with `Gone`."""
+"""One request and its answer. A client that leaves ends both with `Gone`; one that stops reading is
+made to leave by `connections.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.errors import HttpError
 from cluster.api.limits import Upload
-from cluster.api.replies import Writer, encode_json
+from cluster.api.replies import Writer, encode_json, json_pieces
+from cluster.api.workers import Workers
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,46 +34,53 @@ class JsonResponse(JSONResponse):
         return encode_json(content).encode()
 
 
+async def json_response(
+    make: Callable[[], object], workers: Workers, *, at_once: bool = False
+) -> Response:
+    """An answer with what `make` returns, made and written as `Workers.run` does it."""
+    data = await workers.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
+    return Response(data, media_type="application/json")
+
+
 class Gone(Exception):
-    """The client has left, or has stopped reading."""
+    """The client has left."""
 
 
 class Exchange:
-    """One request and its answer. What sends something raises `Gone` for a client that has taken
-    nothing for `timeout_s`.
+    """One request and its answer.
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
-    the answer, whatever that becomes. status: None until the answer has begun. writer: that of a
-    stream. written_s: when something was last written.
+    the answer, whatever that becomes. upload: set where a body is wanted. status: None until the
+    answer has begun. writer: that of a stream. written_s: when something was last written.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, timeout_s: float, *, echo_id: bool
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         # With "app", Starlette's routes raise what they refuse.
         routed = {"path": self.path, "root_path": "", "app": None, "exchange": self}
         self.scope: Scope = {**scope, **routed}
-        self.headers = {name.lower(): value for name, value in scope["headers"]}
+        self.headers = {
+            name.decode("latin-1"): value.decode("latin-1").strip()
+            for name, value in scope["headers"]
+        }
         self.answer_headers: dict[str, str] = {}
         if echo_id:
-            given_id = self.headers.get(b"x-request-id") or secrets.token_hex(16).encode()
-            self.answer_headers["x-request-id"] = given_id[:200].decode("latin-1")
+            given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
+            self.answer_headers["x-request-id"] = given_id[:200]
+        self.upload: Upload
         self.status: int | None = None
-        self._start: Message = _STREAM_START
         self.writer: Writer | None = None
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
-        self.receive, self._send, self._timeout_s = receive, send, timeout_s
+        self.receive, self._send = receive, send
 
-    async def body(self, upload: Upload) -> bytes:
-        """The body of the request. Raises `HttpError` 413 for one that is too long, 408 for one
-        that takes too long, `OverloadedError` for one too many, and `Gone`.
+    async def body(self) -> bytes:
+        """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
+        long, 408 for one that takes too long, `OverloadedError` for one too many, and `Gone`.
         """
-        length = self.headers.get(b"content-length", b"")
-        if length.isdigit():
-            upload.check_length(int(length[:20]))
+        upload = self.upload
+        upload.check_length(int(self.headers.get("content-length", 0)))
         parts, more = [], True
         while more:
             try:
@@ -89,13 +100,14 @@ class Exchange:
         await response(self.scope, self.receive, self.send)
 
     async def send(self, message: Message) -> None:
-        """ASGI's `send` for whole answers. To HEAD, they have no body."""
+        """ASGI's `send`. It adds `answer_headers`, and takes the body from answers to HEAD."""
+        message = {**message}
         if message["type"] == "http.response.start":
-            self._start = message  # it is sent with the body
+            self.status = message["status"]
+            MutableHeaders(scope=message).update(self.answer_headers)
         elif self.method == "HEAD":
-            await self._write({**message, "body": b""})
-        else:
-            await self._write(message)
+            message["body"] = b""
+        await self._send(message)
 
     async def event(self, data: bytes, *, more: bool = True) -> None:
         """Send events of a stream, and begin the stream with the first ones.
@@ -105,10 +117,12 @@ class Exchange:
         the first.
         """
         self.written_s = time.monotonic()
+        if self.status is None:
+            await self.send(_STREAM_START)
         if self._commented:
             self._commented = False
             data = b":\n\n" + data
-        await self._write({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def keep_alive(self, pause_s: float) -> None:
         """While the stream is silent, send a line that clients ignore after each pause, so that no
@@ -118,44 +132,30 @@ class Exchange:
             seen_s = self.written_s
             await asyncio.sleep(pause_s)
             if self.written_s == seen_s:
-                with contextlib.suppress(Gone):  # the stream's next write raises it too
-                    await self.event(b": waiting\n\n")
-                    self._commented = True
+                await self.event(b": waiting\n\n")
+                self._commented = True
 
     async def unless_left(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; if the client leaves meanwhile, cancel it and raise `Gone`. The body must
         have been read.
         """
         task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._left())
+        leaving = asyncio.ensure_future(self._left())
+        leaving.add_done_callback(partial(_cancel, task))
         try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Gone
-            task.result()
+            await task
+        except asyncio.CancelledError:
+            if leaving.done():
+                raise Gone from None
+            raise
         finally:
-            watch.cancel()
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await task
+            leaving.cancel()
+            del task  # its error, whose traceback has this frame, would keep it, and so itself
 
     async def _left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def _write(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                if self.status is None:
-                    self.status = self._start["status"]
-                    await self._send({**self._start, "headers": self._start_headers()})
-                await self._send(message)
-        except (TimeoutError, OSError):
-            raise Gone from None
 
-    def _start_headers(self) -> list[tuple[bytes, bytes]]:
-        added = self.answer_headers.items()
-        pairs = [
-            (name.encode("latin-1"), text.encode("latin-1", "replace")) for name, text in added
-        ]
-        return self._start["headers"] + pairs  # type: ignore[no-any-return]
+def _cancel(task: asyncio.Future[None], _: object) -> None:
+    task.cancel()

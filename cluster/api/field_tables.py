@@ -37,7 +37,7 @@ SHORT = {path: path.removeprefix("/v1/").removeprefix("/") for path in POST}
 
 def page() -> str:
     """The page."""
-    models = {SHORT[path]: model for path, (model, _) in POST.items()}
+    models = {SHORT[path]: post.model for path, post in POST.items()}
     lines = ["# Fields of requests", ""]
     for paragraph in INTRODUCTION:
         lines += [*textwrap.wrap(paragraph, 120), ""]

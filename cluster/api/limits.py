@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.api.errors import HttpError
-from scheduler.bounds import HTTP, MIB, most
+from scheduler.bounds import HTTP, MIB
 from scheduler.errors import OverloadedError, RequestError
 
 BYTES_PER_S = 8192  # of a body, at least
@@ -28,7 +28,6 @@ class ApiLimits:
     max_body_bytes: int = HTTP["body"].most
     max_bodies_bytes: int = HTTP["bodies"].most
     small_body_bytes: int = HTTP["small body"].most
-    max_messages: int = most("messages")
     max_outputs: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
@@ -37,11 +36,13 @@ class ApiLimits:
 
 
 class Admission:
-    """Counts open outputs. Used from one event loop only."""
+    """Counts open outputs, and the bytes of bodies from their receipt until their requests are
+    built or refused. Used from one event loop only.
+    """
 
     def __init__(self, limits: ApiLimits) -> None:
         self.limits = limits
-        self.num_open = 0
+        self.num_open = self.num_body_bytes = 0
         self.is_draining = False
 
     @contextlib.contextmanager
@@ -49,11 +50,10 @@ class Admission:
         """Reserve room for the outputs of one request. Raises `OverloadedError` when there is none
         now, `RequestError` for a request that can never have room.
         """
-        limits = self.limits
-        if num_outputs > limits.max_outputs:
+        if num_outputs > self.limits.max_outputs:
             raise RequestError(
                 f"the request asks for {num_outputs} outputs (prompts times n); at most"
-                f" {limits.max_outputs} are possible. Send several requests",
+                f" {self.limits.max_outputs} are possible. Send several requests",
                 "n",
             )
         self.check_room(num_outputs)
@@ -74,25 +74,6 @@ class Admission:
             )
 
 
-class Uploads:
-    """Counts the bytes of bodies, from their receipt until their requests are built or refused.
-    Used from one event loop only.
-    """
-
-    def __init__(self, limits: ApiLimits) -> None:
-        self.limits = limits
-        self.num_bytes = 0
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[Upload]:
-        """Count a body until the block or the upload ends."""
-        upload = Upload(self)
-        try:
-            yield upload
-        finally:
-            upload.end()
-
-
 class Upload:
     """One body while it comes.
 
@@ -101,8 +82,8 @@ class Upload:
     earns no long pause: all that waits for a body holds memory that other bodies cannot have.
     """
 
-    def __init__(self, uploads: Uploads) -> None:
-        self._uploads, self._limits = uploads, uploads.limits
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._limits = admission, admission.limits
         self._began_s = time.monotonic()
         self.deadline_s = self._began_s + self._limits.body_time_s
         self.num_bytes = 0
@@ -126,24 +107,21 @@ class Upload:
         too large and this one is not small.
         """
         self.num_bytes += num_bytes
-        self._uploads.num_bytes += num_bytes
+        self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        limits = self._limits
-        if (
-            self.num_bytes > limits.small_body_bytes
-            and self._uploads.num_bytes > limits.max_bodies_bytes
-        ):
+        small, most = self._limits.small_body_bytes, self._limits.max_bodies_bytes
+        if self.num_bytes > small and self._admission.num_body_bytes > most:
             raise OverloadedError(
-                f"{limits.max_bodies_bytes // MIB} MiB of other requests are being received; try"
-                f" again later, or with at most {limits.small_body_bytes} bytes"
+                f"{most // MIB} MiB of other requests are being received; try again later, or with"
+                f" at most {small} bytes"
             )
         self.deadline_s = min(
             self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Count the body no longer."""
-        self._uploads.num_bytes -= self.num_bytes
+        self._admission.num_body_bytes -= self.num_bytes
         self.num_bytes = 0
 
     @property

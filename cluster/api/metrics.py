@@ -37,6 +37,8 @@ ENGINE = {
     "eagleray_step_age_seconds": ("Since the last result, while steps are run.", "step_age_s"),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
 }
+PART_HELP = "Time of steps by part, on rank 0."
+RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 
 
@@ -102,35 +104,28 @@ class ApiMetrics:
 
 def engine_families(stats: EngineStats) -> list[Family]:
     """The numbers of an engine."""
-    found: list[Family] = []
+    families = []
     for name, (help, attribute) in ENGINE.items():
-        value = float(getattr(stats, attribute))
         kind = "counter" if name.endswith("_total") else "gauge"
-        family = Family(name=name.removesuffix("_total"), kind=kind, help=help)
-        family.samples.append((name, (), value))
-        found.append(family)
-    name = "eagleray_queue_seconds"
+        samples: list[Sample] = [(name, (), float(getattr(stats, attribute)))]
+        base_name = name.removesuffix("_total")
+        families.append(Family(name=base_name, kind=kind, help=help, samples=samples))
+    name, help = "eagleray_queue_seconds", "From a request's arrival to its first step."
     queue: list[Sample] = [
         (f"{name}_sum", (), stats.queue_s),
         (f"{name}_count", (), float(stats.num_admitted)),
     ]
-    help = "From a request's arrival to its first step."
-    found.append(Family(name=name, kind="summary", help=help, samples=queue))
-    name = "eagleray_step_part_seconds"
-    parts: list[Sample] = [
-        (f"{name}_total", (("part", part),), seconds)
-        for part, seconds in stats.step_seconds.items()
-    ]
-    help = "Time of steps by part, on rank 0."
-    found.append(Family(name=name, kind="counter", help=help, samples=parts))
-    name = "eagleray_rank_step_seconds"
-    ranks: list[Sample] = [
-        (f"{name}_total", (("rank", str(rank)),), seconds)
-        for rank, seconds in enumerate(stats.rank_seconds)
-    ]
-    help = "Time of steps by rank, including waiting for the other ranks."
-    found.append(Family(name=name, kind="counter", help=help, samples=ranks))
-    return found
+    families.append(Family(name=name, kind="summary", help=help, samples=queue))
+    ranks = {str(rank): seconds for rank, seconds in enumerate(stats.rank_seconds)}
+    for name, label, help, seconds_of in (
+        ("eagleray_step_part_seconds", "part", PART_HELP, stats.step_seconds),
+        ("eagleray_rank_step_seconds", "rank", RANK_HELP, ranks),
+    ):
+        samples = [
+            (f"{name}_total", ((label, value),), seconds) for value, seconds in seconds_of.items()
+        ]
+        families.append(Family(name=name, kind="counter", help=help, samples=samples))
+    return families
 
 
 class Timing:
@@ -160,11 +155,11 @@ class Timing:
         self._metrics.duration.observe(time.perf_counter() - self._began_s)
 
 
-def merge(many: Iterable[list[Family]]) -> list[Family]:
+def merge(by_process: Iterable[list[Family]]) -> list[Family]:
     """The families of several processes, added up by name and labels."""
     kinds: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for families in many:
+    for families in by_process:
         for family in families:
             kinds.setdefault(family.name, family)
             of_family = values.setdefault(family.name, {})

@@ -12,7 +12,7 @@ from __future__ import annotations
 from scheduler.errors import RequestError
 
 MAX_NAMES = 32
-MAX_NAME = 80  # characters; types may be from the request
+MAX_NAME_LENGTH = 80  # characters; types may be from the request
 
 
 class Omissions:
@@ -27,7 +27,7 @@ class Omissions:
         """Note what is left out, such as `tools.web_search`. Raises `RequestError` if nothing may
         be.
         """
-        name = name[:MAX_NAME]
+        name = name[:MAX_NAME_LENGTH]
         if self._refuse:
             raise RequestError(
                 f"{name}: the model cannot get this, and the server was started to refuse what it"
@@ -42,7 +42,7 @@ class Omissions:
         stands for it. Raises as `add`.
         """
         self.add(f"{place}.{kind}")
-        return f"[{kind[:MAX_NAME]} omitted: this model reads text only]"
+        return f"[{kind[:MAX_NAME_LENGTH]} omitted: this model reads text only]"
 
     @property
     def names(self) -> tuple[str, ...]:

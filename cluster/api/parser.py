@@ -35,7 +35,7 @@ _QUOTE_OR_END = re.compile(f'"|{END_CALL}')
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # up to its quote
-_BEGUN_CALL = re.compile(
+_PARTIAL_CALL = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*+")\s*'
     r'(?:,\s*"arguments"\s*:\s*(?P<arguments>.*))?',
     re.DOTALL,
@@ -66,17 +66,16 @@ class Parts:
 class AnswerParser:
     """Parses one answer.
 
-    `_text[_place:]` has not been scanned yet. `_held_pieces` have been scanned before it and not
-    been reported: space before the first text, line ends that may be next to a marker, or the
-    beginning of a call.
+    `_text[_place:]` has not been scanned yet. `_withheld_pieces` are scanned but not reported:
+    space before the first text, line ends that may be next to a marker, or the beginning of a call.
     """
 
-    def __init__(self, state: State, *, tools: bool) -> None:
-        """Without `tools`, calls are left in the content."""
+    def __init__(self, state: State, *, looks_for_calls: bool) -> None:
+        """Without `looks_for_calls`, calls are left in the content."""
         self._state = state
-        self._tools = tools
+        self._looks_for_calls = looks_for_calls
         self._text, self._place = "", 0
-        self._held_pieces: list[str] = []
+        self._withheld_pieces: list[str] = []
         self._opening = ""  # the last marker, with the line ends before it
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
@@ -107,11 +106,11 @@ class AnswerParser:
 
     def finish(self, *, is_cut_off: bool = False) -> Parts:
         """What is left at the end of the answer, which a limit or a stop string may cut off."""
-        rest = self._take_held(len(self._text))
+        rest = self._take_withheld(len(self._text))
         if self._state is State.REASONING:
             return Parts(reasoning=rest)
         if self._state is State.CALL and is_cut_off and (rest.lstrip() or "{")[0] == "{":
-            call = _begun_call(rest)
+            call = _partial_call(rest)
             return Parts(calls=[] if call is None else [call])
         return Parts(content=self._opening + rest if self._state is State.CALL else rest)
 
@@ -127,66 +126,66 @@ class AnswerParser:
         if self._state is State.REASONING:
             parts.reasoning, is_passed = self._until(END_THINK, State.CONTENT)
             return is_passed
-        if not self._tools:
-            parts.content = self._take_held(len(self._text))
+        if not self._looks_for_calls:
+            parts.content = self._take_withheld(len(self._text))
             return False
         parts.content, is_passed = self._until(CALL, State.CALL)
         return is_passed
 
     def _decide(self) -> bool:
         start = _end_of(_LEADING_SPACE, self._text, self._place)
-        begun = self._text[start : start + len(THINK)]
-        if begun == THINK:
-            self._held_pieces.clear()
+        beginning = self._text[start : start + len(THINK)]
+        if beginning == THINK:
+            self._withheld_pieces.clear()
             self._place, self._state = start + len(THINK), State.REASONING
             return True
-        if THINK.startswith(begun):
-            self._hold(start)
+        if THINK.startswith(beginning):
+            self._withhold(start)
             return False
-        self._text, self._place = self._take_held(len(self._text)), 0
+        self._text, self._place = self._take_withheld(len(self._text)), 0
         self._state, self._skips_line_ends = State.CONTENT, False
         return True
 
-    def _until(self, marker: str, following: State) -> tuple[str, bool]:
+    def _until(self, marker: str, next_state: State) -> tuple[str, bool]:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """
         marker_start = self._text.find(marker, self._place)
         if marker_start < 0:
-            end = len(self._text) - _num_begun(self._text, marker, self._place)
-            certain = self._take_text(end)
-            self._hold(end)
-            return certain, False
-        certain = self._take_text(marker_start)
-        self._opening = self._take_held(marker_start) + marker
+            end = len(self._text) - _partial_marker_length(self._text, marker, self._place)
+            certain_text = self._take_text(end)
+            self._withhold(end)
+            return certain_text, False
+        certain_text = self._take_text(marker_start)
+        self._opening = self._take_withheld(marker_start) + marker
         self._place = marker_start + len(marker)
-        self._state, self._skips_line_ends = following, True
-        return certain, True
+        self._state, self._skips_line_ends = next_state, True
+        return certain_text, True
 
     def _take_text(self, end: int) -> str:
         """What is held and the text up to `end`, without the line ends before `end`."""
         size = len(self._text[self._place : end].rstrip(LINE_ENDS))
-        return self._take_held(self._place + size) if size else ""
+        return self._take_withheld(self._place + size) if size else ""
 
-    def _take_held(self, end: int) -> str:
+    def _take_withheld(self, end: int) -> str:
         """What is held and the text up to `end`."""
-        self._hold(end)
-        taken = "".join(self._held_pieces)
-        self._held_pieces.clear()
-        return taken
+        self._withhold(end)
+        text = "".join(self._withheld_pieces)
+        self._withheld_pieces.clear()
+        return text
 
-    def _hold(self, end: int) -> None:
+    def _withhold(self, end: int) -> None:
         """Hold the text up to `end` back."""
         if end > self._place:
-            self._held_pieces.append(self._text[self._place : end])
+            self._withheld_pieces.append(self._text[self._place : end])
             self._place = end
 
     def _take_call(self, parts: Parts) -> bool:
         end, is_complete = self._scan_call()
         if not is_complete:
-            self._hold(end)
+            self._withhold(end)
             return False
-        body = self._take_held(end)
+        body = self._take_withheld(end)
         self._place += len(END_CALL)
         self._state, self._skips_line_ends = State.CONTENT, True
         call = _read_call(body)
@@ -211,7 +210,7 @@ class AnswerParser:
                 self._is_in_string = False
             match = _QUOTE_OR_END.search(text, place)
             if match is None:
-                return len(text) - _num_begun(text, END_CALL, place), False
+                return len(text) - _partial_marker_length(text, END_CALL, place), False
             if match[0] == END_CALL:
                 return match.start(), True
             place = match.end()
@@ -225,10 +224,10 @@ def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
     return match.end()
 
 
-def _num_begun(text: str, marker: str, start: int) -> int:
+def _partial_marker_length(text: str, marker: str, start: int) -> int:
     """How many characters at the end of `text[start:]` are the beginning of a marker."""
-    most = min(len(marker) - 1, len(text) - start)
-    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
+    max_length = min(len(marker) - 1, len(text) - start)
+    return next((n for n in range(max_length, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _read_call(body: str) -> ToolCall | None:
@@ -247,14 +246,14 @@ def _read_call(body: str) -> ToolCall | None:
     return ToolCall(name=name, arguments=_source_of("arguments", body) or "{}")
 
 
-def _begun_call(body: str) -> ToolCall | None:
+def _partial_call(body: str) -> ToolCall | None:
     """The call that a text begins, None if it has no name yet. Everything from the arguments on
     belongs to them, or is what may end them.
     """
-    complete = _read_call(body[: len(body) - _num_begun(body, END_CALL, 0)])
+    complete = _read_call(body[: len(body) - _partial_marker_length(body, END_CALL, 0)])
     if complete is not None:
         return complete
-    match = _BEGUN_CALL.match(body)
+    match = _PARTIAL_CALL.match(body)
     if match is None:
         return None
     try:

@@ -33,7 +33,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
 _UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 # Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
-_DEPTH = 5
+_MAX_DEPTH = 5
 _AT_A_TIME = 64  # items of deeper lists, and of iterators, that are encoded together
 _FLAT_AT_A_TIME = 4096  # items of lists of numbers or texts
 
@@ -51,19 +51,19 @@ def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
     """A large value in the form of `encode_json`, a little at a time: the encoder holds the
     interpreter until it returns. Iterators become lists, of which only a part exists at a time.
     """
-    if isinstance(value, dict) and depth < _DEPTH:
+    if isinstance(value, dict) and depth < _MAX_DEPTH:
         yield from _object_pieces(value, depth)
-    elif isinstance(value, list) and depth < _DEPTH and isinstance(next(iter(value), 0), dict):
+    elif isinstance(value, list) and depth < _MAX_DEPTH and isinstance(next(iter(value), 0), dict):
         yield b"["
         for place, item in enumerate(value):
             yield b"," * (place > 0)
             yield from json_pieces(item, depth + 1)
         yield b"]"
     elif isinstance(value, list | Iterator):
-        at_a_time = _AT_A_TIME if isinstance(value, Iterator) else _FLAT_AT_A_TIME
+        num_at_a_time = _AT_A_TIME if isinstance(value, Iterator) else _FLAT_AT_A_TIME
         yield b"["
         items, is_first = iter(value), True
-        while part := list(islice(items, at_a_time)):
+        while part := list(islice(items, num_at_a_time)):
             yield b"," * (not is_first)
             yield encode_json(part)[1:-1].encode()
             is_first = False
@@ -104,13 +104,13 @@ def named_event(name: str, body: dict[str, Any]) -> bytes:
 
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
     """Token counts of a request, summed over its prompts and outputs."""
-    prompt = sum(generation.requests[0].num_prompt_tokens for generation in generations)
-    output = sum(len(done.token_ids) for g in generations for done in g.completions)
+    num_prompt_tokens = sum(generation.requests[0].num_prompt_tokens for generation in generations)
+    num_output_tokens = sum(len(done.token_ids) for g in generations for done in g.completions)
     cached = sum(generation.num_cached_tokens for generation in generations)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
@@ -189,16 +189,16 @@ class ChatWriter(Envelope):
         tokenizer: Tokenizer,
         *,
         state: State,
-        tools: bool,
+        has_tools: bool,
         token_ids: bool = False,
         prompt_top: int | None = None,
     ) -> None:
-        """`state`: the part with which an answer begins. `tools`: whether to look for calls.
+        """`state`: the part with which an answer begins. `has_tools`: whether to look for calls.
         `prompt_top`: how many alternatives to report per token of the prompt, None for no
         log probabilities of it.
         """
         super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
-        self._tokenizer, self._state, self._tools = tokenizer, state, tools
+        self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
         self._prompt_top = prompt_top
         self._choices: dict[int, _ChatChoice] = {}
 
@@ -206,7 +206,7 @@ class ChatWriter(Envelope):
         choice = self._choices.get(chunk.index)
         start = b""
         if choice is None:
-            choice = _ChatChoice(AnswerParser(self._state, tools=self._tools))
+            choice = _ChatChoice(AnswerParser(self._state, looks_for_calls=self._has_tools))
             self._choices[chunk.index] = choice
             role = _delta(chunk.index, {"role": "assistant", "content": ""})
             start = self._events(self.CHUNK, [role], self._prompt_ids())
@@ -231,20 +231,20 @@ class ChatWriter(Envelope):
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
-        choices = [self._choice(done) for done in generation.completions]
+        choices = [self._choice(completion) for completion in generation.completions]
         scores = scores_of(self._tokenizer, generation, 0, self._prompt_top)
         return self._body(choices) | self._prompt_ids() | scores
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
 
-    def _choice(self, done: CompletionOutput) -> dict[str, Any]:
-        parser = AnswerParser(self._state, tools=self._tools)
-        parts = parser.push(done.text)
-        rest = parser.finish(is_cut_off=done.is_cut_off)
-        reasoning = parts.reasoning + rest.reasoning
-        content: str | None = parts.content + rest.content
-        calls = parts.calls + rest.calls
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
+        parts = parser.push(completion.text)
+        remaining_parts = parser.finish(is_cut_off=completion.is_cut_off)
+        reasoning = parts.reasoning + remaining_parts.reasoning
+        content: str | None = parts.content + remaining_parts.content
+        calls = parts.calls + remaining_parts.calls
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -254,22 +254,22 @@ class ChatWriter(Envelope):
         }
         if calls:
             message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
-        entries = self._logprobs(done.token_ids, done.logprobs)
-        has_entries = any(done.logprobs or ())
+        entries = self._logprobs(completion.token_ids, completion.logprobs)
+        has_entries = any(completion.logprobs or ())
         return {
-            "index": done.index,
+            "index": completion.index,
             "message": message,
             "logprobs": {"content": entries, "refusal": None} if has_entries else None,
-            "finish_reason": _finish_reason(done.finish_reason, calls),
-        } | ({"token_ids": done.token_ids} if self._with_ids else {})
+            "finish_reason": _finish_reason(completion.finish_reason, calls),
+        } | ({"token_ids": completion.token_ids} if self._with_ids else {})
 
     def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):
             if entry is not None:
-                yield described(self._tokenizer, token_id, entry)
+                yield token_entry(self._tokenizer, token_id, entry)
 
 
-def described(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+def token_entry(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
     """A token with its log probability and its alternatives, in OpenAI's form."""
     top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     return _token(tokenizer, token_id, entry.logprob) | {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, model_validator
 from pydantic_core import from_json
 
 from cluster.api.fields import (
@@ -34,6 +34,17 @@ Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
+def kind_among(*kinds: str, default: str | None = None) -> Discriminator:
+    """Chooses the model of a value by its type; all other types are one kind, "other"."""
+
+    def kind_of(value: Any) -> str:
+        is_json = isinstance(value, dict)  # otherwise a model, when it is written
+        kind = value.get("type", default) if is_json else getattr(value, "type", None)
+        return kind if kind in kinds else "other"
+
+    return Discriminator(kind_of)
+
+
 class Model(BaseModel):
     """Base of all requests and of what is in them: exact types. Unknown fields of messages, parts
     and calls are ignored: clients send back what any server gave them.
@@ -53,15 +64,15 @@ class Model(BaseModel):
     @functools.cache
     def without_effect(cls) -> dict[str, tuple[Asks, str]]:
         """Fields that are accepted as far as they ask for nothing, and what is possible."""
-        others = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
-        return {name: OF_OTHER_PATHS[name] for name in sorted(others)} | cls.WITHOUT_EFFECT
+        unlisted = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
+        return {name: OF_OTHER_PATHS[name] for name in sorted(unlisted)} | cls.WITHOUT_EFFECT
 
     @classmethod
     @functools.cache
     def refused(cls) -> dict[str, str]:
         """Fields that are refused, and why."""
-        others = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
-        return {name: REFUSED_EVERYWHERE[name] for name in sorted(others)} | cls.REFUSED
+        unlisted = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
+        return {name: REFUSED_EVERYWHERE[name] for name in sorted(unlisted)} | cls.REFUSED
 
 
 class Options(Model):
@@ -129,7 +140,9 @@ class Generate(Model):
         """
         names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
-        wanted = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
+        num_alternatives = [
+            num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None
+        ]
         return SamplingParams.from_dict(
             values
             | {
@@ -137,7 +150,7 @@ class Generate(Model):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
-                "prompt_logprobs": max(wanted) if wanted else None,
+                "prompt_logprobs": max(num_alternatives) if num_alternatives else None,
             }
         )
 
@@ -216,16 +229,9 @@ class ChatMessage(Model):
         message |= {name: value for name, value in optional.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.arguments
-                        if arguments_as_text
-                        else _object(call.function.arguments),
-                    },
-                }
+                template_call(
+                    call.id, call.function.name, call.function.arguments, as_text=arguments_as_text
+                )
                 for call in self.tool_calls
             ]
         return message
@@ -335,22 +341,6 @@ class ChatRequest(Generate):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    def narrowed(self) -> ChatRequest:
-        """The request with the allowed tools alone. Raises `RequestError` if there are others."""
-        choice = self.tool_choice
-        if not isinstance(choice, AllowedTools):
-            return self
-        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
-        names = [tool.function.name for tool in self.tools or ()]
-        if missing := sorted(allowed.difference(names)):
-            raise RequestError(
-                f"tool_choice allows {missing[0]!r}, which is not among the tools"
-                f" {', '.join(names)}",
-                "tool_choice",
-            )
-        tools = [tool for tool in self.tools or () if tool.function.name in allowed]
-        return self.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
-
     def structure(self) -> StructuredOutputs | None:
         """As `Generate.structure`, or from the response format."""
         wanted = super().structure()
@@ -362,9 +352,7 @@ class ChatRequest(Generate):
                 "give either response_format or structured_outputs", "response_format"
             )
         schema = form.schema_ if isinstance(form, JsonObjectFormat) else form.json_schema.schema_
-        if schema is None:
-            return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=schema)
+        return matching(schema)
 
 
 class TokenizeRequest(Model):
@@ -384,9 +372,22 @@ class DetokenizeRequest(Model):
     tokens: ListOf[int]
 
 
-def _object(arguments: str) -> Any:
-    """The arguments of a call as an object, for templates that do not take text; those of a call
-    that was cut off as far as they go. Their size has been checked with that of the body.
+def matching(schema: Any) -> StructuredOutputs:
+    """An answer that matches a JSON schema; any object if that is None. Raises `RequestError`."""
+    return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
+
+
+def template_call(
+    call_id: str | None, name: str, arguments: str, *, as_text: bool
+) -> dict[str, Any]:
+    """A call as chat templates expect it; `as_text`: see `ChatTemplate`. Raises `RequestError`."""
+    function = {"name": name, "arguments": arguments if as_text else _arguments_object(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _arguments_object(arguments: str) -> Any:
+    """The arguments of a call; those of a call that was cut off as far as they go. Their size has
+    been checked with that of the body.
     """
     try:  # OpenAI's models write nothing for no arguments
         return from_json(arguments or "{}", allow_partial="trailing-strings")

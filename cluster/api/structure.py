@@ -1,10 +1,12 @@
-"""What a chat request asks of the form of its answer: a format, calls of tools, or either."""
+"""What a chat asks of the form of its answer: a format, calls of tools, or either."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from urllib.parse import quote
 
-from cluster.api.schema import ChatRequest, NamedTool, Tool
+from cluster.api.schema import Function
 from cluster.client.outputs import Generation
 from cluster.grammar.calls import CallableTool, CallStructure
 from scheduler.errors import RequestError
@@ -19,45 +21,78 @@ def loosened_headers(generations: list[Generation]) -> dict[str, str]:
     follow a grammar; none if there are none. Names are escaped as in addresses.
     """
     names = [quote(name) for name in generations[0].loosened]
-    shown, size = 0, 0
-    while shown < len(names) and size + len(names[shown]) + 2 <= MAX_NAMES_BYTES:
-        size += len(names[shown]) + 2
-        shown += 1
-    others = [f"and {len(names) - shown} more"] if shown < len(names) else []
-    return {LOOSENED_HEADER: ", ".join(names[:shown] + others)} if names else {}
+    num_named, num_bytes = 0, 0
+    while num_named < len(names) and num_bytes + len(names[num_named]) + 2 <= MAX_NAMES_BYTES:
+        num_bytes += len(names[num_named]) + 2
+        num_named += 1
+    count_of_others = [f"and {len(names) - num_named} more"] if num_named < len(names) else []
+    return {LOOSENED_HEADER: ", ".join(names[:num_named] + count_of_others)} if names else {}
 
 
-def structure_of(request: ChatRequest, tools: list[Tool]) -> StructuredOutputs | None:
-    """`tools`: those that may be called. Raises `RequestError` for requests that cannot be met."""
-    wanted, choice = request.structure(), request.tool_choice
-    if not tools:
-        if choice == "required" or isinstance(choice, NamedTool):
-            raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
-        return wanted
-    only_one = request.parallel_tool_calls is False
-    if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            names = ", ".join(tool.function.name for tool in tools)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """Which tools may be called; whether one must be, and which; whether at most one may be."""
+
+    tools: Sequence[Function] = ()
+    is_required: bool = False
+    named_tool: str | None = None
+    only_one: bool = False
+
+
+def call_rules(
+    tools: Sequence[Function],
+    choice: str | None,
+    *,
+    named_tool: str | None = None,
+    allowed: Collection[str] | None = None,
+    parallel: bool | None = None,
+) -> CallRules:
+    """`choice`: "auto", "none" or "required". `allowed`: the names of the tools that may be called,
+    None for all. `parallel`: whether several calls are possible. Raises `RequestError` for a name
+    that no tool has.
+    """
+    if allowed is not None:
+        names = [tool.name for tool in tools]
+        if missing := sorted(set(allowed).difference(names)):
             raise RequestError(
-                f"tool_choice names {choice.function.name!r}, which is not among the tools {names}",
+                f"tool_choice allows {missing[0]!r}, which is not among the tools"
+                f" {', '.join(names)}",
                 "tool_choice",
             )
-        return CallStructure(tools=_callable(named[:1]), is_required=True, only_one=True)
-    if choice == "required":
-        return CallStructure(tools=_callable(tools), is_required=True, only_one=only_one)
-    if wanted is not None:
-        return CallStructure(
-            tools=_callable(tools), is_required=True, only_one=only_one, otherwise=wanted
-        )
-    if only_one or any(tool.function.strict for tool in tools):
-        return CallStructure(tools=_callable(tools), is_required=False, only_one=only_one)
-    return None
+        tools = [tool for tool in tools if tool.name in allowed]
+    return CallRules(
+        tools=() if choice == "none" else tools,
+        is_required=choice == "required" or named_tool is not None,
+        named_tool=named_tool,
+        only_one=parallel is False,
+    )
 
 
-def _callable(tools: list[Tool]) -> tuple[CallableTool, ...]:
-    functions = [tool.function for tool in tools]
-    return tuple(
-        CallableTool(name=f.name, parameters=f.parameters, is_strict=bool(f.strict))
-        for f in functions
+def structure_of(rules: CallRules, wanted: StructuredOutputs | None) -> StructuredOutputs | None:
+    """`wanted`: what an answer without calls must match. Raises `RequestError` for what cannot be
+    met.
+    """
+    tools, name = rules.tools, rules.named_tool
+    if not tools:
+        if rules.is_required:
+            raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return wanted
+    if name is not None:
+        tools = [tool for tool in tools if tool.name == name][:1]
+        if not tools:
+            names = ", ".join(tool.name for tool in rules.tools)
+            raise RequestError(
+                f"tool_choice names {name!r}, which is not among the tools {names}", "tool_choice"
+            )
+    is_free = not (rules.is_required or rules.only_one or any(tool.strict for tool in tools))
+    if wanted is None and is_free:
+        return None
+    return CallStructure(
+        tools=tuple(
+            CallableTool(name=tool.name, parameters=tool.parameters, is_strict=bool(tool.strict))
+            for tool in tools
+        ),
+        is_required=rules.is_required or wanted is not None,
+        only_one=rules.only_one or name is not None,
+        otherwise=None if rules.is_required else wanted,
     )

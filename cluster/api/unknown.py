@@ -49,16 +49,16 @@ class Unknown:
     def sort_out(
         self,
         values: dict[str, Any],
-        known: frozenset[str],
+        field_names: frozenset[str],
         *,
         place: str = "",
         without_effect: Mapping[str, tuple[Asks, str]] = MappingProxyType({}),
         refused: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Remove from an object at `place` what is not in `known`. Raises `RequestError` for what
-        cannot be ignored, and `HttpError`.
+        """Remove from an object at `place` what is not in `field_names`. Raises `RequestError` for
+        what cannot be ignored, and `HttpError`.
         """
-        for name in [name for name in values if name not in known]:
+        for name in [name for name in values if name not in field_names]:
             value = values.pop(name)
             if (place, name) in self._ignored:
                 continue
@@ -67,25 +67,25 @@ class Unknown:
             elif name in refused:
                 _check_refused(name, value, refused[name])
             else:
-                self._sort_out_one(name, value, values, known, place)
+                self._sort_out_one(name, value, values, field_names, place)
 
     def _sort_out_one(
-        self, name: str, value: Any, values: dict[str, Any], known: frozenset[str], place: str
+        self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], place: str
     ) -> None:
         full_name = f"{place}.{name}" if place else name
         parameter = (place.split(".")[0] or name)[:MAX_NAME]
         if self._refuse:
-            listed = ", ".join(sorted(known))
+            listed = ", ".join(sorted(field_names))
             raise RequestError(f"unknown field {full_name[:100]!r}; known are {listed}", parameter)
         if value is None:
             return
         count = len(self._ignored) + 1
         check("unknown fields", count, place or "the body", place.split(".")[0])
-        meant = [field for field in OTHER_NAMES.get(name, ()) if field in known and not place]
+        meant = [field for field in OTHER_NAMES.get(name, ()) if field in field_names and not place]
         if meant:
             if all(values.get(field) is None for field in meant):
                 raise RequestError(f"unknown field {name!r}; did you mean {meant[0]!r}?", parameter)
-        elif full_name not in IGNORED and (field := lookalike(name, known)) is not None:
+        elif full_name not in IGNORED and (field := lookalike(name, field_names)) is not None:
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
             )
@@ -128,11 +128,11 @@ def header_of(names: Iterable[str]) -> str:
     return ", ".join(shown)
 
 
-def lookalike(name: str, known: frozenset[str]) -> str | None:
+def lookalike(name: str, field_names: frozenset[str]) -> str | None:
     """The known field of which a name looks like a misspelling, if there is one."""
     if len(name) > MAX_NAME:
         return None
-    forms = _misspellings(known)
+    forms = _misspellings(field_names)
     plain = _plain(name)
     candidates = [plain]
     if len(plain) >= MIN_LENGTH_ONE_FAULT:
@@ -141,7 +141,7 @@ def lookalike(name: str, known: frozenset[str]) -> str | None:
 
 
 @functools.lru_cache(64)
-def _misspellings(known: frozenset[str]) -> dict[str, str]:
+def _misspellings(field_names: frozenset[str]) -> dict[str, str]:
     """The plain forms of names, and what remains of longer ones without one or two letters.
 
     Two names of which one has a wrong letter, or a superfluous one, or two exchanged, have a common
@@ -149,7 +149,7 @@ def _misspellings(known: frozenset[str]) -> dict[str, str]:
     """
     forms: dict[str, str] = {}
     for num_missing, least in ((0, 0), (1, MIN_LENGTH_ONE_FAULT), (2, MIN_LENGTH_TWO_FAULTS)):
-        for field in sorted(known):
+        for field in sorted(field_names):
             plain = _plain(field)
             if len(plain) >= least:
                 for letters in combinations(plain, len(plain) - num_missing):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,10 @@ from contextvars import Context
 from typing import Protocol
 
 from cluster.client.outputs import Generation, RequestOutput, Sink
-from cluster.client.prompts import Prompt, as_list, one_each
+from cluster.client.prompts import Prompt, as_list, one_per_prompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.streams import ChunkStream, Relay
 from cluster.grammar.compiler import MAX_SLOW
-from scheduler.errors import RequestError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
@@ -68,24 +66,18 @@ class Client:
         self._compiling = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
         link.after_news(self._wake_relays)
-        self._named: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
 
     def submit(
         self,
         prompts: Prompt | Seq[Prompt],
         params: Params = None,
         sinks: Seq[Sink | None] | None = None,
-        request_id: str | None = None,
     ) -> list[Generation]:
         """Send requests, all or none. Each sink gets the chunks of its prompt, on the polling
-        thread.
-
-        `request_id` names a single prompt for `abort_named`. Raises `RequestError` before any
-        request runs.
+        thread. Raises `RequestError` before any request runs.
         """
-        generations = self._build(prompts, params, sinks, request_id)
+        generations = self._build(prompts, params, sinks)
         self._link.submit(generations)
-        self._name(generations, request_id)
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
@@ -105,25 +97,22 @@ class Client:
         prompts: Prompt | Seq[Prompt],
         params: Params = None,
         sinks: Seq[Sink | None] | None = None,
-        request_id: str | None = None,
     ) -> list[Generation]:
         """`submit` on another thread. If this is canceled, what it has submitted is aborted."""
         # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
         # it with that. The threads of an executor have no context.
         submit = self.submit if self._send_async is None else self._build
-        build = functools.partial(submit, prompts, params, sinks, request_id)
-        each: Seq[SamplingParams | None] = [params]  # type: ignore[list-item]
-        if isinstance(params, list | tuple):
-            each = params
+        build = functools.partial(submit, prompts, params, sinks)
         # Other requests must not wait while grammars are compiled.
         has_grammar = any(
-            isinstance(wanted, SamplingParams) and wanted.structured_outputs for wanted in each
+            isinstance(of_prompt, SamplingParams) and of_prompt.structured_outputs
+            for of_prompt in (params if isinstance(params, list | tuple) else [params])
         )
         executor = self._compiling if has_grammar else self._sending
         job = executor.submit(build)
         submitting = asyncio.wrap_future(job)
         if self._send_async is not None:
-            sending = self._send_built(submitting, request_id)
+            sending = self._send_built(submitting)
             submitting = asyncio.get_running_loop().create_task(sending, context=Context())
         try:
             return await asyncio.shield(submitting)
@@ -131,39 +120,31 @@ class Client:
             if not job.cancel():  # it is no longer in line for a thread
                 submitting.add_done_callback(self._abort_submitted)
             raise
+        finally:
+            del job, submitting  # their error, whose traceback has this frame, would keep them
 
     def _build(
         self,
         prompts: Prompt | Seq[Prompt],
         params: Params,
         sinks: Seq[Sink | None] | None,
-        request_id: str | None,
     ) -> list[Generation]:
-        many = as_list(prompts)
-        named = self._named.get(request_id) if request_id is not None else None
-        if named is not None and not named.done.done():
-            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
-        each = zip(many, one_each(params, len(many)), sinks or [None] * len(many), strict=True)
-        return [self.builder.build(prompt, wanted, sink) for prompt, wanted, sink in each]
+        prompts = as_list(prompts)
+        params_of = one_per_prompt(params, len(prompts))
+        sinks = sinks or [None] * len(prompts)
+        return list(map(self.builder.build, prompts, params_of, sinks))
 
-    def _name(self, generations: list[Generation], request_id: str | None) -> None:
-        if request_id is not None:
-            self._named[request_id] = generations[0]
-
-    async def _send_built(
-        self, building: asyncio.Future[list[Generation]], request_id: str | None
-    ) -> list[Generation]:
+    async def _send_built(self, building: asyncio.Future[list[Generation]]) -> list[Generation]:
         assert self._send_async is not None
         generations = await building
         await self._send_async(generations)
-        self._name(generations, request_id)
         return generations
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:
         """`wait` for an event loop; canceling it aborts the requests."""
-        ended = (asyncio.wrap_future(generation.done) for generation in generations)
+        futures = (asyncio.wrap_future(generation.done) for generation in generations)
         try:
-            await asyncio.gather(*ended, return_exceptions=True)
+            await asyncio.gather(*futures, return_exceptions=True)
         finally:
             self.abort(generations)
         return _outputs(generations)
@@ -173,15 +154,14 @@ class Client:
         self,
         prompts: Prompt | Seq[Prompt],
         params: Params = None,
-        request_id: str | None = None,
     ) -> AsyncGenerator[tuple[list[Generation], ChunkStream], None]:
         """Submit prompts and read their chunks on this event loop; leaving the block aborts what
         has not ended.
         """
-        many = as_list(prompts)
+        prompts = as_list(prompts)
         chunks = ChunkStream(self._relay())
-        sinks = [functools.partial(chunks.put, place) for place in range(len(many))]
-        generations = await self.submit_async(many, params, sinks, request_id)
+        sinks = [functools.partial(chunks.put, place) for place in range(len(prompts))]
+        generations = await self.submit_async(prompts, params, sinks)
         try:
             chunks.follow(generations)
             yield generations, chunks
@@ -191,14 +171,6 @@ class Client:
     def abort(self, generations: list[Generation]) -> None:
         """End generations early. Does nothing to those that have ended."""
         self._link.abort(generations)
-
-    def abort_named(self, request_id: str) -> bool:
-        """End the request submitted as `request_id`. False if it is not running."""
-        generation = self._named.pop(request_id, None)
-        if generation is None or generation.done.done():
-            return False
-        self.abort([generation])
-        return True
 
     def stats(self) -> EngineStats:
         """The engine's counters. Raises `OverloadedError` while its driver is replaced,
@@ -215,7 +187,9 @@ class Client:
         loop = asyncio.get_running_loop()
         relay = self._relays.get(id(loop))
         if relay is None or relay.loop is not loop:
-            open_relays = {key: r for key, r in self._relays.items() if not r.loop.is_closed()}
+            open_relays = {
+                loop_id: r for loop_id, r in self._relays.items() if not r.loop.is_closed()
+            }
             relay = Relay(loop)
             self._relays = {**open_relays, id(loop): relay}
         return relay

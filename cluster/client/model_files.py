@@ -13,10 +13,9 @@ from scheduler.params import SamplingParams
 from workers.models.local import MODEL_PATTERNS, TOKENIZER_PATTERNS, download
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def find_model(model: str, revision: str | None = None, *, what: str = "model") -> Path:
+def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
     """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises
     `ConfigError`.
     """
@@ -24,27 +23,27 @@ def find_model(model: str, revision: str | None = None, *, what: str = "model") 
         path = Path(model).expanduser()
         is_dir, exists = bool(model) and path.is_dir(), bool(model) and path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL
-        raise ConfigError(f"{what} {model!r} is not a usable path: {error}") from None
+        raise ConfigError(f"{option} {model!r} is not a usable path: {error}") from None
     if is_dir:
         return path.resolve()
     if exists:
-        raise ConfigError(f"{what} {model!r} is a file; give the directory that holds it")
+        raise ConfigError(f"{option} {model!r} is a file; give the directory that holds it")
     if not HUB_ID.match(model):
         raise ConfigError(
-            f"{what} {model!r} is neither an existing directory nor a hub id such as"
+            f"{option} {model!r} is neither an existing directory nor a hub id such as"
             " Qwen/Qwen3-0.6B"
         )
-    return _download(model, revision, what)
+    return _download(model, revision, option)
 
 
-def _download(model: str, revision: str | None, what: str) -> Path:
-    patterns = MODEL_PATTERNS if what == "model" else TOKENIZER_PATTERNS
+def _download(model: str, revision: str | None, option: str) -> Path:
+    patterns = MODEL_PATTERNS if option == "model" else TOKENIZER_PATTERNS
     try:
         return download(model, revision, patterns)
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{what} {model!r} is not a directory here, and it cannot be downloaded as a hub id:"
+            f"{option} {model!r} is not a directory here, and it cannot be downloaded as a hub id:"
             f" {first_line.rstrip('.')}. Check the spelling, the network and"
             " HF_HUB_OFFLINE, or give a directory"
         ) from error

@@ -30,16 +30,16 @@ class News:
         """Add later news; tokens that are here already are skipped. Raises `EngineError` if any are
         missing between.
         """
-        known = self.first_index + len(self.token_ids) - later.first_index
-        if known < 0 and later.token_ids:
+        overlap = self.first_index + len(self.token_ids) - later.first_index
+        if overlap < 0 and later.token_ids:
             raise EngineError(
                 f"tokens {self.first_index + len(self.token_ids)} to {later.first_index - 1} are"
                 " missing"
             )
-        token_ids = later.token_ids[known:] if later.token_ids else []
+        token_ids = later.token_ids[overlap:] if later.token_ids else []
         if later.logprobs is not None:
-            held = self.logprobs or [None] * len(self.token_ids)
-            self.logprobs = held + later.logprobs[known:]
+            earlier_logprobs = self.logprobs or [None] * len(self.token_ids)
+            self.logprobs = earlier_logprobs + later.logprobs[overlap:]
         elif self.logprobs is not None:
             self.logprobs += [None] * len(token_ids)
         self.token_ids += token_ids
@@ -54,14 +54,14 @@ class News:
 
 def pack(number: int, news: dict[str, News]) -> Deltas:
     """Reply `number` of a driver to one frontend."""
-    values = news.values()
+    all_news = news.values()
     return Deltas(
         up_to=number,
         request_ids=tuple(news),
-        first_indices=array("i", (n.first_index for n in values)),
-        num_tokens=array("i", (len(n.token_ids) for n in values)),
-        num_cached_tokens=array("i", (n.num_cached_tokens for n in values)),
-        token_ids=array("i", (token for n in values for token in n.token_ids)),
+        first_indices=array("i", (n.first_index for n in all_news)),
+        num_tokens=array("i", (len(n.token_ids) for n in all_news)),
+        num_cached_tokens=array("i", (n.num_cached_tokens for n in all_news)),
+        token_ids=array("i", (token for n in all_news for token in n.token_ids)),
         finish_reasons={k: n.finish_reason for k, n in news.items() if n.finish_reason},
         errors={k: n.error for k, n in news.items() if n.error},
         logprobs={k: n.logprobs for k, n in news.items() if n.logprobs is not None},

@@ -44,8 +44,8 @@ class Chunk:
             yield self
             return
         for start in range(0, len(entries), ENTRIES_AT_A_TIME):
-            part = entries[start : start + ENTRIES_AT_A_TIME]
-            yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=part)
+            some_entries = entries[start : start + ENTRIES_AT_A_TIME]
+            yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=some_entries)
         yield replace(self, prompt_logprobs=None)
 
 
@@ -117,7 +117,7 @@ class OutputFollower:
         self._only_prompt = only_prompt
         num_top = request.sampling.prompt_logprobs
         self._prompt = PromptLogprobs.none(num_top) if num_top >= 0 else None
-        self._told_prompt = False
+        self._has_sent_prompt = False
 
     @property
     def prompt_logprobs(self) -> PromptEntries | None:
@@ -130,8 +130,8 @@ class OutputFollower:
         """Add news, skipping tokens that are already known. True if a stop string has ended the
         output here while the engine still runs it.
         """
-        done = self.completion
-        if done.finish_reason is not None:
+        completion = self.completion
+        if completion.finish_reason is not None:
             return False
         if self._prompt is not None and news.prompt_logprobs is not None:
             self._prompt = self._prompt.followed_by(news.prompt_logprobs)
@@ -139,29 +139,31 @@ class OutputFollower:
             reason = "length" if news.token_ids else news.finish_reason
             self._add([], None, reason, news.num_cached_tokens)
             return False
-        known = len(done.token_ids) - news.first_index
-        if known < 0 and news.token_ids:
+        overlap = len(completion.token_ids) - news.first_index
+        if overlap < 0 and news.token_ids:
             raise EngineError(
-                f"tokens {len(done.token_ids)} to {news.first_index - 1} of"
+                f"tokens {len(completion.token_ids)} to {news.first_index - 1} of"
                 f" {self.request.request_id} are missing"
             )
-        tokens = news.token_ids[known:] if news.token_ids else []
+        tokens = news.token_ids[overlap:] if news.token_ids else []
         stopped_at = self._stream.push(tokens) if self._stream is not None else None
         if stopped_at is not None:
             tokens = tokens[:stopped_at]
-        logprobs = news.logprobs[known:][: len(tokens)] if news.logprobs is not None else None
+        logprobs = news.logprobs[overlap:][: len(tokens)] if news.logprobs is not None else None
         reason = "stop" if stopped_at is not None else news.finish_reason
         self._add(tokens, logprobs, reason, news.num_cached_tokens)
         return stopped_at is not None and news.finish_reason is None
 
     def continued(self) -> Request:
         """The request with the tokens that have been received."""
-        request, done = self.request, self.completion.token_ids
-        if not done:
+        request, received_ids = self.request, self.completion.token_ids
+        if not received_ids:
             return request
         prompt = request.token_ids[: request.num_prompt_tokens]
         sampling = dataclasses.replace(request.sampling, prompt_logprobs=-1)  # they came before
-        return dataclasses.replace(request, token_ids=prompt + array("i", done), sampling=sampling)
+        return dataclasses.replace(
+            request, token_ids=prompt + array("i", received_ids), sampling=sampling
+        )
 
     def abort(self) -> None:
         """End here; the last chunk says "abort"."""
@@ -171,29 +173,29 @@ class OutputFollower:
         self,
         tokens: list[int],
         logprobs: list[TokenLogprobs | None] | None,
-        reason: str | None,
-        num_cached: int,
+        finish_reason: str | None,
+        num_cached_tokens: int,
     ) -> None:
-        done = self.completion
-        text = self._new_text(final=reason is not None)
-        done.token_ids += tokens
-        done.text += text
-        done.finish_reason = reason
-        done.stop_string = self._stream.stopped_by if self._stream is not None else None
+        completion = self.completion
+        text = self._new_text(final=finish_reason is not None)
+        completion.token_ids += tokens
+        completion.text += text
+        completion.finish_reason = finish_reason
+        completion.stop_string = self._stream.stopped_by if self._stream is not None else None
         if logprobs is not None:
-            done.logprobs = (done.logprobs or []) + logprobs
-        if self._sink is not None and (tokens or reason):
-            prompt_logprobs = None if self._told_prompt else self.prompt_logprobs
-            self._told_prompt = True
+            completion.logprobs = (completion.logprobs or []) + logprobs
+        if self._sink is not None and (tokens or finish_reason):
+            prompt_logprobs = None if self._has_sent_prompt else self.prompt_logprobs
+            self._has_sent_prompt = True
             self._sink(
                 Chunk(
-                    index=done.index,
+                    index=completion.index,
                     text=text,
                     token_ids=tokens,
                     logprobs=logprobs,
-                    finish_reason=reason,
+                    finish_reason=finish_reason,
                     num_prompt_tokens=self.request.num_prompt_tokens,
-                    num_cached_tokens=num_cached,
+                    num_cached_tokens=num_cached_tokens,
                     prompt_logprobs=prompt_logprobs,
                 )
             )
@@ -236,6 +238,10 @@ class Generation:
     @property
     def request_ids(self) -> list[str]:
         return [output.request.request_id for output in self.outputs]
+
+    @property
+    def unfinished(self) -> list[OutputFollower]:
+        return [output for output in self.outputs if output.completion.finish_reason is None]
 
     def rename(self, suffix: str) -> None:
         """Give the engine requests other ids, before they are sent to another engine: one that they

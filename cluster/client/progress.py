@@ -25,7 +25,7 @@ class ProgressBar:
         self._lock = threading.Lock()
         self._began = time.perf_counter()
         self._num_prefilled = self._num_decoded = 0
-        speed = (
+        speed_format = (
             "prefill {task.fields[prefill]:.0f} tokens/s, decode {task.fields[decode]:.0f} tokens/s"
         )
         self._progress = Progress(
@@ -33,7 +33,7 @@ class ProgressBar:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn(speed),
+            TextColumn(speed_format),
             console=Console(stderr=True),
         )
         self._task = self._progress.add_task("requests", total=None, prefill=0.0, decode=0.0)
@@ -47,14 +47,14 @@ class ProgressBar:
         seen: set[int] = set()
 
         def take(chunk: Chunk) -> None:
-            self._count(chunk, first=chunk.index not in seen)
+            self._count(chunk, is_first=chunk.index not in seen)
             seen.add(chunk.index)
 
         return take
 
-    def _count(self, chunk: Chunk, *, first: bool) -> None:
+    def _count(self, chunk: Chunk, *, is_first: bool) -> None:
         with self._lock:
-            if first:
+            if is_first:
                 self._num_prefilled += chunk.num_prompt_tokens - chunk.num_cached_tokens
             self._num_decoded += len(chunk.token_ids)
             seconds = time.perf_counter() - self._began

@@ -26,21 +26,21 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
     def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
     def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
         if isinstance(place, slice):
-            return [self._entry(each) for each in range(*place.indices(len(self)))]
+            return [self._entry(index) for index in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):
             raise IndexError(f"the prompt has {len(self)} tokens, there is none at {place}")
         return self._entry(place % len(self))
 
     def _entry(self, place: int) -> TokenLogprobs | None:
-        of = self._logprobs
+        logprobs = self._logprobs
         if place == 0:
             return None
-        index = place - of.first
-        start = index * of.num_top
-        end = start + of.num_top
+        index = place - logprobs.first
+        start = index * logprobs.num_top
+        end = start + logprobs.num_top
         return TokenLogprobs(
-            logprob=of.logprobs[index],
-            top_token_ids=tuple(of.top_token_ids[start:end]),
-            top_logprobs=tuple(of.top_logprobs[start:end]),
-            rank=of.ranks[index],
+            logprob=logprobs.logprobs[index],
+            top_token_ids=tuple(logprobs.top_token_ids[start:end]),
+            top_logprobs=tuple(logprobs.top_logprobs[start:end]),
+            rank=logprobs.ranks[index],
         )

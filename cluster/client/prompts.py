@@ -19,12 +19,12 @@ FORMS = {
     "messages": (list | tuple, "a list of {role, content}"),
 }
 Message = dict[str, Any]
-Prompt = str | Seq[int] | Mapping[str, Any]
-
 
 # What a mapping may have beside its prompt; the last three go with messages.
 _OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
+# Variables of templates that have another place in a prompt, or in this server.
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,28 @@ class Conversation:
     """Messages and everything else that the chat template gets: tools (JSON schemas of functions,
     as in OpenAI's API) and variables of the template, such as `enable_thinking`.
 
-    continues_last: the last message is the beginning of the answer, which continues it.
+    continues_last: the last message is the beginning of the answer, which continues it. Raises
+    `RequestError` for variables that have another place, and for a last message that cannot be
+    continued.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
     continues_last: bool = False
+
+    def __post_init__(self) -> None:
+        if any(name in self.template_variables for name in _TAKEN):
+            raise _wrong_variables(self.template_variables)
+        if self.continues_last:
+            last = self.messages[-1]
+            text = last["content"] if last["role"] == "assistant" else None
+            if not (isinstance(text, str) and text.strip()):
+                raise RequestError(
+                    "continue_final_message needs a last message of role assistant with text, got"
+                    f" {shown(last)}",
+                    "continue_final_message",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +69,22 @@ class ParsedPrompt:
     session_id: str | None = None
 
 
+Prompt = str | Seq[int] | Mapping[str, Any] | ParsedPrompt
+
+
 def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Raises `RequestError` for a prompt in no known form, and for unknown keys."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
         return ParsedPrompt(token_ids=_token_ids(prompt))
     form = form_of(prompt)
     value: Any = prompt[form]
-    kind, name = FORMS[form]
-    if not isinstance(value, kind):
-        raise RequestError(f"{form} must be {name}, got {type(value).__name__}", form)
+    expected_type, description = FORMS[form]
+    if not isinstance(value, expected_type):
+        raise RequestError(f"{form} must be {description}, got {type(value).__name__}", form)
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
@@ -72,39 +92,41 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     session = prompt.get("session_id")
     if not isinstance(session, str | None):
         raise RequestError(f"session_id must be text, got {type(session).__name__}", "session_id")
-    both: dict[str, Any] = {"cache_salt": salt, "session_id": session}
+    options: dict[str, Any] = {"cache_salt": salt, "session_id": session}
     if form == "messages":
-        return ParsedPrompt(conversation=_conversation(prompt), **both)
-    for name in _OF_MESSAGES:
-        if name in prompt:
-            raise RequestError(f"{name} needs messages, and this prompt gives {form}", name)
+        return ParsedPrompt(conversation=_conversation(prompt), **options)
+    for description in _OF_MESSAGES:
+        if description in prompt:
+            raise RequestError(
+                f"{description} needs messages, and this prompt gives {form}", description
+            )
     if isinstance(value, str):
-        return ParsedPrompt(text=value, **both)
-    return ParsedPrompt(token_ids=_token_ids(value), **both)
+        return ParsedPrompt(text=value, **options)
+    return ParsedPrompt(token_ids=_token_ids(value), **options)
 
 
 def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> str:
     """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
     keys.
     """
-    known = (*FORMS, *other_keys)
-    unknown = [key for key in prompt if key not in known]
-    if unknown:
+    possible_keys = (*FORMS, *other_keys)
+    unknown_keys = [key for key in prompt if key not in possible_keys]
+    if unknown_keys:
         raise RequestError(
-            f"unknown key {shown(unknown[0])}; known are {', '.join(known)}", "prompt"
+            f"unknown key {shown(unknown_keys[0])}; known are {', '.join(possible_keys)}", "prompt"
         )
-    given = [form for form in FORMS if form in prompt]
-    if len(given) != 1:
+    forms = [form for form in FORMS if form in prompt]
+    if len(forms) != 1:
         raise RequestError(
-            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(given) or 'none'}",
+            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(forms) or 'none'}",
             "prompt",
         )
-    return given[0]
+    return forms[0]
 
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. Raises `RequestError` for anything else."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | ParsedPrompt):
         return [prompts]
     if not isinstance(prompts, Seq):
         raise RequestError(
@@ -117,25 +139,25 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def one_each(
+def one_per_prompt(
     params: SamplingParams | Seq[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
     """Parameters per prompt: the same for all, or a list as long as the prompts. Raises
     `RequestError`.
     """
-    each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-    wrong = [type(p).__name__ for p in each if not isinstance(p, SamplingParams | None)]
-    if wrong:
+    as_listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
+    wrong_types = [type(p).__name__ for p in as_listed if not isinstance(p, SamplingParams | None)]
+    if wrong_types:
         raise RequestError(
             "sampling_params must be a SamplingParams or a list with one per prompt, got"
-            f" {wrong[0]}; use SamplingParams.from_dict to make one from a dict",
+            f" {wrong_types[0]}; use SamplingParams.from_dict to make one from a dict",
             "sampling_params",
         )
-    if len(each) != count:
+    if len(as_listed) != count:
         raise RequestError(
-            f"got {len(each)} sampling_params for {count} prompts", "sampling_params"
+            f"got {len(as_listed)} sampling_params for {count} prompts", "sampling_params"
         )
-    return each
+    return as_listed
 
 
 def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
@@ -146,8 +168,8 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
             f" {type(messages).__name__}",
             "messages",
         )
-    one = not messages or isinstance(messages[0], Mapping)
-    return [{"messages": m} for m in ([messages] if one else messages)]
+    is_single = not messages or isinstance(messages[0], Mapping)
+    return [{"messages": m} for m in ([messages] if is_single else messages)]
 
 
 def _conversation(prompt: Mapping[str, Any]) -> Conversation:
@@ -156,26 +178,12 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     if tools is not None and not is_list:
         raise RequestError(f"tools must be a list of JSON objects, got {shown(tools)}", "tools")
-    taken = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
-    wrong = not isinstance(variables, Mapping) or any(name in taken for name in variables)
-    if wrong:
-        raise RequestError(
-            f"chat_template_kwargs must be an object without {', '.join(taken)};"
-            f" got {shown(variables)}",
-            "chat_template_kwargs",
-        )
+    if not isinstance(variables, Mapping):
+        raise _wrong_variables(variables)
     messages, continues = check_messages(prompt["messages"]), prompt.get("continue_final_message")
     if not isinstance(continues, bool | None):
         raise RequestError(
             f"continue_final_message must be true or false, got {shown(continues)}",
-            "continue_final_message",
-        )
-    content = messages[-1]["content"]
-    is_begun = messages[-1]["role"] == "assistant" and isinstance(content, str) and content.strip()
-    if continues and not is_begun:
-        raise RequestError(
-            "continue_final_message needs a last message of role assistant with text, got"
-            f" {shown(messages[-1])}",
             "continue_final_message",
         )
     return Conversation(
@@ -183,6 +191,14 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
         tools=list(tools) if tools else None,
         template_variables=dict(variables),
         continues_last=bool(continues),
+    )
+
+
+def _wrong_variables(variables: object) -> RequestError:
+    return RequestError(
+        f"chat_template_kwargs must be an object without {', '.join(_TAKEN)};"
+        f" got {shown(variables)}",
+        "chat_template_kwargs",
     )
 
 
@@ -213,8 +229,8 @@ def _token_ids(value: object) -> list[int]:
     return list(value)
 
 
-def check_token_ids(values: Seq[object], key: str) -> None:
+def check_token_ids(token_ids: Seq[object], key: str) -> None:
     """Raise `RequestError` naming `key` for a value that cannot be a token id of any vocabulary."""
-    wrong = [value for value in values if not is_token_id(value)]
-    if wrong:
-        raise RequestError(f"{key} holds {shown(wrong[0])}, which is not a token id", key)
+    wrong_ids = [value for value in token_ids if not is_token_id(value)]
+    if wrong_ids:
+        raise RequestError(f"{key} holds {shown(wrong_ids[0])}, which is not a token id", key)

@@ -52,8 +52,8 @@ class EngineSetup:
         return RequestBuilder(self.model, self.tokenizer, self.defaults, limits, self.config.seed)
 
     def _num_blocks(self) -> int:
-        is_known = self.config.device == "cpu" or self.config.num_kv_blocks is not None
-        return plan_kv_cache(self.foreseen, rank=0).num_blocks if is_known else _MANY_BLOCKS
+        is_size_known = self.config.device == "cpu" or self.config.num_kv_blocks is not None
+        return plan_kv_cache(self.foreseen, rank=0).num_blocks if is_size_known else _MANY_BLOCKS
 
 
 def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = None) -> EngineSetup:
@@ -70,8 +70,8 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
     model_dir = find_model(config.model, config.revision)
     if config.tokenizer is not None:
         # Looked for once: the driver may run in another folder, and takes no hub id.
-        found = find_model(config.tokenizer, what="tokenizer")
-        config = dataclasses.replace(config, tokenizer=str(found))
+        tokenizer_dir = find_model(config.tokenizer, option="tokenizer")
+        config = dataclasses.replace(config, tokenizer=str(tokenizer_dir))
     model = ModelConfig.from_dir(model_dir)
     model.check_tensor_parallel_size(config.tensor_parallel_size)
     check_checkpoint(model_dir, model)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ class Relay:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._pending: deque[tuple[ChunkStream, Item | Generation]] = deque()
+        self._pending: deque[tuple[ChunkStream, Item | Future[None]]] = deque()
         self._continues = False  # `_deliver_some` will be called again
 
-    def put(self, stream: ChunkStream, item: Item | Generation) -> None:
+    def put(self, stream: ChunkStream, item: Item | Future[None]) -> None:
         """Any thread. Nothing is delivered before `wake`."""
         self._pending.append((stream, item))
 
@@ -59,7 +60,7 @@ class ChunkStream:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._num_open = 0
-        self._ended: list[Generation] = []
+        self._ends: list[Future[None]] = []  # of generations
         self._items: list[Item] = []
         self._changed = asyncio.Event()
 
@@ -71,17 +72,17 @@ class ChunkStream:
         """The stream ends when these have. On the loop, once."""
         self._num_open = len(generations)
         for generation in generations:
-            ended = functools.partial(self._relay.put, self, generation)
-            generation.done.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
+            # The future keeps its callbacks, so none of them may keep the generation.
+            generation.done.add_done_callback(functools.partial(self._relay.put, self))
         self._relay.wake()  # some may have ended already
 
-    def receive(self, item: Item | Generation) -> None:
-        """On the loop: an item, or a generation that has ended."""
+    def receive(self, item: Item | Future[None]) -> None:
+        """On the loop: an item, or the end of a generation."""
         if isinstance(item, tuple):
             self._items.append(item)
         else:
             self._num_open -= 1
-            self._ended.append(item)
+            self._ends.append(item)
         self._changed.set()
 
     async def next(self) -> list[Item]:
@@ -89,8 +90,8 @@ class ChunkStream:
         generation failed with, once everything before it has been read.
         """
         while not self._items:
-            while self._ended:
-                self._ended.pop().done.result()
+            while self._ends:
+                self._ends.pop().result()
             if self._num_open == 0:
                 return []
             self._changed.clear()

@@ -44,13 +44,13 @@ class TextStream:
         state: State = State.CONTENT,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(_Matcher(text) for text in stop)
+        self._matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
         self._reasoning = _Reasoning(state if stop else State.CONTENT)
         self._num_unsearched = 0  # characters of the first `min_tokens` tokens
         self._num_tokens = 0
         self._recent: list[int] = []
-        self._num_known = 0  # characters of the text of `_recent` that are part of `_decoded`
+        self._num_certain = 0  # characters of the text of `_recent` that are part of `_decoded`
         self._decoded = ""
         self.text = ""
         self.stopped_by: str | None = None  # the stop string
@@ -59,7 +59,7 @@ class TextStream:
         """Take the next tokens. Returns how many it took to complete a stop string, or None if none
         is complete.
         """
-        if not self._stop:
+        if not self._matchers:
             self._push(token_ids)
             return None
         for i in range(len(token_ids)):
@@ -71,8 +71,8 @@ class TextStream:
         """No more tokens follow: what was held back becomes text."""
         if self.stopped_by is not None:
             return
-        rest = self._tokenizer.decode(self._recent)[self._num_known :]
-        if not self._extend(rest, is_last=True):
+        remaining_text = self._tokenizer.decode(self._recent)[self._num_certain :]
+        if not self._extend(remaining_text, is_last=True):
             self.text = self._decoded
 
     def _push(self, token_ids: Seq[int]) -> bool:
@@ -80,13 +80,13 @@ class TextStream:
         self._num_tokens += len(token_ids)
         self._recent += token_ids
         text = self._tokenizer.decode(self._recent)
-        certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
-        dropped = 0  # characters that `_recent` no longer yields
+        num_certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
+        num_dropped = 0  # characters that `_recent` no longer yields
         if len(self._recent) > 2 * CONTEXT:
             del self._recent[:-CONTEXT]
-            dropped = len(text) - len(self._tokenizer.decode(self._recent))
-        certain = max(certain, dropped, self._num_known)
-        new, self._num_known = text[self._num_known : certain], certain - dropped
+            num_dropped = len(text) - len(self._tokenizer.decode(self._recent))
+        num_certain = max(num_certain, num_dropped, self._num_certain)
+        new, self._num_certain = text[self._num_certain : num_certain], num_certain - num_dropped
         return self._extend(new)
 
     def _extend(self, text: str, *, is_last: bool = False) -> bool:
@@ -97,17 +97,17 @@ class TextStream:
             self._num_unsearched = len(self._decoded)
             self.text = self._decoded
             return False
-        start = max(len(self._decoded) - num_new, self._num_unsearched)
-        new = self._decoded[start:]
-        ends = ((matcher.feed(new), matcher.stop) for matcher in self._stop)
-        matches = [(start + end - len(stop), stop) for end, stop in ends if end is not None]
+        search_start = max(len(self._decoded) - num_new, self._num_unsearched)
+        new_text = self._decoded[search_start:]
+        ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
+        matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        held = max((matcher.num_matched for matcher in self._stop), default=0)
-        first_held = len(self._decoded) - max(held, self._reasoning.num_undecided)
-        self.text = self._decoded[: max(first_held, self._num_unsearched)]
+        num_matched = max((matcher.num_matched for matcher in self._matchers), default=0)
+        first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
+        self.text = self._decoded[: max(first_withheld, self._num_unsearched)]
         return False
 
 
@@ -119,7 +119,7 @@ class _Reasoning:
     def __init__(self, state: State) -> None:
         self.num_undecided = 0  # characters at the end that may be the answer
         self._state = state
-        self._begun = ""  # of what decides
+        self._beginning = ""  # of what decides
         self._end = _Matcher(END_THINK)
         self._skips_line_ends = False
 
@@ -128,22 +128,22 @@ class _Reasoning:
         answer.
         """
         if self._state is State.UNDECIDED:
-            self._begun = (self._begun + text).lstrip()
+            self._beginning = (self._beginning + text).lstrip()
             self.num_undecided += len(text)
-            if self._begun.startswith(THINK):
-                self._state, text = State.REASONING, self._begun[len(THINK) :]
+            if self._beginning.startswith(THINK):
+                self._state, text = State.REASONING, self._beginning[len(THINK) :]
                 self.num_undecided = 0
-            elif is_last or not THINK.startswith(self._begun):
+            elif is_last or not THINK.startswith(self._beginning):
                 self._state, num_new = State.CONTENT, self.num_undecided
                 self.num_undecided = 0
                 return num_new
         if self._state is State.UNDECIDED:
             return 0
         if self._state is State.REASONING:
-            end = self._end.feed(text)
-            if end is None:
+            stop_length = self._end.feed(text)
+            if stop_length is None:
                 return 0
-            text = text[end:]
+            text = text[stop_length:]
             self._state, self._skips_line_ends = State.CONTENT, True
         if self._skips_line_ends:
             text = text.lstrip(LINE_ENDS)
@@ -168,17 +168,17 @@ class _Matcher:
         not complete. Not to be called again afterwards.
         """
         stop, borders, matched = self.stop, self._borders, self.num_matched
-        first, end, place = stop[0], len(stop), 0
+        first_character, stop_length, place = stop[0], len(stop), 0
         while place < len(text):
             if matched == 0:  # on to where the stop string may begin
-                place = text.find(first, place)
+                place = text.find(first_character, place)
                 if place < 0:
                     break
             while matched and text[place] != stop[matched]:
                 matched = borders[matched - 1]
             matched += text[place] == stop[matched]
             place += 1
-            if matched == end:
+            if matched == stop_length:
                 return place
         self.num_matched = matched
         return None

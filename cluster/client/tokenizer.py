@@ -2,71 +2,137 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from cluster.client import fast_tokenizer
-from cluster.client.model_files import TOKENIZER_FILES
-from cluster.client.prompts import Conversation, Message
+from tokenizers import Encoding
+
+from cluster.client import tokenizer_files
+from cluster.client.prompts import Conversation
 from cluster.grammar.markers import State, state_after
-from scheduler.errors import ConfigError, RequestError
+from scheduler.errors import RequestError
 
 # Text that fits hardly ever has more characters per token.
 CHARACTERS_PER_TOKEN = 8
+SHORT = 4096  # characters, or tokens, that take a few milliseconds
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template. Any thread may call."""
+    """A checkpoint's tokenizer and chat template. Any thread may call.
+
+    file: path of `tokenizer.json`, None if its tokens are not byte-level. template_variables: what
+    the chat template reads. takes_arguments_as_text: see `ChatTemplate`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Load from a directory. Raises `ConfigError` when its files cannot be read."""
-        self._path = path
+        files = tokenizer_files.read(path)
+        self._backend, self._template = files.backend, files.template
+        self._eos_token = files.eos_token
         self._bytes: dict[int, bytes] = {}  # by token id; at most as many as the vocabulary has
-        self._fast = fast_tokenizer.load(path)
-        if self._fast is None:
-            _ = self._slow  # loads the tokenizer, so that errors in its files are raised here
-
-    @property
-    def file(self) -> Path | None:
-        """Path of `tokenizer.json`, or None if there is none or its tokens are not byte-level."""
-        path = self._path / "tokenizer.json"
-        if not path.exists():
-            return None
-        decoder = json.loads(path.read_text(encoding="utf-8")).get("decoder") or {}
-        kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
-        return path if "ByteLevel" in kinds else None
+        self.file = path / "tokenizer.json" if files.is_byte_level else None
+        template = files.template
+        self.template_variables = frozenset[str]() if template is None else template.variables
+        self.takes_arguments_as_text = template is not None and template.takes_arguments_as_text
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
-        return self._fast.has_chat_template if self._fast else bool(self._slow.chat_template)
+        return self._template is not None
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a text. Raises `RequestError` for text that is not Unicode (half a surrogate
-        pair), and for text of far more than `most` tokens, without encoding all of it.
+    def encode(self, text: str, max_num_tokens: int | None = None) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds around it. Raises
+        `RequestError` for text that is not Unicode (half a surrogate pair), and for text of far
+        more than `max_num_tokens` tokens, without encoding all of it.
         """
+        return self._encode(text, max_num_tokens, "prompt", add_special_tokens=True)
+
+    def encode_rendered(self, text: str, max_num_tokens: int | None = None) -> list[int]:
+        """Token ids of a rendered conversation, which contains its special tokens already. Raises
+        as `encode`.
+        """
+        return self._encode(text, max_num_tokens, "messages", add_special_tokens=False)
+
+    def _encode(
+        self, text: str, max_num_tokens: int | None, field: str, *, add_special_tokens: bool
+    ) -> list[int]:
         try:
-            self._check_length(text, most, "prompt")
-            return (self._fast or self._slow).encode(text)
+            self._check_length(text, max_num_tokens, field)
+            ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
+            return ids
         except (TypeError, UnicodeError) as error:
-            raise RequestError(f"the prompt cannot be encoded: {error}", "prompt") from None
+            raise RequestError(f"the {field} cannot be encoded: {error}", field) from None
+
+    def _check_length(self, text: str, max_num_tokens: int | None, field: str) -> None:
+        """Raise `RequestError` if even the beginning of a text has twice as many tokens as are
+        possible. A token takes 350 bytes while it is encoded.
+        """
+        if max_num_tokens is None or len(text) <= CHARACTERS_PER_TOKEN * max_num_tokens:
+            return
+        beginning = text[: CHARACTERS_PER_TOKEN * max_num_tokens]
+        num_tokens = len(self._encoding(beginning, add_special_tokens=False))
+        if num_tokens > 2 * max_num_tokens:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
+                f" {num_tokens} tokens; at most {max_num_tokens - 1} are possible. Shorten the"
+                " prompt",
+                field,
+            )
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """`encode` holds the interpreter while it runs, for a second per MiB; `encode_batch` does
+        not, and takes a little longer to begin.
+        """
+        if len(text) <= SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        [encoding] = batch
+        return encoding
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        """Text of token ids, without special tokens. Many at once would hold the interpreter, as in
+        `_encoding`.
+        """
+        ids = list(token_ids)
+        if len(ids) <= SHORT:
+            text: str = self._backend.decode(ids, skip_special_tokens=True)
+        else:
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=True)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, which may be part of a character; a special token's
+        name.
+        """
+        token_bytes = self._bytes.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes[token_id] = self._bytes_of(token_id)
+        return token_bytes
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        if added is not None:
+            return str(added.content).encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # ids beyond the tokenizer's own, which pad the vocabulary
+        if all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
 
     def render_chat(self, conversation: Conversation) -> str:
         """The text of a conversation, up to where the assistant answers or continues its last
         message. Raises `RequestError`.
         """
-        if not self.has_chat_template:
+        if self._template is None:
             raise RequestError(
                 "this checkpoint has no chat template; send a prompt instead of messages",
                 "messages",
             )
-        wanted = {"tools"} if conversation.tools else set()
-        for name in sorted({*conversation.template_variables, *wanted} - self.template_variables):
+        asked_for = {*conversation.template_variables, *(["tools"] if conversation.tools else [])}
+        for name in sorted(asked_for - self.template_variables):
             raise RequestError(
                 f"the chat template of this checkpoint does not use {name!r}, so it would have no"
                 " effect; leave it out",
@@ -75,60 +141,12 @@ class Tokenizer:
         if conversation.continues_last:
             conversation = _with_end(conversation)
         try:
-            if self._fast and all(_is_plain(message) for message in conversation.messages):
-                text = self._fast.render_chat(conversation)
-            else:
-                text = self._slow.apply_chat_template(
-                    conversation.messages,
-                    tools=conversation.tools,
-                    add_generation_prompt=not conversation.continues_last,
-                    tokenize=False,
-                    **conversation.template_variables,
-                )
-        except ConfigError:
-            raise
+            text = self._template.render(conversation)
         except Exception as error:  # the template is a program of the checkpoint
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
         return _up_to_last(text, conversation) if conversation.continues_last else text
-
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of a rendered conversation, which contains its special tokens already. Raises
-        as `encode`.
-        """
-        try:
-            self._check_length(text, most, "messages")
-            return (self._fast or self._slow).encode(text, add_special_tokens=False)
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(f"the messages cannot be encoded: {error}", "messages") from None
-
-    def _check_length(self, text: str, most: int | None, field: str) -> None:
-        """Raise `RequestError` if even the beginning of a text has twice as many tokens as are
-        possible. A token takes 350 bytes while it is encoded.
-        """
-        if most is None or len(text) <= CHARACTERS_PER_TOKEN * most:
-            return
-        beginning = text[: CHARACTERS_PER_TOKEN * most]
-        if self._fast:
-            num_tokens = self._fast.count(beginning)
-        else:
-            num_tokens = len(self._slow.encode(beginning, add_special_tokens=False))
-        if num_tokens > 2 * most:
-            raise RequestError(
-                f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
-                f" {num_tokens} tokens; at most {most - 1} are possible. Shorten the prompt",
-                field,
-            )
-
-    @cached_property
-    def template_variables(self) -> frozenset[str]:
-        """What the chat template reads besides the messages."""
-        if self._fast:
-            return self._fast.template_variables
-        template = self._slow.chat_template
-        sources = template.values() if isinstance(template, dict) else [template or ""]
-        return frozenset().union(*map(fast_tokenizer.template_variables, sources))
 
     @cached_property
     def always_thinks(self) -> bool:
@@ -141,13 +159,12 @@ class Tokenizer:
         """The special tokens that end an answer: the tokenizer's end of sequence, and what the chat
         template puts behind a message of the assistant.
         """
-        if self._fast:
-            backend, eos_token = self._fast.backend, self._fast.eos_token
-        else:
-            backend, eos_token = self._slow.backend_tokenizer, self._slow.eos_token
-        ends = (eos_token, self._end_of_turn())
-        ids = (fast_tokenizer.special_id(backend, end) for end in ends)
-        return frozenset(token_id for token_id in ids if token_id is not None)
+        end_texts = (self._eos_token, self._end_of_turn())
+        return frozenset(
+            token_id
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special and any(text and text.startswith(token.content) for text in end_texts)
+        )
 
     def _end_of_turn(self) -> str:
         """What the chat template puts behind a message of the assistant."""
@@ -158,51 +175,14 @@ class Tokenizer:
             )
         except RequestError:  # no template, or one that refuses this
             return ""
-        _, mark, behind = text.rpartition(_END)
-        return behind.lstrip() if mark else ""  # a template may leave such a message out
-
-    @cached_property
-    def takes_arguments_as_text(self) -> bool:
-        """Whether the chat template takes the arguments of a call as JSON text, so that the next
-        prompt repeats exactly what was generated. Other templates take objects.
-        """
-        template = self._fast.template if self._fast else self._slow.chat_template
-        return re.search(r"arguments\s+is\s+string", str(template)) is not None
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, which may be part of a character; a special token's
-        name.
-        """
-        data = self._bytes.get(token_id)
-        if data is None:
-            if self._fast:
-                data = self._fast.token_bytes(token_id)
-            else:
-                data = fast_tokenizer.bytes_of_token(self._slow.backend_tokenizer, token_id)
-            self._bytes[token_id] = data
-        return data
-
-    def decode(self, token_ids: Seq[int]) -> str:
-        """Text of token ids, without special tokens."""
-        if self._fast:
-            return self._fast.decode(token_ids)
-        text: str = self._slow.decode(list(token_ids), skip_special_tokens=True)
-        return text
-
-    @cached_property
-    def _slow(self) -> Any:
-        """transformers' tokenizer, which takes seconds to import."""
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(str(self._path), trust_remote_code=False)
-        except Exception as error:
-            raise ConfigError(f"the tokenizer in {self._path} cannot be loaded: {error}") from error
+        _, end_mark, after_answer = text.rpartition(_END)
+        return after_answer.lstrip() if end_mark else ""  # a template may leave such a message out
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer in a directory, None when it has no tokenizer files."""
-    return Tokenizer(path) if any((path / name).exists() for name in TOKENIZER_FILES) else None
+    """The tokenizer in a directory, None when it has no tokenizer files. Raises `ConfigError`."""
+    has_files = any((path / name).exists() for name in tokenizer_files.NAMES)
+    return Tokenizer(path) if has_files else None
 
 
 # Marks the end of a message that is continued: private-use characters, which no template treats
@@ -212,9 +192,9 @@ _END = "\ue0c0\ue0c1\ue0c0"
 
 def _with_end(conversation: Conversation) -> Conversation:
     """The messages with the mark behind the content of the last one."""
-    *others, last = conversation.messages
+    *earlier, last = conversation.messages
     marked = last | {"content": last["content"] + _END}
-    return replace(conversation, messages=[*others, marked])
+    return replace(conversation, messages=[*earlier, marked])
 
 
 def _up_to_last(text: str, conversation: Conversation) -> str:
@@ -222,16 +202,25 @@ def _up_to_last(text: str, conversation: Conversation) -> str:
     message.
     """
     content = conversation.messages[-1]["content"].removesuffix(_END)
-    begun = text[: max(0, text.rfind(_END))]
-    if not begun.endswith(content.lstrip()):
+    text = text[: max(0, text.rfind(_END))]
+    if not text.endswith(content.lstrip()):
         raise RequestError(
             "the chat template of this checkpoint changes the last message, so it cannot be"
             " continued",
             "continue_final_message",
         )
-    return begun
+    return text
 
 
-def _is_plain(message: Message) -> bool:
-    """Whether a message has nothing that transformers would rewrite before the template sees it."""
-    return isinstance(message["content"], str)
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte (`bytes_to_unicode` of GPT-2's
+    encoder): printable ones stand for themselves, the others follow from 256 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    printable += range(ord("®"), ord("ÿ") + 1)
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -23,7 +23,7 @@ from rich.style import Style
 
 from cluster.api.parser import AnswerParser, Parts
 from cluster.client.outputs import Chunk
-from cluster.client.prompts import Message, parse_prompt
+from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.setup import EngineSetup, prepare
 from cluster.grammar.markers import state_after
 from cluster.llm import LLM
@@ -151,11 +151,10 @@ class Chat:
 
     def _parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
         """The parts of the answer to a conversation, counted in `answer`."""
-        prompt = {"messages": messages, "chat_template_kwargs": self._variables}
-        conversation = parse_prompt(prompt).conversation
-        assert conversation is not None
+        conversation = Conversation(messages=messages, template_variables=self._variables)
+        prompt = ParsedPrompt(conversation=conversation)
         begins = state_after(self._tokenizer.render_chat(conversation))
-        parser = AnswerParser(begins, tools=False)
+        parser = AnswerParser(begins, looks_for_calls=False)
         with contextlib.closing(self._llm.stream(prompt, self._params)) as chunks:
             for chunk in chunks:
                 answer.add(chunk)

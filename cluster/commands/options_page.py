@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs.engine import EngineConfig
+from configs.options import flag_of
 from configs.serve import ServeConfig
 from scheduler.params import DEFAULTS, SamplingParams
 
@@ -85,15 +86,15 @@ def _options(config: type[Any]) -> Iterator[tuple[str, str, object, str]]:
         limits = field.metadata
         if "flag" not in limits:
             continue
-        flag = (limits["flag"] or "").replace("/--no-", "` `--no-")
-        default = limits["flag_default"] if limits["flag"] else field.default
+        flag = (flag_of(field) or "").replace("/--no-", "` `--no-")
+        default = limits["flag_default"] if flag else field.default
         yield field.name, flag, default, limits["help"]
 
 
 def _parameters() -> Iterator[tuple[str, str, object, str]]:
     """The same of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
-        flag = "--" + field.name.replace("_", "-") if field.metadata["has_flag"] else ""
+        flag = flag_of(field) or ""
         yield field.name, flag, getattr(DEFAULTS, field.name), field.metadata["help"]
 
 

@@ -20,8 +20,9 @@ from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs
 from scheduler.prompt_scores import Scores
-from scheduler.scheduler import CLEARING_TOKENS, SUSPECT_STRIKES, StepOutput
 from scheduler.sequence import Sequence
+from scheduler.steps import StepOutput
+from scheduler.suspects import CLEARING_TOKENS, SUSPECT_STRIKES
 
 # Idle time before the laws are checked: with many blocks the check takes tens of milliseconds, and
 # a request would have to wait.

@@ -99,7 +99,7 @@ def _start(
     stack.callback(_while_held, lease, DriverOwner.stop, owner)
     stack.callback(frontend.close)
     report = owner.start()
-    frontend.follow()
+    frontend.driver.follow()
     for line in report.lines:
         logger.info(line)
     total = time.perf_counter() - began

@@ -48,18 +48,18 @@ class CallStructure(StructuredOutputs):
     otherwise: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        """The bounds of schemas hold for each tool; see `choices` for those of all together."""
+        """The bounds of schemas hold for each tool; see `candidates` for those of all together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Candidate:
     """A format, and the tools whose arguments need not match their schemas."""
 
     format: Format
     loosened: tuple[str, ...]
 
 
-def choices(structure: CallStructure) -> Iterator[Choice]:
+def candidates(structure: CallStructure) -> Iterator[Candidate]:
     """The formats of a structure, the tightest first: at each step, half of the tools that are left
     may be called with any object, those with the largest schemas first. Raises `RequestError` if a
     strict tool cannot be honored, or if strict tools alone are too large.
@@ -78,18 +78,18 @@ def choices(structure: CallStructure) -> Iterator[Choice]:
     otherwise = None if structure.otherwise is None else format_of(structure.otherwise)
     num_any = 0
     while True:
-        free = {*order[:num_any]}
+        loose = {*order[:num_any]}
         chosen = [
-            CallFormat(name=call.name, schema=ANY_OBJECT if place in free else call.schema)
+            CallFormat(name=call.name, schema=ANY_OBJECT if place in loose else call.schema)
             for place, call in enumerate(calls)
         ]
         whole = _format(structure, chosen, otherwise)
         excess = len(source_of(whole).encode()) - MAX_SOURCE_BYTES
         if excess <= 0:
             names = [
-                call.name for place, call in enumerate(calls) if is_loose[place] or place in free
+                call.name for place, call in enumerate(calls) if is_loose[place] or place in loose
             ]
-            yield Choice(format=whole, loosened=tuple(names))
+            yield Candidate(format=whole, loosened=tuple(names))
         if num_any == len(order):
             break
         if excess > 0:

@@ -23,7 +23,7 @@ QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
 MAX_SLOW = 4  # grammars in the other line
 MEMORY_BYTES = 2**30
 REFUSED_FOR_S = 60.0  # how long a refusal is remembered, in which a busy machine may have a part
-_MAX_KNOWN = 1024  # grammars that are possible, and that are not
+_MAX_REMEMBERED = 1024  # grammars that are possible, and that are not
 
 
 class GrammarCompiler:
@@ -32,9 +32,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """See `Helper`."""
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
-        self._quick, self._slow = threading.Lock(), threading.Lock()  # held by who compiles
+        self._quick_turn, self._slow_turn = threading.Lock(), threading.Lock()  # to compile
         self._num_slow = 0
-        self._known = threading.Lock()  # guards `_num_slow` and the fields below
+        self._lock = threading.Lock()  # guards `_num_slow` and the fields below
         self._possible: OrderedDict[bytes, None] = OrderedDict()
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
@@ -48,16 +48,16 @@ class GrammarCompiler:
             raise _refused(f"it is larger than {MAX_SOURCE_BYTES} bytes")
         if self._is_possible(source):
             return source
-        with self._quick:
+        with self._quick_turn:
             if self._is_possible(source) or self._compiles(structural_tag, QUICK_COMPILE_S):
                 return source
         self._join_slow()
         try:
-            with self._slow:
+            with self._slow_turn:
                 if self._is_possible(source) or self._compiles(structural_tag, COMPILE_TIMEOUT_S):
                     return source
         finally:
-            with self._known:
+            with self._lock:
                 self._num_slow -= 1
         why = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
         raise self._remember(source, why)
@@ -71,7 +71,7 @@ class GrammarCompiler:
         remembered.
         """
         digest = _digest(source)
-        with self._known:
+        with self._lock:
             if digest in self._possible:
                 self._possible.move_to_end(digest)
                 return True
@@ -95,14 +95,14 @@ class GrammarCompiler:
             raise self._remember(source, f"it cannot be compiled: {error}") from None
         finally:
             child.close()
-        with self._known:
+        with self._lock:
             self._possible[_digest(source)] = None
-            while len(self._possible) > _MAX_KNOWN:
+            while len(self._possible) > _MAX_REMEMBERED:
                 self._possible.popitem(last=False)
         return True
 
     def _join_slow(self) -> None:
-        with self._known:
+        with self._lock:
             if self._num_slow >= MAX_SLOW:
                 raise OverloadedError(
                     f"structured_outputs: {self._num_slow} other grammars that take longer than"
@@ -112,9 +112,9 @@ class GrammarCompiler:
             self._num_slow += 1
 
     def _remember(self, source: bytes, why: str) -> EaglerayError:
-        with self._known:
+        with self._lock:
             self._refusals[_digest(source)] = time.monotonic(), why
-            while len(self._refusals) > _MAX_KNOWN:
+            while len(self._refusals) > _MAX_REMEMBERED:
                 self._refusals.popitem(last=False)
         return _refused(why)
 

@@ -64,13 +64,13 @@ class Follower:
         self.num_followed = 0
         self.is_quick = False  # loaded, and every mask came quickly
         self._helper, self._lock, self._on_answers = helper, lock, on_answers
-        self._wanted = threading.Condition(lock)  # notified when the thread has something to do
-        self._asked: deque[Followed] = deque()
-        self._ended: list[int] = []
+        self._has_work = threading.Condition(lock)  # notified when the thread has something to do
+        self._queue: deque[Followed] = deque()
+        self._ended_numbers: list[int] = []
         self._is_closed = False
         # The thread's own.
         self._child: Child | None = None
-        self._known: set[Followed] = set()  # to the child
+        self._in_child: set[Followed] = set()  # whose tokens the child may have
         self._was_slow = False
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
 
@@ -84,43 +84,43 @@ class Follower:
             followed.answer = _failed(followed, str(error))
             followed.num_answered = followed.num_asked
             return
-        self._asked.append(followed)
-        self._wanted.notify()
+        self._queue.append(followed)
+        self._has_work.notify()
 
     def forget(self, followed: Followed) -> None:
         """The sequence has ended. The caller holds the lock."""
         followed.has_ended = True
-        self._ended.append(followed.number)
+        self._ended_numbers.append(followed.number)
         self.num_followed -= 1
 
     def close(self) -> None:
         """End the thread and the child, without waiting for them. The caller holds the lock."""
         self._is_closed = True
-        self._wanted.notify()
+        self._has_work.notify()
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while batch := self._next():
+        while batch := self._next_batch():
             try:
                 self._serve(batch)
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
                 self._drop_child()
-                missing = [f for f in batch if f.num_answered != f.num_asked]
-                self._fail(missing, f"{type(error).__name__}: {error}")
+                unanswered = [f for f in batch if f.num_answered != f.num_asked]
+                self._fail(unanswered, f"{type(error).__name__}: {error}")
             with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
                 self._on_answers(batch)
         self._drop_child()
 
-    def _next(self) -> list[Followed]:
+    def _next_batch(self) -> list[Followed]:
         """Everything asked for; empty when this is to end."""
         with self._lock:
             while not self._is_closed:
-                self._wanted.wait_for(lambda: self._asked or self._is_closed)
-                batch = [followed for followed in self._asked if not followed.has_ended]
-                self._asked.clear()
+                self._has_work.wait_for(lambda: self._queue or self._is_closed)
+                batch = [followed for followed in self._queue if not followed.has_ended]
+                self._queue.clear()
                 if batch:
                     return batch
         return []
@@ -142,10 +142,10 @@ class Follower:
                 num_answered += 1
             except HelperLostError as error:
                 self._drop_child()
-                at_fault = batch[num_answered]
-                at_fault.num_losses += 1
-                if at_fault.num_losses >= MAX_LOSSES:
-                    self._fail([at_fault], f"{at_fault.num_losses} times, {error}")
+                culprit = batch[num_answered]
+                culprit.num_losses += 1
+                if culprit.num_losses >= MAX_LOSSES:
+                    self._fail([culprit], f"{culprit.num_losses} times, {error}")
                     num_answered += 1
             except HelperError as error:
                 self._drop_child()  # it is not known how far it got
@@ -156,19 +156,19 @@ class Follower:
     def _masks(self, batch: list[Followed]) -> Iterator[tuple[bytes | str | None, float]]:
         """The child's answers, in order."""
         child = self._loaded_child()
-        wanted = []
+        tokens = []
         for followed in batch:
-            first = followed.sequence.num_prompt_tokens
-            new = followed.sequence.token_ids[
-                first + followed.num_sent : first + followed.num_asked
+            num_prompt_tokens = followed.sequence.num_prompt_tokens
+            token_ids = followed.sequence.token_ids[
+                num_prompt_tokens + followed.num_sent : num_prompt_tokens + followed.num_asked
             ]
-            wanted.append((followed.number, new))
+            tokens.append((followed.number, token_ids))
         with self._lock:
-            ended, self._ended = self._ended, []
-        self._known.difference_update([f for f in self._known if f.has_ended])
-        self._known.update(batch)
+            ended, self._ended_numbers = self._ended_numbers, []
+        self._in_child.difference_update([f for f in self._in_child if f.has_ended])
+        self._in_child.update(batch)
         masks: list[bytes | str | None] = []
-        answers = child.answers(MASK_LIMIT_S, len(batch), "masks", wanted, ended, yields=True)
+        answers = child.answers(MASK_LIMIT_S, len(batch), "masks", tokens, ended, yields=True)
         for followed, (answer, seconds) in zip(batch, answers, strict=True):
             if seconds > QUICK_S + QUICK_PER_TOKEN_S * (followed.num_asked - followed.num_sent):
                 self._was_slow = True
@@ -189,9 +189,9 @@ class Follower:
     def _drop_child(self) -> None:
         """Kill the child, whose successor will need all tokens of all sequences."""
         child, self._child = self._child, None
-        for followed in self._known:
+        for followed in self._in_child:
             followed.num_sent = 0
-        self._known.clear()
+        self._in_child.clear()
         if child is not None:
             child.close()
 

@@ -33,18 +33,18 @@ class CallFormat:
     schema: Any
 
 
-def format_of(wanted: StructuredOutputs) -> Format:
+def format_of(structure: StructuredOutputs) -> Format:
     """The format of the answer alone. Raises `RequestError` naming what is not possible."""
-    if wanted.json is not None:
-        return _json(honored(_schema(wanted.json), "json"))
-    if wanted.json_object:
+    if structure.json is not None:
+        return _json(honored(_schema(structure.json), "json"))
+    if structure.json_object:
         return _json(ANY_OBJECT)
-    if wanted.regex is not None:
-        return {"type": "regex", "pattern": patterns.rewritten(wanted.regex, "regex")}
-    if wanted.choice is not None:
-        return one_of([{"type": "const_string", "value": text} for text in wanted.choice])
-    assert wanted.structural_tag is not None, "one of the forms is given"
-    return dict(wanted.structural_tag)
+    if structure.regex is not None:
+        return {"type": "regex", "pattern": patterns.rewritten(structure.regex, "regex")}
+    if structure.choice is not None:
+        return one_of([{"type": "const_string", "value": text} for text in structure.choice])
+    assert structure.structural_tag is not None, "one of the forms is given"
+    return dict(structure.structural_tag)
 
 
 def calls_required(tools: Iterable[CallFormat], *, only_one: bool = False) -> Format:
@@ -94,12 +94,12 @@ def source_of(answer: Format) -> str:
     return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 
-def _schema(value: object) -> Any:
+def _schema(schema: object) -> Any:
     """A schema, which may be given as text."""
-    if not isinstance(value, str):
-        return value
+    if not isinstance(schema, str):
+        return schema
     try:
-        schema = json.loads(value)
+        schema = json.loads(schema)
         json.dumps(schema, ensure_ascii=False).encode()  # no half of a surrogate pair
         return schema
     except (ValueError, RecursionError) as error:

@@ -137,20 +137,20 @@ class Helper:
         with self._lock:
             for is_last in (False, True):
                 self._start()
-                ours, theirs = socket.socketpair()
+                our_end, their_end = socket.socketpair()
                 try:
-                    answer = self._command_child(f"fork {memory_bytes}", theirs)
+                    answer = self._send_command(f"fork {memory_bytes}", their_end)
                 except OSError as error:  # the helper was lost since; another one is tried
-                    ours.close()
+                    our_end.close()
                     self._stop()
                     if is_last:
                         raise HelperError(f"the process for grammars was lost: {error}") from None
                     continue
                 finally:
-                    theirs.close()
+                    their_end.close()
                 if answer.isdigit():
-                    return Child(self, Pipe(ours), int(answer))
-                ours.close()
+                    return Child(self, Pipe(our_end), int(answer))
+                our_end.close()
                 raise HelperError(answer)
         raise AssertionError("the last attempt returns or raises")
 
@@ -159,7 +159,7 @@ class Helper:
         with self._lock:
             if self._process is not None:
                 try:
-                    self._command_child(f"end {pid}")
+                    self._send_command(f"end {pid}")
                 except OSError:
                     self._stop()  # all children end with it
 
@@ -192,18 +192,20 @@ class Helper:
                 " need: copy the checkpoint to the same path, or share the folder"
             )
         try:
-            self._commands, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                self._process = subprocess.Popen(self._command, cwd=CHECKOUT, stdin=theirs.fileno())
+            self._commands, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with their_end:
+                self._process = subprocess.Popen(
+                    self._command, cwd=CHECKOUT, stdin=their_end.fileno()
+                )
             self._answer(START_TIMEOUT_S)
         except OSError as error:
             self._stop()
             raise HelperError(f"the process for grammars cannot be started: {error}") from None
 
-    def _command_child(self, command: str, *sent: socket.socket) -> str:
+    def _send_command(self, command: str, *sent_sockets: socket.socket) -> str:
         assert self._commands is not None
         self._commands.settimeout(COMMAND_TIMEOUT_S)
-        socket.send_fds(self._commands, [command.encode()], [each.fileno() for each in sent])
+        socket.send_fds(self._commands, [command.encode()], [s.fileno() for s in sent_sockets])
         return self._answer(COMMAND_TIMEOUT_S)
 
     def _answer(self, limit_s: float) -> str:

@@ -28,8 +28,8 @@ class GrammarMatching:
         """See `Helper`."""
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
         self._lock = threading.Lock()
-        self._missing: set[Followed] = set()  # what `masks` waits for
-        self._complete = threading.Condition(self._lock)  # nothing is missing
+        self._unanswered: set[Followed] = set()  # what `masks` waits for
+        self._all_answered = threading.Condition(self._lock)
         self._followers: dict[bytes, Follower] = {}  # by grammar
         self._idle: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
         self._followed: dict[str, Followed] = {}  # by request id
@@ -45,14 +45,14 @@ class GrammarMatching:
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """See `Grammars`."""
         with self._lock:
-            asked = [self._ask(seq) for seq in sequences]
+            all_followed = [self._ask(seq) for seq in sequences]
             if limit_s > 0:
-                self._missing = {f for f in asked if not _is_answered(f)}
-                self._complete.wait_for(lambda: not self._missing, limit_s)
-                for followed in self._missing:
+                self._unanswered = {f for f in all_followed if not _is_answered(f)}
+                self._all_answered.wait_for(lambda: not self._unanswered, limit_s)
+                for followed in self._unanswered:
                     followed.follower.is_quick = False  # until it has caught up
-                self._missing.clear()
-            return [f.answer if _is_answered(f) else LATE for f in asked]
+                self._unanswered.clear()
+            return [f.answer if _is_answered(f) else LATE for f in all_followed]
 
     def is_quick(self, seq: Sequence) -> bool:
         """See `Grammars`."""
@@ -103,10 +103,10 @@ class GrammarMatching:
 
     def _take(self, answered: list[Followed]) -> None:
         """Note answers. The caller holds the lock."""
-        if self._missing:
-            self._missing.difference_update(answered)
-            if not self._missing:
-                self._complete.notify()
+        if self._unanswered:
+            self._unanswered.difference_update(answered)
+            if not self._unanswered:
+                self._all_answered.notify()
 
 
 def _is_answered(followed: Followed) -> bool:

@@ -21,21 +21,21 @@ _OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems"}
 # Keywords that apply other schemas to the same value.
 IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
 IN_PLACE |= {"contains", "patternProperties"}
-_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
 class CannotMerge(Exception):
     """Schemas that are not put into one; the message says why."""
 
 
-def kinds_of(schema: Mapping[str, Any]) -> list[Any] | None:
+def declared_types(schema: Mapping[str, Any]) -> list[Any] | None:
     """The types that values of a schema have, None for any. A schema that has only keywords of
     objects, or of lists, is taken for one of these.
     """
-    kinds = schema.get("type")
-    if kinds is not None:
-        return kinds if isinstance(kinds, list) else [kinds]
+    types = schema.get("type")
+    if types is not None:
+        return types if isinstance(types, list) else [types]
     if schema.keys() & _OF_OBJECTS:
         return ["object"]
     return ["array"] if schema.keys() & _OF_ARRAYS else None
@@ -57,8 +57,8 @@ class Merger:
         self._references = references
         self._num_merged = self._num_compared = 0
 
-    def merged(self, parts: Sequence[Any], relevant: Any) -> Any:
-        """One schema for all parts, which may be booleans. `relevant` says which keywords of a
+    def merged(self, parts: Sequence[Any], select: Any) -> Any:
+        """One schema for all parts, which may be booleans. `select` says which keywords of a
         schema restrict values; the others are left out. Raises `CannotMerge`.
         """
         self._count(parts)
@@ -67,16 +67,16 @@ class Merger:
         for part in parts:
             if not isinstance(part, Mapping | bool):
                 raise CannotMerge("there is a part that is no schema")
-        parts = [part for part in parts if isinstance(part, Mapping) and relevant(part)]
+        parts = [part for part in parts if isinstance(part, Mapping) and select(part)]
         if len(parts) < 2:
             return parts[0] if parts else True
         result: dict[str, Any] = {}
         for part in parts:
-            resolved = self._resolved(part, relevant)
+            resolved = self._resolved(part, select)
             if resolved is False:
                 return False
             self._count([resolved])
-            if resolved is not True and _add(result, relevant(resolved)) is False:
+            if resolved is not True and _add(result, select(resolved)) is False:
                 return False
         return result
 
@@ -85,24 +85,41 @@ class Merger:
         for part in parts:
             self._num_merged += 1
             if isinstance(part, Mapping):
-                self._num_merged += len(part) + len(_properties(part)) + len(_required(part))
+                self._num_merged += len(part) + len(_properties(part)) + len(_required_names(part))
         if self._num_merged > MAX_MERGED:
             raise CannotMerge(f"more than {MAX_MERGED} keywords would have to be merged")
 
-    def _resolved(self, part: Mapping[str, Any], relevant: Any = None) -> Any:
+    def _resolved(self, part: Mapping[str, Any], select: Any = None) -> Any:
         """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
-        others of the `relevant` keywords beside them, which without it are not looked at.
+        others of the `select` keywords beside them, which without it are not looked at.
         """
         target: Any = part
         for _ in range(_MAX_REFERENCES):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
-            if relevant is not None and relevant(target).keys() != {"$ref"}:
+            if select is not None and select(target).keys() != {"$ref"}:
                 raise CannotMerge("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
                 raise CannotMerge("one of its references leads to no schema")
         raise CannotMerge("its references lead on and on")
+
+    def check_disjoint(self, alternatives: Sequence[Any]) -> None:
+        """Raise `CannotMerge` unless it is certain that no value fits two of these schemas."""
+        values = [values_of(part) or [] for part in alternatives if isinstance(part, Mapping)]
+        if len(values) == len(alternatives) and all(values):
+            keys = [key_of(value) for listed in values for value in listed]
+            if len({*keys}) == len(keys):
+                return
+        if len(alternatives) > MAX_ALTERNATIVES:
+            raise CannotMerge(f"more than {MAX_ALTERNATIVES} alternatives; use anyOf")
+        for place, second in enumerate(alternatives):
+            for first in alternatives[:place]:
+                if not self.are_disjoint(first, second):
+                    raise CannotMerge(
+                        f"more than one alternative may fit, number {place + 1} among them; use"
+                        " anyOf, or give each a required property with a const of its own"
+                    )
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
@@ -117,26 +134,26 @@ class Merger:
             return True
         if not isinstance(first, Mapping) or not isinstance(second, Mapping) or depth > 4:
             return False
-        for one, other in ((first, second), (second, first)):
+        for schema, other in ((first, second), (second, first)):
             for name in ("anyOf", "oneOf"):
-                if isinstance(one.get(name), list) and len(one[name]) <= MAX_ALTERNATIVES:
-                    return all(self.are_disjoint(part, other, depth + 1) for part in one[name])
-        if _types_are_disjoint(_kinds(first), _kinds(second)):
+                if isinstance(schema.get(name), list) and len(schema[name]) <= MAX_ALTERNATIVES:
+                    return all(self.are_disjoint(part, other, depth + 1) for part in schema[name])
+        if _types_are_disjoint(_types_of(first), _types_of(second)):
             return True
         values = [values_of(first), values_of(second)]
         if values[0] is not None and values[1] is not None:
             return not {*map(key_of, values[0])} & {*map(key_of, values[1])}
-        if kinds_of(first) != ["object"] or kinds_of(second) != ["object"]:
+        if declared_types(first) != ["object"] or declared_types(second) != ["object"]:
             return False
         return self._objects_are_disjoint(first, second, depth)
 
     def _objects_are_disjoint(
         self, first: Mapping[str, Any], second: Mapping[str, Any], depth: int
     ) -> bool:
-        of_first, of_second = _properties(first), _properties(second)
-        needed = _required(first) & _required(second)
-        for name in sorted(needed & of_first.keys() & of_second.keys()):
-            if self.are_disjoint(of_first[name], of_second[name], depth + 1):
+        first_properties, second_properties = _properties(first), _properties(second)
+        required_in_both = _required_names(first) & _required_names(second)
+        for name in sorted(required_in_both & first_properties.keys() & second_properties.keys()):
+            if self.are_disjoint(first_properties[name], second_properties[name], depth + 1):
                 return True
         return _needs_more(first, second) or _needs_more(second, first)
 
@@ -149,21 +166,21 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[Any] | None:
+def _types_of(schema: Mapping[str, Any]) -> set[Any] | None:
     """The types that a schema names itself, None for any: one that has only keywords of objects
     fits everything else.
     """
-    kinds = kinds_of(schema) if "type" in schema else None
-    if kinds is None and (values := values_of(schema)) is not None:
-        kinds = [_kind_of(value) for value in values]
-    return None if kinds is None else {kind for kind in kinds if isinstance(kind, str)}
+    types = declared_types(schema) if "type" in schema else None
+    if types is None and (values := values_of(schema)) is not None:
+        types = [_type_of(value) for value in values]
+    return None if types is None else {name for name in types if isinstance(name, str)}
 
 
-def _kind_of(value: Any) -> str:
-    kinds = {bool: "boolean", str: "string", list: "array", type(None): "null"}
+def _type_of(value: Any) -> str:
+    types = {bool: "boolean", str: "string", list: "array", type(None): "null"}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number"
-    return kinds.get(type(value), "object")
+    return types.get(type(value), "object")
 
 
 def _types_are_disjoint(first: set[Any] | None, second: set[Any] | None) -> bool:
@@ -177,7 +194,7 @@ def _needs_more(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether the first needs a property that the second does not allow."""
     if second.get("additionalProperties") is not False or "patternProperties" in second:
         return False
-    return bool(_required(first) - _properties(second).keys())
+    return bool(_required_names(first) - _properties(second).keys())
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +202,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _required(schema: Mapping[str, Any]) -> set[str]:
+def _required_names(schema: Mapping[str, Any]) -> set[str]:
     names = schema.get("required")
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
@@ -201,24 +218,24 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
         elif name == "allOf" and isinstance(value, list) and isinstance(result[name], list):
             result[name] = [*result[name], *value]
         elif name == "enum" and isinstance(value, list) and isinstance(result[name], list):
-            of_both = {*map(key_of, result[name])} & {*map(key_of, value)}
-            result[name] = [value for value in result[name] if key_of(value) in of_both]
+            common_keys = {*map(key_of, result[name])} & {*map(key_of, value)}
+            result[name] = [value for value in result[name] if key_of(value) in common_keys]
             if not result[name]:
                 return False
         elif name == "additionalProperties" and (value in (True, {}) or result[name] in (True, {})):
             result[name] = value if result[name] in (True, {}) else result[name]
         elif name == "type":
-            kinds = _common_types(result[name], value)
-            if not kinds:
+            types = _common_types(result[name], value)
+            if not types:
                 return False
-            result[name] = kinds
+            result[name] = types
         elif name == "required":
-            result[name] = sorted(_required(result) | _required(part))
+            result[name] = sorted(_required_names(result) | _required_names(part))
         elif name == "properties" and isinstance(value, Mapping):
-            result[name] = _both(_properties(result), value)
-        elif name in _LEAST and _are_numbers(result[name], value):
+            result[name] = _merged_properties(_properties(result), value)
+        elif name in _LOWER_BOUNDS and _are_numbers(result[name], value):
             result[name] = max(result[name], value)
-        elif name in _MOST and _are_numbers(result[name], value):
+        elif name in _UPPER_BOUNDS and _are_numbers(result[name], value):
             result[name] = min(result[name], value)
         elif name == "items" and "prefixItems" not in result.keys() | part.keys():
             result[name] = {"allOf": [result[name], value]}
@@ -229,33 +246,35 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
 
 def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Raise `CannotMerge` where a keyword of one would come to mean other properties."""
-    for one, other in ((first, second), (second, first)):
+    for schema, other in ((first, second), (second, first)):
         for name in ("patternProperties", "propertyNames", "unevaluatedProperties"):
-            if name in one and ("properties" in other or "required" in other):
+            if name in schema and ("properties" in other or "required" in other):
                 raise CannotMerge(f"{name!r} is beside properties of another part")
-        others = _properties(other).keys() | _required(other)
-        more = one.get("additionalProperties", True)
-        has_others = "patternProperties" in other or not others <= _properties(one).keys()
-        if more not in (True, {}) and has_others:
+        other_names = _properties(other).keys() | _required_names(other)
+        additional = schema.get("additionalProperties", True)
+        has_unnamed = "patternProperties" in other or not other_names <= _properties(schema).keys()
+        if additional not in (True, {}) and has_unnamed:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
 
 
 def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Raise `CannotMerge` where a keyword of one would come to mean other items."""
-    for one, other in ((first, second), (second, first)):
-        has_first = "prefixItems" in other and other["prefixItems"] is not one.get("prefixItems")
-        if has_first and one.get("items", True) not in (True, {}):
+    for schema, other in ((first, second), (second, first)):
+        is_prefixed = "prefixItems" in other and other["prefixItems"] is not schema.get(
+            "prefixItems"
+        )
+        if is_prefixed and schema.get("items", True) not in (True, {}):
             raise CannotMerge("'items' is beside 'prefixItems' of another part")
-        if "unevaluatedItems" in one and other.keys() & {"prefixItems", "items"}:
+        if "unevaluatedItems" in schema and other.keys() & {"prefixItems", "items"}:
             raise CannotMerge("'unevaluatedItems' is beside items of another part")
 
 
-def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(first)
+def _merged_properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(first)
     for name, value in second.items():
-        is_new = name not in both or both[name] is value
-        both[name] = value if is_new else {"allOf": [both[name], value]}
-    return both
+        is_new = name not in merged or merged[name] is value
+        merged[name] = value if is_new else {"allOf": [merged[name], value]}
+    return merged
 
 
 def _are_the_same(first: Any, second: Any) -> bool:
@@ -271,12 +290,14 @@ def _are_numbers(*values: Any) -> bool:
 
 def _common_types(first: Any, second: Any) -> list[Any]:
     """The types that both allow; whole numbers are numbers."""
-    firsts, seconds = ([each] if isinstance(each, str) else each for each in (first, second))
-    for kinds in (firsts, seconds):
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+    first_types, second_types = (
+        [types] if isinstance(types, str) else types for types in (first, second)
+    )
+    for types in (first_types, second_types):
+        if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
             raise CannotMerge("'type' is neither a name nor a list of names")
-    common = [kind for kind in firsts if kind in seconds]
-    for ones, others in ((firsts, seconds), (seconds, firsts)):
-        if "integer" in ones and "number" in others and not {"integer", "number"} & {*common}:
+    common = [name for name in first_types if name in second_types]
+    for types, other_types in ((first_types, second_types), (second_types, first_types)):
+        if "integer" in types and "number" in other_types and not {"integer", "number"} & {*common}:
             common.append("integer")
     return common

@@ -25,7 +25,7 @@ _NO_CHARACTER = {"^", "$", "(", "(?:", ")", ")?", "?", "*", "+"}
 # What Python takes for something else in a class, or will some day.
 _ODD_CLASS = re.compile(r"\[|--|&&|~~|\|\|")
 _CLASS_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
-_KINDS_OF_CHARACTERS = set("dDwWsS")
+_CLASS_ESCAPES = set("dDwWsS")
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 # Characters that JSON spells with a letter, as patterns of that.
 _ESCAPED = {
@@ -101,11 +101,11 @@ def cannot_begin(text: str, characters: list[str]) -> bool:
     matched with a class at a time: some patterns take Python years for a short text.
     """
     return len(text) < len(characters) or any(
-        not _may_be(character, token) for character, token in zip(text, characters, strict=False)
+        not _may_match(character, token) for character, token in zip(text, characters, strict=False)
     )
 
 
-def _may_be(character: str, token: str) -> bool:
+def _may_match(character: str, token: str) -> bool:
     is_plain = character.isascii() and not _ODD_CLASS.search(token[1:])
     try:
         return not is_plain or bool(re.fullmatch(token, character, re.ASCII | re.DOTALL))
@@ -168,7 +168,7 @@ def _character(token: str, where: str) -> str | None:
     if len(token) > 2:
         return chr(int(token[2:], 16))
     name = token[1:]
-    if name in _KINDS_OF_CHARACTERS:
+    if name in _CLASS_ESCAPES:
         return None
     if name in _CONTROLS:
         return _CONTROLS[name]
@@ -194,7 +194,7 @@ def _check_class(token: str, where: str, *, in_json: bool) -> None:
     if not items:
         raise _refused(f"{where}: the class {token!r} is empty")
     characters = [_character(item, where) if item[0] == "\\" else item for item in items]
-    if in_json and not any(map(_has_plain, _ranges(items, characters))):
+    if in_json and not any(map(_has_unescaped, _ranges(items, characters))):
         raise _refused(f"{where}: the class {token!r} has no character that is not escaped in JSON")
 
 
@@ -216,7 +216,7 @@ def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, i
     return ranges
 
 
-def _has_plain(span: tuple[int, int]) -> bool:
+def _has_unescaped(span: tuple[int, int]) -> bool:
     """Whether a range has a character that JSON does not escape."""
     first, last = span
     first = max(first, 0x20)

@@ -60,10 +60,11 @@ class Program:
         """Compile a structural tag. Raises `ValueError` for one that is too large, and xgrammar's
         errors.
         """
-        size = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
-        if size > MAX_COMPILED_BYTES:
+        num_bytes = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
+        if num_bytes > MAX_COMPILED_BYTES:
             raise ValueError(
-                f"it takes {size} bytes when compiled; at most {MAX_COMPILED_BYTES} are possible"
+                f"it takes {num_bytes} bytes when compiled; at most {MAX_COMPILED_BYTES} are"
+                " possible"
             )
         yield None
 
@@ -75,15 +76,17 @@ class Program:
         self._compiled = self._compiler.compile_structural_tag(structural_tag.decode())
         yield None
 
-    def masks(self, wanted: list[tuple[int, list[int]]], ended: list[int]) -> Iterator[MaskAnswer]:
+    def masks(
+        self, new_tokens: list[tuple[int, list[int]]], ended_numbers: list[int]
+    ) -> Iterator[MaskAnswer]:
         """For each (number of the sequence, output tokens since the last call): which tokens may
         come next, and the seconds of the processor that this took. A mask; None for any token; the
         place of an earlier sequence of this call with the same mask; or an error message.
         """
-        for number in ended:
+        for number in ended_numbers:
             self._matchers.pop(number, None)
         place_of: dict[bytes, int] = {}
-        for place, (number, token_ids) in enumerate(wanted):
+        for place, (number, token_ids) in enumerate(new_tokens):
             began_s = time.process_time()
             answer = self._mask_or_reason(number, token_ids)
             earlier = place_of.setdefault(answer, place) if isinstance(answer, bytes) else place
@@ -198,8 +201,8 @@ def _run_child(program: Program, calls: socket.socket, helper: int, memory_bytes
 def _limit_memory(more_bytes: int) -> None:
     """Allow this process so many bytes of address space in addition to what it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_bytes = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
 def _answer_calls(program: Program, pipe: Pipe) -> None:

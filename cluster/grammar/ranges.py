@@ -29,17 +29,17 @@ class NotHonored(Exception):
         self.keyword = keyword
 
 
-def finished(schema: Schema, types: list[Any], where: str) -> Schema:
+def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
     """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
     `types` are those of the schema. Raises `NotHonored`.
     """
-    form = schema.pop("format", None) if "string" not in types else None
+    format_name = schema.pop("format", None) if "string" not in types else None
     step = schema.pop("multipleOf", None)
     if "integer" in types:
-        bounds = _whole_bounds(schema, form, where)
+        bounds = _whole_bounds(schema, format_name, where)
     else:
-        if form not in (None, "float", "double"):
-            raise NotHonored(f"{where}: the format {shown(form)} is not supported", "format")
+        if format_name not in (None, "float", "double"):
+            raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
         bounds = _bounds(schema, where)
     if step is None:
         return bounds
@@ -56,34 +56,35 @@ def _multiples(step: int, bounds: Schema, where: str) -> Schema:
         return bounds
     if not bounds and step <= _MAX_MULTIPLE:
         return {"multipleOf": step}
-    least, most = bounds.get("minimum"), bounds.get("maximum")
-    if least is None or most is None or most - least > step * _MAX_MULTIPLES:
+    minimum, maximum = bounds.get("minimum"), bounds.get("maximum")
+    if minimum is None or maximum is None or maximum - minimum > step * _MAX_MULTIPLES:
         raise NotHonored(
             f"{where}.multipleOf is supported up to {_MAX_MULTIPLE} without bounds, or with bounds"
             f" that leave at most {_MAX_MULTIPLES} multiples",
             "multipleOf",
         )
-    values = list(range(-(-least // step) * step, most + 1, step))
+    values = list(range(-(-minimum // step) * step, maximum + 1, step))
     if not values:
         raise NotHonored(f"{where}: no multiple is between the bounds", "multipleOf")
     return {"enum": values}
 
 
-def _whole_bounds(schema: Schema, form: Any, where: str) -> Schema:
+def _whole_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     """Bounds of whole numbers, as whole numbers that are included."""
-    least = [math.ceil(schema[name]) for name in ("minimum",) if name in schema]
-    most = [math.floor(schema[name]) for name in ("maximum",) if name in schema]
-    least += [math.floor(schema[n]) + 1 for n in ("exclusiveMinimum",) if n in schema]
-    most += [math.ceil(schema[n]) - 1 for n in ("exclusiveMaximum",) if n in schema]
-    if form is not None:
-        if form not in _WHOLE:
-            raise NotHonored(f"{where}: the format {shown(form)} is not supported", "format")
-        least, most = [*least, _WHOLE[form][0]], [*most, _WHOLE[form][1]]
+    minimums = [math.ceil(schema[name]) for name in ("minimum",) if name in schema]
+    maximums = [math.floor(schema[name]) for name in ("maximum",) if name in schema]
+    minimums += [math.floor(schema[n]) + 1 for n in ("exclusiveMinimum",) if n in schema]
+    maximums += [math.ceil(schema[n]) - 1 for n in ("exclusiveMaximum",) if n in schema]
+    if format_name is not None:
+        if format_name not in _WHOLE:
+            raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
+        minimums.append(_WHOLE[format_name][0])
+        maximums.append(_WHOLE[format_name][1])
     bounds: Schema = {}
-    if least:
-        bounds["minimum"] = max(*least, -_MAX_INTEGER)
-    if most:
-        bounds["maximum"] = min(*most, _MAX_INTEGER)
+    if minimums:
+        bounds["minimum"] = max(*minimums, -_MAX_INTEGER)
+    if maximums:
+        bounds["maximum"] = min(*maximums, _MAX_INTEGER)
     if bounds.get("minimum", -_MAX_INTEGER) > bounds.get("maximum", _MAX_INTEGER):
         raise NotHonored(
             f"{where}: no whole number up to {_MAX_INTEGER} is between the bounds", "minimum"
@@ -94,21 +95,21 @@ def _whole_bounds(schema: Schema, form: Any, where: str) -> Schema:
 def _bounds(schema: Schema, where: str) -> Schema:
     """Bounds of numbers, with as many decimals as grammars and floats have."""
     bounds: Schema = {}
-    for least, exclusive, rounding, better in (
+    for inclusive, exclusive, rounding, tighter in (
         ("minimum", "exclusiveMinimum", ROUND_CEILING, max),
         ("maximum", "exclusiveMaximum", ROUND_FLOOR, min),
     ):
-        given = {name: schema[name] for name in (exclusive, least) if name in schema}
-        if not given:
+        bounds_given = {name: schema[name] for name in (exclusive, inclusive) if name in schema}
+        if not bounds_given:
             continue
-        name = better(given, key=given.__getitem__)
-        value = given[name]
+        name = tighter(bounds_given, key=bounds_given.__getitem__)
+        value = bounds_given[name]
         if abs(value) > _MAX_BOUND:
             raise NotHonored(
                 f"{where}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name
             )
         rounded = _rounded(value, rounding)
-        bounds[least if rounded != value else name] = rounded
+        bounds[inclusive if rounded != value else name] = rounded
     lower: Any = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
     upper: Any = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
     if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):

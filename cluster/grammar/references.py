@@ -47,9 +47,9 @@ class References:
         self._base_of: dict[int, str] = {}  # by the id of a schema
         self._named: dict[str, Any] = {"": root}  # by address, with an anchor
         self._copies: list[Mapping[str, Any]] = []  # kept, so that their ids stay theirs
-        waiting = [(root, "")]
-        while waiting:
-            schema, base = waiting.pop()
+        unvisited = [(root, "")]
+        while unvisited:
+            schema, base = unvisited.pop()
             if not isinstance(schema, Mapping):
                 continue
             name = schema.get("$id")
@@ -60,7 +60,7 @@ class References:
             if isinstance(anchor, str):
                 self._named.setdefault(f"{urldefrag(base).url}#{anchor}", schema)
             self._base_of[id(schema)] = urldefrag(base).url
-            waiting += [(part, base) for part in parts_of(schema)]
+            unvisited += [(part, base) for part in parts_of(schema)]
 
     def copied(self, schema: Mapping[str, Any], copy: dict[str, Any]) -> dict[str, Any]:
         """A copy of a schema, in whose place it stands from now on."""
@@ -125,12 +125,12 @@ def check_ends(root: Any, named: Mapping[str, str], where: str, refuse: Refuse) 
 
 def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
     """All schemas in a schema that are objects, outer ones first."""
-    waiting = [root]
-    while waiting:
-        schema = waiting.pop()
+    unvisited = [root]
+    while unvisited:
+        schema = unvisited.pop()
         if isinstance(schema, Mapping):
             yield schema
-            waiting += parts_of(schema)
+            unvisited += parts_of(schema)
 
 
 def _finite(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:
@@ -140,15 +140,15 @@ def _finite(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set
     """
     finite: set[int] = set()
     waiting_for: dict[int, list[Mapping[str, Any]]] = {}
-    to_do = list(schemas)
-    while to_do:
-        schema = to_do.pop()
+    unvisited = list(schemas)
+    while unvisited:
+        schema = unvisited.pop()
         if id(schema) in finite:
             continue
         missing = _missing(schema, targets, finite)
         if not missing:
             finite.add(id(schema))
-            to_do += waiting_for.pop(id(schema), ())
+            unvisited += waiting_for.pop(id(schema), ())
         for part in missing:
             waiting_for.setdefault(part, []).append(schema)
     return finite
@@ -172,15 +172,15 @@ def _missing(schema: Mapping[str, Any], targets: Mapping[str, Any], finite: set[
         return [id(part) for part in alternatives]
     if "enum" in schema or "const" in schema:
         return []
-    kinds = schema.get("type")
-    ways: list[list[int]] = []
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        needed = _NEEDED[kind](schema) if kind in _NEEDED else []
+    types = schema.get("type")
+    missing_of_types: list[list[int]] = []
+    for type_name in types if isinstance(types, list) else [types]:
+        needed = _NEEDED[type_name](schema) if type_name in _NEEDED else []
         missing = [id(part) for part in needed if not is_finite(part)][:1]
         if not missing:
             return []
-        ways.append(missing)
-    return [part for way in ways for part in way]
+        missing_of_types.append(missing)
+    return [part for missing_ids in missing_of_types for part in missing_ids]
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
@@ -188,18 +188,18 @@ def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
     properties = schema.get("properties", {})
     names = list(schema.get("required", ()))
     needed = [properties[name] for name in names]
-    others = [part for name, part in properties.items() if name not in {*names}]
+    optional = [part for name, part in properties.items() if name not in {*names}]
     free = [*schema.get("patternProperties", {}).values(), schema.get("additionalProperties", True)]
-    more = schema.get("minProperties", 0) - len(needed)
-    return needed + (others + free)[: max(more, 0)]
+    num_more = schema.get("minProperties", 0) - len(needed)
+    return needed + (optional + free)[: max(num_more, 0)]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the items that a list cannot be without."""
-    first = schema.get("prefixItems", [])
-    least = schema.get("minItems", len(first))
-    needed = list(first[:least])
-    if least > len(first) and "items" in schema:
+    prefix = schema.get("prefixItems", [])
+    minimum = schema.get("minItems", len(prefix))
+    needed = list(prefix[:minimum])
+    if minimum > len(prefix) and "items" in schema:
         needed.append(schema["items"])
     return needed
 

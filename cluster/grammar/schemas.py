@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.grammar import kinds, merging
+from cluster.grammar import keywords, merging
 from cluster.grammar.merging import CannotMerge, Merger
 from cluster.grammar.ranges import NotHonored
 from cluster.grammar.references import References, check_ends
@@ -97,21 +97,21 @@ class _Rewriter:
         self._references = References(root)
         self._merger = Merger(self._references)
         self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to
-        self._called: dict[str, str] = {"#": "#"}
-        self._waiting: list[tuple[str, Any, str]] = []
+        self._reference_of: dict[str, str] = {"#": "#"}
+        self._unwritten: list[tuple[str, Any, str]] = []
 
     def rewritten(self) -> Any:
         """The whole schema. Raises `NotHonored` and `RequestError`."""
         root = self._part(self._root, self._where, 0)
         targets: dict[str, Any] = {}
-        while self._waiting:
-            name, target, reference = self._waiting.pop()
+        while self._unwritten:
+            name, target, reference = self._unwritten.pop()
             where = self._where + reference.removeprefix("#").replace("/", ".")
             targets[name.removeprefix("#/$defs/")] = self._part(target, where, 0)
         if targets and isinstance(root, dict):
             root["$defs"] = targets
         if self._has_references:
-            check_ends(root, self._called, self._where, NotHonored)
+            check_ends(root, self._reference_of, self._where, NotHonored)
         return root
 
     def _part(self, schema: Any, where: str, depth: int) -> Any:
@@ -144,7 +144,7 @@ class _Rewriter:
             for name in ("oneOf", "anyOf"):
                 if name in parts:
                     return _alternatives(parts[name])
-            return self._trying(parts, lambda parts: kinds.finished(dict(parts), where))
+            return self._trying(parts, lambda parts: keywords.enforceable(dict(parts), where))
         except NotHonored:
             if not self._drops:
                 raise
@@ -164,8 +164,8 @@ class _Rewriter:
                 if error.keyword not in schema:
                     raise
                 self.has_dropped = True
-                rest = {name: schema[name] for name in schema if name != error.keyword}
-                schema = self._references.copied(schema, rest)
+                remaining = {name: schema[name] for name in schema if name != error.keyword}
+                schema = self._references.copied(schema, remaining)
 
     def _with_honored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
@@ -200,31 +200,31 @@ class _Rewriter:
                     f" are {', '.join(sorted(_HONORED))}",
                     keyword,
                 )
-            others = _ALONE.get(keyword, set()) & schema.keys()
-            if others:
-                other = min(others)
+            conflicting = _ALONE.get(keyword, set()) & schema.keys()
+            if conflicting:
+                other = min(conflicting)
                 raise NotHonored(
                     f"{where}.{keyword} cannot be honored together with {other!r}", other
                 )
-            kinds.check_value(keyword, schema[keyword], where)
-            kind = _HONORED[keyword]
-            if kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
+            keywords.check_value(keyword, schema[keyword], where)
+            content = _HONORED[keyword]
+            if content == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
                 raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
-            if kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
+            if content == _BY_NAME and not isinstance(schema[keyword], Mapping):
                 raise NotHonored(f"{where}.{keyword} must map names to schemas", keyword)
         if "$ref" in schema:
             self._target(schema, where)
 
     def _value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
         """The value of a keyword, rewritten."""
-        kind = _HONORED[keyword]
-        if kind == _SCHEMA:
+        content = _HONORED[keyword]
+        if content == _SCHEMA:
             if keyword == "propertyNames" and isinstance(value, Mapping):
                 value = {"type": "string", **value}
             return self._part(value, where, depth + 1)
-        if kind == _LIST:
+        if content == _LIST:
             return [self._part(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
-        if kind == _BY_NAME:
+        if content == _BY_NAME:
             return {
                 name: self._part(part, f"{where}.{name[:100]}", depth + 1)
                 for name, part in value.items()
@@ -251,18 +251,20 @@ class _Rewriter:
     def _without(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
         """A keyword and what is beside it, in one schema. Raises `CannotMerge`."""
         value = schema[keyword]
-        rest = {name: other for name, other in schema.items() if name != keyword}
+        siblings = {name: other for name, other in schema.items() if name != keyword}
         if keyword == "$ref":
             self._target(schema, where)
             reference = self._references.copied(schema, {keyword: value})
-            return self._merger.merged([reference, rest], _relevant)
+            return self._merger.merged([reference, siblings], _without_annotations)
         if not isinstance(value, list) or not value:
             raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
         if keyword == "allOf":
-            return self._merger.merged([rest, *value], _relevant)
+            return self._merger.merged([siblings, *value], _without_annotations)
         for part in value:
-            self._merger.merged([rest, part], _relevant)  # counts, and says what cannot be
-        return {keyword: [{"allOf": [rest, part]} for part in value]}
+            self._merger.merged(
+                [siblings, part], _without_annotations
+            )  # counts, and says what cannot be
+        return {keyword: [{"allOf": [siblings, part]} for part in value]}
 
     def _reference(self, schema: Mapping[str, Any], where: str) -> Any:
         target = self._target(schema, where)
@@ -272,8 +274,8 @@ class _Rewriter:
         name = self._name_of.get(id(target))
         if name is None:
             name = self._name_of[id(target)] = f"#/$defs/{len(self._name_of)}"
-            self._called[name] = schema["$ref"]
-            self._waiting.append((name, target, schema["$ref"]))
+            self._reference_of[name] = schema["$ref"]
+            self._unwritten.append((name, target, schema["$ref"]))
         return {"$ref": name}
 
     def _target(self, schema: Mapping[str, Any], where: str) -> Any:
@@ -293,36 +295,17 @@ class _Rewriter:
         """Raise `NotHonored` unless at most one of the alternatives fits any value; with `drops`,
         any of them may.
         """
-        merged = [
-            self._merged(_modern(part), where) if isinstance(part, Mapping) else part
-            for part in alternatives
-        ]
         try:
-            self._compare(merged, where)
-        except NotHonored:
+            self._merger.check_disjoint(
+                [
+                    self._merged(_modern(part), where) if isinstance(part, Mapping) else part
+                    for part in alternatives
+                ]
+            )
+        except CannotMerge as error:
             if not self._drops:
-                raise
+                raise NotHonored(f"{where}.oneOf: {error}", "oneOf") from None
             self.has_dropped = True
-
-    def _compare(self, alternatives: list[Any], where: str) -> None:
-        listed = [merging.values_of(part) for part in alternatives if isinstance(part, Mapping)]
-        keys = [
-            merging.key_of(value) for values in listed if values is not None for value in values
-        ]
-        if len(listed) == len(alternatives) and None not in listed and len({*keys}) == len(keys):
-            return
-        if len(alternatives) > merging.MAX_ALTERNATIVES:
-            most = merging.MAX_ALTERNATIVES
-            raise NotHonored(f"{where}.oneOf has more than {most} alternatives; use anyOf", "oneOf")
-        for place, second in enumerate(alternatives):
-            for first in alternatives[:place]:
-                if not self._merger.are_disjoint(first, second):
-                    raise NotHonored(
-                        f"{where}.oneOf: more than one alternative may fit, number {place + 1}"
-                        " among them; use anyOf, or give each a required property with a const of"
-                        " its own",
-                        "oneOf",
-                    )
 
 
 def _has_type_alone(schema: Any) -> bool:
@@ -344,7 +327,7 @@ def _is_annotation(keyword: str) -> bool:
     return keyword in _ANNOTATIONS or keyword.startswith("x-")
 
 
-def _relevant(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if not _is_annotation(name)}
 
 
@@ -359,13 +342,13 @@ def _modern(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         modern["prefixItems"] = modern.pop("items")
         if "additionalItems" in modern:
             modern["items"] = modern.pop("additionalItems")
-    for old, new in (
+    for old_name, new_name in (
         ("unevaluatedProperties", "additionalProperties"),
         ("unevaluatedItems", "items"),
     ):
         # Where nothing is beside them that evaluates others, they mean the same.
-        if old in modern and new not in modern and not modern.keys() & merging.IN_PLACE:
-            modern[new] = modern.pop(old)
+        if old_name in modern and new_name not in modern and not modern.keys() & merging.IN_PLACE:
+            modern[new_name] = modern.pop(old_name)
     return modern
 
 
@@ -379,10 +362,10 @@ def _alternatives(parts: list[Any]) -> Any:
 
 def _any_of_type(schema: Any) -> Any:
     """What is left of a schema that cannot be honored at all."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "object":
+    type_name = schema.get("type") if isinstance(schema, Mapping) else None
+    if type_name == "object":
         return dict(ANY_OBJECT)
-    return {"type": kind} if kind in _SCALARS else True
+    return {"type": type_name} if type_name in _SCALARS else True
 
 
 def _refused(why: str) -> RequestError:

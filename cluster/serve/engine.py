@@ -113,7 +113,7 @@ class EngineReplica:
         driver.
         """
         if self._finding is None or self._finding.done():
-            finding = asyncio.to_thread(self._engine.frontend.live_driver)
+            finding = asyncio.to_thread(self._engine.frontend.driver.live)
             self._finding = asyncio.ensure_future(finding)
         is_last = self._replica in wanted.avoid
         limit_s = LAST_DRIVER_TIMEOUT_S if is_last else DRIVER_TIMEOUT_S

@@ -27,7 +27,7 @@ class EngineHealth:
         self, frontend: Frontend, replaced_s: float, period_s: float = DRIVER_CHECK_PERIOD_S
     ) -> None:
         """`replaced_s`: the longest that the replacement of a driver may take."""
-        self._frontend = frontend
+        self._driver = frontend.driver
         self._replaced_s = replaced_s
         self._period_s = period_s
         self._asked_at_s: float | None = None  # of a question that has no answer yet
@@ -40,7 +40,7 @@ class EngineHealth:
         """Answers at once. Raises `EngineDeadError` if the engine has stopped for good, or if its
         driver was not replaced in time.
         """
-        death, asked_at_s = self._death or self._frontend.death, self._asked_at_s
+        death, asked_at_s = self._death or self._driver.death, self._asked_at_s
         if death is not None:
             raise death
         if asked_at_s is not None and time.monotonic() - asked_at_s > self._replaced_s:
@@ -51,10 +51,10 @@ class EngineHealth:
         self._ending.set()
 
     def _run(self) -> None:
-        while not (self._death or self._frontend.death) and not self._ending.wait(self._period_s):
+        while not (self._death or self._driver.death) and not self._ending.wait(self._period_s):
             self._asked_at_s = time.monotonic()
             try:
-                self._frontend.check()
+                self._driver.check()
             except EngineDeadError as error:
                 self._death = error
             except EaglerayError as error:  # it is asked again

@@ -148,7 +148,9 @@ class EnginePool:
         with self._lock:
             self._held |= {id(each.generation): each for each in held}
         for each in held:
-            each.generation.done.add_done_callback(functools.partial(self._release, each))
+            # The future keeps its callbacks, so none of them may keep the generation.
+            key = id(each.generation)
+            each.generation.done.add_done_callback(functools.partial(self._release, key))
         return held
 
     # -- placing -----------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class EnginePool:
                 on_dead=lambda generations, error: self._move(key, generations, error),
             )
             frontend.after_news(self._news)
-            frontend.follow()
+            frontend.driver.follow()
             self._senders[key] = EngineSender(frontend)
         return self._senders[key]
 
@@ -288,10 +290,10 @@ class EnginePool:
                     )
                 )
 
-    def _release(self, held: _Held, done: Future[None]) -> None:
+    def _release(self, key: int, done: Future[None]) -> None:
         """Called when a request has ended, or its caller was canceled."""
         with self._lock:
-            self._held.pop(id(held.generation), None)
+            held = self._held.pop(key)
             self._table.ended(held)
             frontend = held.frontend
         if done.cancelled() and frontend is not None:
@@ -299,9 +301,10 @@ class EnginePool:
         self._cancel(held)
 
     def _cancel(self, held: _Held) -> None:
-        if held.lease is not None:
+        lease, held.lease = held.lease, None  # it refers to the request
+        if lease is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
-                self._loop.call_soon_threadsafe(held.lease.end)
+                self._loop.call_soon_threadsafe(lease.end)
 
     def _news(self) -> None:
         for callback in self._callbacks:

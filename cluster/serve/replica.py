@@ -25,8 +25,10 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api.access import Access
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.connections import server_config
+from cluster.api.endpoints import Served
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
+from cluster.client.allocator import return_large_blocks
 from cluster.client.client import Client, EngineLink
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
@@ -62,6 +64,7 @@ class ApiReplica:
         """
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return_large_blocks()
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
@@ -88,8 +91,14 @@ class ApiReplica:
         self._client = Client(setup.request_builder(limits), link, send)
         self._api = Api(
             self._client,
-            setup.tokenizer,
-            model_name=config.model_name,
+            Served(
+                name=config.model_name,
+                builder=self._client.builder,
+                tokenizer=setup.tokenizer,
+                max_messages=config.max_messages,
+                keep_billing_header=config.keep_billing_header,
+                refuse_unknown=config.unknown_fields == "refuse",
+            ),
             version=installed_version(),
             access=Access(
                 api_key=config.api_key,
@@ -97,13 +106,10 @@ class ApiReplica:
                 allowed_hosts=config.names(config.allowed_hosts),
                 allowed_origins=config.names(config.allowed_origins),
             ),
-            keep_billing_header=config.keep_billing_header,
             echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
-            refuse_unknown_fields=config.unknown_fields == "refuse",
             limits=ApiLimits(
                 max_open=config.max_open_per_api,
                 max_body_bytes=config.max_body_bytes,
-                max_messages=config.max_messages,
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
             ),
         )

@@ -2,10 +2,12 @@
 
 from kernels.interface import Capabilities
 
+# Blocks of 64 tokens: on an H200, decode attention takes 4 to 10% longer with blocks of 16, and 0
+# to 3% less with blocks of 128, which share fewer prefixes.
 TRITON = Capabilities(
     name="triton",
     description="triton",
-    default_block_size=16,
+    default_block_size=64,
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
     kv_cache_dtypes=("fp8_e4m3",),

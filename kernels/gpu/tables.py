@@ -103,4 +103,5 @@ def _write_tokens(
     slot_R = tl.load(slots_R + index_R, mask=mask_R, other=0).to(tl.int64)
     position_R = tl.load(positions_R + index_R, mask=mask_R, other=0)
     token_id_R = tl.load(token_ids_R + index_R, mask=mask_R, other=0)
-    tl.store(tokens_SL + slot_R * token_stride + position_R, token_id_R.to(tl.int32), mask=mask_R)
+    places_R = tokens_SL + slot_R * token_stride + position_R
+    tl.store(places_R, token_id_R.to(tl.int32), mask=mask_R & (position_R > 0))

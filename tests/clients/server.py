@@ -18,6 +18,7 @@ from cluster import LLM
 from cluster.api.access import Access
 from cluster.api.app import Api
 from cluster.api.connections import server_config
+from cluster.api.endpoints import Served
 from cluster.client.client import Client
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ def model_api() -> Iterator[Api]:
 
 def _api(client: Client, tokenizer: Tokenizer) -> Api:
     access = Access(api_key=API_KEY)
-    return Api(client, tokenizer, model_name=MODEL_NAME, version="0", access=access)
+    served = Served(name=MODEL_NAME, builder=client.builder, tokenizer=tokenizer)
+    return Api(client, served, version="0", access=access)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,7 @@ whole engine at tp 2.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +12,13 @@ import pytest
 from cluster import LLM, SamplingParams
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import RequestError
+from tests.default_model.questions import (
+    Message,
+    held_out_sums,
+    is_right,
+    preamble,
+    sum_question,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -23,52 +28,31 @@ PREAMBLE_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
-def training() -> ModuleType:
-    """The training script, which knows what was held out. Importing it does not train."""
-    spec = importlib.util.spec_from_file_location(
-        "train_default_model", DEFAULT_MODEL_DIR / "train.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def default_llm(users_ray: None) -> Iterator[LLM]:
     with LLM(tensor_parallel_size=2, device="cpu", kv_cache_bytes=2**27) as engine:
         yield engine
 
 
-def share_right(
-    llm: LLM, training: ModuleType, before: list[dict[str, str]]
-) -> tuple[float, list[Any]]:
-    sums = training.held_out_sums()
-    chats = [[*before, {"role": "user", "content": training.sum_question(a, b)}] for a, b in sums]
+def share_right(llm: LLM, before: list[Message]) -> tuple[float, list[Any]]:
+    sums = held_out_sums()
+    chats = [[*before, {"role": "user", "content": sum_question(a, b)}] for a, b in sums]
     outputs = llm.chat(chats, GREEDY)
-    right = [training.is_right(o.text, a, b) for o, (a, b) in zip(outputs, sums, strict=True)]
+    right = [is_right(o.text, a, b) for o, (a, b) in zip(outputs, sums, strict=True)]
     return sum(right) / len(right), outputs
 
 
-def test_held_out_sums_asked_alone(default_llm: LLM, training: ModuleType) -> None:
-    share, outputs = share_right(default_llm, training, [])
+def test_held_out_sums_asked_alone(default_llm: LLM) -> None:
+    share, outputs = share_right(default_llm, [])
     print(f"held-out sums alone: {share:.1%} of {len(outputs)}")
     assert len(outputs) > 100 and share >= NEEDED
     assert {o.finish_reason for o in outputs} == {"stop"}
 
 
-def test_held_out_sums_after_a_shared_preamble_from_the_prefix_cache(
-    default_llm: LLM, training: ModuleType
-) -> None:
+def test_held_out_sums_after_a_shared_preamble_from_the_prefix_cache(default_llm: LLM) -> None:
     from transformers import AutoTokenizer
 
-    before = training.preamble(
-        PREAMBLE_TOKENS, AutoTokenizer.from_pretrained(str(DEFAULT_MODEL_DIR))
-    )
-    share, outputs = share_right(default_llm, training, before)
+    before = preamble(PREAMBLE_TOKENS, AutoTokenizer.from_pretrained(str(DEFAULT_MODEL_DIR)))
+    share, outputs = share_right(default_llm, before)
     cached = [o.num_cached_tokens for o in outputs]
     print(
         f"held-out sums after {len(outputs[0].prompt_token_ids)} tokens: {share:.1%}, cached"

@@ -228,6 +228,16 @@ def test_aborting_by_name_ends_the_stream_with_abort(llm: LLM) -> None:
     wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
 
 
+def test_a_name_belongs_to_one_stream_while_that_runs(llm: LLM) -> None:
+    stream = llm.stream([4, 5, 6], ENDLESS, request_id="mine")
+    next(stream)
+    with pytest.raises(RequestError, match="request_id 'mine' is in use"):
+        next(llm.stream([1, 2, 3], GREEDY, request_id="mine"))
+    stream.close()
+    assert len(list(llm.stream([1, 2, 3], GREEDY, request_id="mine"))) > 0
+    assert not llm.abort("mine")
+
+
 def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the_abort(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +248,7 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cluster.client.frontend.call", interrupt)
+        patch.setattr("cluster.client.driver_handle.call", interrupt)
         # Too large to go inline.
         llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))
     ray.get(submitted[0])

@@ -12,6 +12,7 @@ import pytest
 from configs.engine import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig, resolve
 from configs.model import ModelConfig
 from configs.quantization import Quantization
+from kernels.interface import Capabilities
 from scheduler.errors import ClientError, ConfigError
 from tests.checkpoints import COMPRESSED_TENSORS
 
@@ -65,6 +66,17 @@ def limits(name: str) -> str:
     return f"of at least {LEAST[name]}" + (f" and at most {MOST[name]}" if name in MOST else "")
 
 
+def backend(*, dtypes: tuple[str, ...], **others: Any) -> Capabilities:
+    """Kernels that are fast with all dtypes and can do nothing else, except for `others`."""
+    values: dict[str, Any] = {
+        "description": "",
+        "default_block_size": 16,
+        "dtypes": dtypes,
+        "fast_dtypes": dtypes,
+    }
+    return Capabilities(**values | others)
+
+
 def resolved(
     raw: dict[str, Any] | None = None, device: str = "cpu", **options: Any
 ) -> ResolvedConfig:
@@ -75,13 +87,13 @@ def resolved(
         model,
         Path("/models/some"),
         device,
-        attention_backend="cpu",
-        block_size=16,
-        dtypes=dtypes,
-        fast_dtypes=dtypes,
-        quantizations=("int8",),
-        weight_dtypes=("bfloat16",),
-        kv_cache_dtypes=("fp8_e4m3",),
+        backend(
+            name="cpu",
+            dtypes=dtypes,
+            quantizations=("int8",),
+            weight_dtypes=("bfloat16",),
+            kv_cache_dtypes=("fp8_e4m3",),
+        ),
     )
 
 
@@ -255,13 +267,7 @@ def test_a_cache_of_8_bits_is_refused_where_the_kernels_lack_it() -> None:
             ModelConfig.from_dict(RAW),
             Path("/models/some"),
             "cuda",
-            attention_backend="flash_attn",
-            block_size=256,
-            dtypes=("bfloat16",),
-            fast_dtypes=("bfloat16",),
-            quantizations=(),
-            weight_dtypes=(),
-            kv_cache_dtypes=(),
+            backend(name="flash_attn", default_block_size=256, dtypes=("bfloat16",)),
         )
 
 
@@ -293,13 +299,7 @@ def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
             ModelConfig.from_dict(RAW | raw),
             Path("/models/some"),
             "cuda",
-            attention_backend="triton",
-            block_size=16,
-            dtypes=("bfloat16",),
-            fast_dtypes=("bfloat16",),
-            quantizations=(),
-            weight_dtypes=(),
-            kv_cache_dtypes=(),
+            backend(name="triton", dtypes=("bfloat16",)),
         )
 
 
@@ -317,13 +317,12 @@ def test_float32_stands_in_for_a_checkpoint_dtype_without_instructions() -> None
             model,
             Path("/models/some"),
             "cpu",
-            attention_backend="cpu",
-            block_size=16,
-            dtypes=("float32", "bfloat16"),
-            fast_dtypes=("float32",),
-            quantizations=(),
-            weight_dtypes=of_weights,
-            kv_cache_dtypes=(),
+            backend(
+                name="cpu",
+                dtypes=("float32", "bfloat16"),
+                fast_dtypes=("float32",),
+                weight_dtypes=of_weights,
+            ),
         )
         assert config.dtype == want
         assert config.weight_dtype == (of_weights[0] if of_weights else want)
@@ -346,13 +345,7 @@ def test_kernels_without_float32_do_not_get_it_in_place_of_another_dtype() -> No
             model,
             Path("/models/some"),
             "cuda",
-            attention_backend="flash_attn",
-            block_size=256,
-            dtypes=("bfloat16", "float16"),
-            fast_dtypes=("bfloat16", "float16"),
-            quantizations=(),
-            weight_dtypes=(),
-            kv_cache_dtypes=(),
+            backend(name="flash_attn", default_block_size=256, dtypes=("bfloat16", "float16")),
         )
 
 

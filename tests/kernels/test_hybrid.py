@@ -185,9 +185,12 @@ def test_decode_rows_are_divided_as_for_triton(monkeypatch: pytest.MonkeyPatch) 
     assert hybrid.decode_places(*shape) == triton.decode_places(*shape) > 4
 
 
-def test_auto_does_not_take_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_it_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WHEEL)
-    assert choose("cuda").name == "flash_attn"
+    assert choose("cuda").name == "hybrid"
+    assert choose("cuda", dtype="float32").name == "triton"
+    assert choose("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"
+    assert choose("cuda", head_dim=32).name == "triton"
 
 
 @pytest.mark.parametrize(

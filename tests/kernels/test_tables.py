@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,3 +43,14 @@ def test_tokens_are_written(num_rows: int) -> None:
     tables.write_tokens(got, slots_R, positions_R, token_ids_R)
     write_tokens_reference(want, slots_R, positions_R, token_ids_R)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("write", [tables.write_tokens, write_tokens_reference])
+def test_a_token_at_position_0_is_padding_and_not_written(write: Any) -> None:
+    table_SL = torch.full((3, 5), -1, dtype=torch.int32, device=DEVICE)
+    slots_R, positions_R = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        for numbers in ([0, 2, 0, 0], [0, 1, 4, 0])
+    )
+    write(table_SL, slots_R, positions_R, torch.arange(4, device=DEVICE) + 7)
+    assert table_SL.tolist() == [[-1, -1, -1, -1, 9], [-1] * 5, [-1, 8, -1, -1, -1]]

@@ -11,7 +11,8 @@ from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
 from scheduler.params import Sampling
-from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.scheduler import Scheduler
+from scheduler.steps import StepOutput
 from tests.scheduler.fake_model import VOCAB_SIZE, FakeRank, salt_of
 
 BLOCK = 4

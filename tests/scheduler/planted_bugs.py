@@ -10,6 +10,7 @@ from types import ModuleType
 from scheduler.block_manager import BlockManager
 from scheduler.engine import Engine
 from scheduler.scheduler import Scheduler
+from scheduler.suspects import Suspects
 from tests.scheduler import planted_block_bugs, planted_scheduler_bugs
 from tests.scheduler.simulator import Parts
 
@@ -28,6 +29,8 @@ def _planted_in(module: ModuleType) -> dict[str, Parts]:
             planted[name] = Parts(scheduler=broken)
         elif issubclass(broken, BlockManager):
             planted[name] = Parts(block_manager=broken)
+        elif issubclass(broken, Suspects):
+            planted[name] = Parts(suspects=broken)
         else:
             assert issubclass(broken, Engine), f"{name} breaks nothing that is simulated"
             planted[name] = Parts(engine=broken)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from scheduler.engine import Engine, Executor
-from scheduler.messages import Request, StepMask, StepPlan, ints
-from scheduler.scheduler import Scheduler, StepOutput, SubmittedStep, _Step
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.steps import StepDraft, StepOutput, SubmittedStep
+from scheduler.suspects import Suspects
 
 # -- what is published and shared ------------------------------------------------------------------
 
@@ -17,7 +21,7 @@ from scheduler.sequence import Sequence, SequenceStatus
 class PromptPublishedTooEarly(Scheduler):
     """The whole prompt is published when it is admitted, before its later chunks are submitted."""
 
-    def _admit(self, seq: Sequence, step: _Step) -> None:
+    def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
         self.block_manager.publish(seq, len(seq.token_ids))
 
@@ -27,10 +31,8 @@ class OutputPublishedTooEarly(Scheduler):
     it.
     """
 
-    def _take_tokens(
-        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
-    ) -> None:
-        super()._take_tokens(step_id, sequences, tokens, output)
+    def _take_tokens(self, step: SubmittedStep, tokens: array[int], output: StepOutput) -> None:
+        super()._take_tokens(step, tokens, output)
         for seq in output.sequences:
             if seq.status is SequenceStatus.RUNNING:
                 held = len(seq.block_table) * self.limits.block_size
@@ -49,7 +51,7 @@ class SaltIgnored(Scheduler):
 class FullHitWritesSharedBlock(Scheduler):
     """The last block of a prompt that is cached to its end is written again."""
 
-    def _admit(self, seq: Sequence, step: _Step) -> None:
+    def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
         _, num_cached = step.admitted[-1]
         if num_cached == len(seq.token_ids):
@@ -59,7 +61,7 @@ class FullHitWritesSharedBlock(Scheduler):
 class FullHitHasNoQuery(Scheduler):
     """A prompt that is cached to its last token runs no token at all."""
 
-    def _admit(self, seq: Sequence, step: _Step) -> None:
+    def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
         if step.admitted[-1][1] == len(seq.token_ids):
             step.num_new_tokens[-1] = 0
@@ -71,7 +73,7 @@ class FullHitHasNoQuery(Scheduler):
 class PartialChunkSamples(Scheduler):
     """A chunk that does not reach the end of the prompt samples."""
 
-    def _admit(self, seq: Sequence, step: _Step) -> None:
+    def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
         if not step.samples[-1]:
             step.samples[-1] = 1
@@ -82,7 +84,7 @@ class PartialChunkSamples(Scheduler):
 class BudgetExceeded(Scheduler):
     """Waiting sequences get tokens beyond the budget."""
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: StepDraft) -> None:
         step.budget += 3
         super()._schedule_waiting(step)
 
@@ -90,29 +92,29 @@ class BudgetExceeded(Scheduler):
 class TooManyRunning(Scheduler):
     """One sequence more than `max_num_seqs` runs."""
 
-    def _schedule_waiting(self, step: _Step) -> None:
-        if not self._free_slots:
-            self._free_slots.append(self.limits.max_num_seqs)
+    def _schedule_waiting(self, step: StepDraft) -> None:
+        if not self.queues.free_slots:
+            self.queues.free_slots.append(self.limits.max_num_seqs)
         super()._schedule_waiting(step)
 
 
 class DecodeStarvedByPrefill(Scheduler):
     """While a prompt runs in chunks, no other sequence runs."""
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: StepDraft) -> None:
         last = self.running[-1] if self.running else None
         if last is None or last.num_total - last.num_computed <= 1:
             super()._schedule_running(step)
             return
-        others, self.running = self.running[:-1], [last]
+        others, self.queues.running = self.running[:-1], [last]
         super()._schedule_running(step)
-        self.running = others + self.running
+        self.queues.running = others + self.running
 
 
 class OldestPreempted(Scheduler):
     """The earliest arrival is preempted instead of the latest."""
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         if not self.block_manager.can_append(seq, num_tokens):
             self.running.append(self.running.pop(0))
         return super()._grow(seq, num_tokens, step)
@@ -123,11 +125,11 @@ class EverybodyYields(Scheduler):
     everything again.
     """
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         if self.block_manager.can_append(seq, num_tokens):
             return super()._grow(seq, num_tokens, step)
         while seq in self.running:
-            self._preempt(self.running.pop())
+            self.queues.wait_again(self.running[-1], self._last_step_id)
         step.num_preempted += 1
         return False
 
@@ -138,16 +140,30 @@ class PreemptsWithoutNeed(Scheduler):
     def schedule(self) -> StepPlan | None:
         if self.stats.num_steps % 3 == 2:
             while self.running:
-                self._preempt(self.running.pop())
+                self.queues.wait_again(self.running[-1], self._last_step_id)
         return super().schedule()
 
 
-class PreemptedGoesLast(Scheduler):
+class _WithPreempted(Scheduler):
+    """Does something with each sequence that is preempted."""
+
+    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+        num_preempted = step.num_preempted
+        has_grown = super()._grow(seq, num_tokens, step)
+        for preempted in list(self.waiting)[: step.num_preempted - num_preempted]:
+            self._break(preempted)
+        return has_grown
+
+    def _break(self, seq: Sequence) -> None:
+        raise NotImplementedError
+
+
+class PreemptedGoesLast(_WithPreempted):
     """A preempted sequence queues behind those that have never run."""
 
-    def _preempt(self, seq: Sequence) -> None:
-        super()._preempt(seq)
-        self.waiting.append(self.waiting.popleft())
+    def _break(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting.append(seq)
 
 
 class SlotReusedWhileHeld(Scheduler):
@@ -155,35 +171,34 @@ class SlotReusedWhileHeld(Scheduler):
 
     _late: array[int] = ints()
 
-    def _plan(self, step: _Step) -> StepPlan:
-        late, self._late = self._late, ints(self._released_slots)
-        self._released_slots = list(late)
-        return super()._plan(step)
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan is None:
+            return None
+        late, self._late = self._late, plan.released
+        return dataclasses.replace(plan, released=late)
 
 
 # -- tokens and ends -------------------------------------------------------------------------------
 
 
-class InFlightForgottenOnPreemption(Scheduler):
+class InFlightForgottenOnPreemption(_WithPreempted):
     """A preempted sequence does not wait for its token in flight, and gets it twice."""
 
-    def _preempt(self, seq: Sequence) -> None:
-        super()._preempt(seq)
+    def _break(self, seq: Sequence) -> None:
         seq.num_pending, seq.num_total = 0, len(seq.token_ids)
 
 
 class TokenOfEndedDelivered(Scheduler):
     """A token that arrives for a sequence that has ended is delivered."""
 
-    def _take_tokens(
-        self, step_id: int, sequences: list[Sequence], tokens: array[int], output: StepOutput
-    ) -> None:
+    def _take_tokens(self, step: SubmittedStep, tokens: array[int], output: StepOutput) -> None:
         ended = [
             (s, t)
-            for s, t in zip(sequences, tokens, strict=True)
+            for s, t in zip(step.sampling_sequences, tokens, strict=True)
             if s.status is SequenceStatus.FINISHED
         ]
-        super()._take_tokens(step_id, sequences, tokens, output)
+        super()._take_tokens(step, tokens, output)
         for seq, token in ended:
             output.sequences.append(seq)
             output.token_ids.append(token)
@@ -192,11 +207,10 @@ class TokenOfEndedDelivered(Scheduler):
 class FinishDropped(Scheduler):
     """A sequence that ends while preempted is not reported."""
 
-    def _finish_from_result(self, seq: Sequence, reason: str, output: StepOutput) -> None:
-        was_waiting = seq.status is SequenceStatus.WAITING
-        super()._finish_from_result(seq, reason, output)
-        if was_waiting:
-            output.finished.pop()
+    def _take_tokens(self, step: SubmittedStep, tokens: array[int], output: StepOutput) -> None:
+        waiting = list(self.waiting)
+        super()._take_tokens(step, tokens, output)
+        output.finished = [seq for seq in output.finished if seq not in waiting]
 
 
 class RunsBeyondLength(Scheduler):
@@ -239,65 +253,80 @@ class EpochReordersArrivals(Scheduler):
         return convicted
 
 
-class NoQuarantine(Scheduler):
+class NoQuarantine(Suspects):
     """Suspects run with all others, which are convicted with them."""
 
-    def start_epoch(self) -> list[Sequence]:
-        convicted = super().start_epoch()
-        self.suspects = []
-        return convicted
+    def start_epoch(self, unfinished: Iterable[Sequence]) -> None:
+        pass
 
 
-class NeverConvicts(Scheduler):
+class NeverConvicts(Suspects):
     """A request that kills ranks may do so forever."""
 
-    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
-        super()._strike(blamed)
+    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight)
         return []
 
 
-class ConvictsSuspects(Scheduler):
+class ConvictsSuspects(Suspects):
     """Every request that ran during two crashes fails."""
 
-    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
-        super()._strike(blamed)
-        return [seq for seq in blamed if seq.strikes >= 2]
+    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight)
+        return [seq for seq in in_flight if seq.strikes >= 2]
 
 
-class AnyTokenClears(Scheduler):
+class AnyTokenClears(Suspects):
     """A request that kills ranks when it decodes may do so once for each of its tokens."""
 
-    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
-        for seq in blamed:
+    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
+        for seq in in_flight:
             if len(seq.token_ids) > seq.tokens_at_strike:
                 seq.strikes = 0
-        return super()._strike(blamed)
+        return super().strike(in_flight)
 
 
 class BlamesWaiting(Scheduler):
     """Sequences that did not run get strikes too."""
 
-    def _strike(self, blamed: list[Sequence]) -> list[Sequence]:
-        return super()._strike([*blamed, *self.waiting])
+    def start_epoch(self) -> list[Sequence]:
+        for seq in self.waiting:
+            seq.last_step_id = self._last_step_id
+        return super().start_epoch()
 
 
-class SuspectsKeepTheirSlot(Scheduler):
+class SuspectsKeepTheirSlot(Suspects):
     """A suspect that was cleared keeps running beside the next one."""
 
-    def _clear_suspects(self) -> None:
-        seq = self.suspects[0]
-        if seq.status is SequenceStatus.FINISHED or len(seq.token_ids) > seq.tokens_at_strike:
-            del self.suspects[0]
+    def pop_cleared(self) -> Sequence | None:
+        seq = self.first
+        if seq and (
+            seq.status is SequenceStatus.FINISHED or len(seq.token_ids) > seq.tokens_at_strike
+        ):
+            del self.sequences[0]
+        return None
+
+
+class SuspectsOverlap(Scheduler):
+    """A suspect begins while steps of the one before it are under way."""
+
+    def schedule(self) -> StepPlan | None:
+        submitted, self.submitted = self.submitted, deque()
+        plan = super().schedule()
+        submitted.extend(self.submitted)
+        self.submitted = submitted
+        return plan
 
 
 class ForgetsSuspects(Scheduler):
     """A suspect is cleared, but never runs again."""
 
-    def _clear_suspects(self) -> None:
-        seq = self.suspects[0]
-        super()._clear_suspects()
-        if seq not in self.suspects and seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+    def apply(self, result: StepResult) -> StepOutput:
+        suspect = self.suspects.first
+        output = super().apply(result)
+        if suspect and suspect is not self.suspects.first and suspect in self.waiting:
+            self.waiting.remove(suspect)
+        return output
 
 
 # -- engine ----------------------------------------------------------------------------------------
@@ -369,11 +398,10 @@ class RetractedRowIsNotReset(Scheduler):
         seq.must_restart = False
 
 
-class ScoresAreDoubled(Scheduler):
+class ScoresAreDoubled(_WithPreempted):
     """A preempted sequence reports the scores of its prompt again."""
 
-    def _preempt(self, seq: Sequence) -> None:
-        super()._preempt(seq)
+    def _break(self, seq: Sequence) -> None:
         seq.next_scored = 1
 
 
@@ -390,12 +418,9 @@ class ScoresAreLostWithAnEpoch(Scheduler):
 class OnlyWholePromptsAreScored(Scheduler):
     """A prompt that runs in chunks is scored in its first chunk alone."""
 
-    def _plan(self, step: _Step) -> StepPlan:
-        admitted = [seq for seq, _ in step.admitted]
-        step.scored_by_row = {
-            row: seq for row, seq in step.scored_by_row.items() if seq in admitted
-        }
-        return super()._plan(step)
+    def _schedule_running(self, step: StepDraft) -> None:
+        super()._schedule_running(step)
+        step.scored_by_row.clear()
 
 
 class HeldSequenceIsForgotten(Engine):

@@ -30,14 +30,15 @@ from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
 from scheduler.messages import PromptLogprobs, Request, StepMask, StepPlan, StepResult, ints
-from scheduler.scheduler import (
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.steps import StepOutput
+from scheduler.suspects import (
     CLEARING_TOKENS,
     CONVICTED_STRIKES,
     CONVICTED_WITH_TOKENS,
-    Scheduler,
-    StepOutput,
+    Suspects,
 )
-from scheduler.sequence import Sequence, SequenceStatus
 from tests.scheduler.fake_model import (
     DIGEST_BYTES,
     SALTS,
@@ -60,6 +61,7 @@ class Parts:
 
     scheduler: type[Scheduler] = Scheduler
     block_manager: type[BlockManager] = BlockManager
+    suspects: type[Suspects] = Suspects
     engine: type[Engine] = Engine
 
 
@@ -171,6 +173,7 @@ class Simulation:
             hash_function=self.scenario.hash_function,
         )
         self.scheduler = parts.scheduler(limits, self.manager)
+        self.scheduler.suspects = parts.suspects()
         self.grammars = FakeGrammars(self.rng, self.scenario.late_probability)
         self.engine = parts.engine(
             self.scheduler,

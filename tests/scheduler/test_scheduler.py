@@ -357,7 +357,7 @@ def busy_scheduler() -> Scheduler:
         (lambda s: setattr(s.waiting[0], "num_computed", 1), "waiting, but holds blocks"),
         (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight were miscounted"),
         (lambda s: setattr(s.running[0], "arrival", 9), "not in order of arrival"),
-        (lambda s: s._free_slots.pop(), "slots were lost or duplicated"),
+        (lambda s: s.queues.free_slots.pop(), "slots were lost or duplicated"),
         (
             lambda s: setattr(s.running[0], "num_computed", 1),
             "in the middle of its prompt, but not last",

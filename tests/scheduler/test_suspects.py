@@ -6,13 +6,9 @@ from random import Random
 
 import pytest
 
-from scheduler.scheduler import (
-    CLEARING_TOKENS,
-    CONVICTED_STRIKES,
-    CONVICTED_WITH_TOKENS,
-    Scheduler,
-)
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.suspects import CLEARING_TOKENS, CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
 
@@ -39,7 +35,7 @@ def running(scheduler: Scheduler) -> list[str]:
 def test_one_crash_makes_nobody_a_suspect() -> None:
     scheduler, sequences = three()
     assert crash(scheduler) == []
-    assert [seq.strikes for seq in sequences] == [1, 1, 1] and not scheduler.suspects
+    assert [seq.strikes for seq in sequences] == [1, 1, 1] and not scheduler.suspects.first
 
 
 def run_alone(scheduler: Scheduler, name: str) -> None:
@@ -57,7 +53,7 @@ def test_after_two_crashes_each_runs_alone_until_it_has_a_few_tokens() -> None:
     crash(scheduler)
     for name in "abc":
         run_alone(scheduler, name)
-        assert all(seq.request_id != name for seq in scheduler.suspects)
+        assert all(seq.request_id != name for seq in scheduler.suspects.sequences)
     run_step(scheduler)
     assert running(scheduler) == ["a", "b", "c"]
 
@@ -170,6 +166,28 @@ def test_a_suspect_that_is_aborted_lets_the_next_one_run() -> None:
     assert running(scheduler) == ["a"]
     scheduler.finish(a, "abort")
     give(scheduler, 9)  # the slot of a, which is gone
+    must_schedule(scheduler)
+    assert running(scheduler) == ["b"]
+
+
+@pytest.mark.parametrize("why", ["is aborted", "waits for its mask", "is cleared"])
+def test_the_next_suspect_waits_for_the_steps_of_the_one_before(why: str) -> None:
+    """If they kill a rank, it would be blamed for that."""
+    scheduler, [a, *_] = three()
+    crash(scheduler)
+    crash(scheduler)
+    for _ in range(CLEARING_TOKENS + 1):
+        must_schedule(scheduler)
+    if why == "is aborted":
+        scheduler.finish(a, "abort")
+    elif why == "waits for its mask":
+        scheduler.retract(a)
+    else:
+        for _ in range(CLEARING_TOKENS):
+            give(scheduler, 9)
+    while scheduler.submitted:
+        assert scheduler.schedule() is None
+        give(scheduler, 9)
     must_schedule(scheduler)
     assert running(scheduler) == ["b"]
 

@@ -4,6 +4,7 @@ that is counted.
 `FakeGpu.capture` records every operation of torch that is dispatched, and every call of a kernel
 made through `recordable`, with the tensors they got. `replay` runs them again on those very
 tensors: whatever a graph reads must stay in its place in memory, and Python code is not run again.
+Graphs share the memory of what they compute, so a replay spoils what the others have left there.
 As in a capture on a GPU, an operation whose result the host needs is refused.
 """
 
@@ -15,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.interface import Kernels
-from tests.kernels.replaced import Replaced
+from kernels.interface import Kernels, SamplingKernels
+from tests.kernels.replaced import Replaced, functions_of
 from workers.device import (
     Array,
     BufferedUploads,
@@ -36,17 +37,25 @@ WAITING = {
     "aten::equal",
     "aten::masked_select",
 }
+_SPOILED = 0x7F  # large integers, and floats near the largest or NaN
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
 
 class FakeGraph:
-    def __init__(self, operations: list[Operation]) -> None:
-        self._operations = operations
+    """`others`: all graphs of the device."""
+
+    def __init__(self, operations: list[Operation], others: list[FakeGraph]) -> None:
+        self._operations, self._others = operations, others
         self.num_replays = 0
+        self.own_memory = _computed(operations)
 
     @torch.inference_mode()
     def replay(self) -> None:
         self.num_replays += 1
+        for graph in self._others:
+            if graph is not self:
+                for memory in graph.own_memory:
+                    memory.fill_(_SPOILED)
         for function, args, kwargs, old in self._operations:
             new = function(*args, **kwargs)
             for before, after in zip(_tensors(old), _tensors(new), strict=True):
@@ -144,7 +153,7 @@ class FakeGpu(Device):
         with _Recorder(operations):
             run()
         self._operations = None
-        graph = FakeGraph(operations)
+        graph = FakeGraph(operations, self.graphs)
         self.graphs.append(graph)
         return graph
 
@@ -170,6 +179,11 @@ class FakeGpu(Device):
         recorded: dict[str, Any] = {
             name: self._recordable(getattr(kernels, name)) for name in names
         }
+        sampling = {
+            name: self._recordable(getattr(kernels.sampling, name))
+            for name in functions_of(SamplingKernels)
+        }
+        recorded["sampling"] = Replaced(kernels.sampling, **sampling)
         return cast(Kernels, Replaced(kernels, **recorded))
 
     def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +196,25 @@ class FakeGpu(Device):
             return out
 
         return call
+
+
+def _computed(operations: list[Operation]) -> list[torch.Tensor]:
+    """The memory that the operations allocate, as bytes: what they return and did not get from
+    outside.
+    """
+    outside: set[int] = set()
+    computed: dict[int, torch.UntypedStorage] = {}
+    for _, args, kwargs, out in operations:
+        outside |= {
+            tensor.untyped_storage().data_ptr()
+            for tensor in _tensors([*args, *kwargs.values()])
+            if tensor.untyped_storage().data_ptr() not in computed
+        }
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in outside:
+                computed[storage.data_ptr()] = storage
+    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in computed.values()]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -4,10 +4,7 @@ numbers.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +24,12 @@ from scheduler.messages import Request, ints
 from scheduler.params import SamplingParams
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
+from tests.default_model.questions import (
+    held_out_sums,
+    is_right,
+    question_text,
+    sum_question,
+)
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
 from workers.batch.kv_plan import block_bytes
@@ -68,9 +71,8 @@ def test_a_token_takes_half_the_memory_of_16_bits() -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
-def test_the_default_model_answers_held_out_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = training_script(monkeypatch)
-    sums = train.held_out_sums()[::4]
+def test_the_default_model_answers_held_out_sums() -> None:
+    sums = held_out_sums()[::4]
     tokenizer = Tokenizer(DEFAULT_MODEL_DIR)
     engine_config = EngineConfig(device="cpu", kv_cache_dtype="fp8_e4m3", kv_cache_bytes=2**26)
     model = ModelConfig.from_dir(DEFAULT_MODEL_DIR)
@@ -80,7 +82,7 @@ def test_the_default_model_answers_held_out_sums(monkeypatch: pytest.MonkeyPatch
     engine = Engine(scheduler, executor)
     params = SamplingParams(temperature=0.0, max_tokens=24)
     for number, (a, b) in enumerate(sums):
-        prompt = tokenizer.encode(train.question_text(train.sum_question(a, b)))
+        prompt = tokenizer.encode(question_text(sum_question(a, b)))
         engine.add(
             Request(
                 request_id=str(number),
@@ -94,7 +96,7 @@ def test_the_default_model_answers_held_out_sums(monkeypatch: pytest.MonkeyPatch
         output = engine.step()
         for seq in output.finished if output is not None else ():
             answer = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens : -1])
-            right += train.is_right(answer, *sums[int(seq.request_id)])
+            right += is_right(answer, *sums[int(seq.request_id)])
     executor.close()
     assert right >= 0.99 * len(sums), f"{right} of {len(sums)}"
 
@@ -111,12 +113,3 @@ def test_flash_attn_is_not_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(select.BACKENDS["cuda"], "flash_attn", installed)
     assert select.choose("cuda").name == "flash_attn"
     assert select.choose("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"
-
-
-def training_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", DEFAULT_MODEL_DIR / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train", module)
-    spec.loader.exec_module(module)
-    return module

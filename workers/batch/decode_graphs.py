@@ -3,12 +3,12 @@ kernels. The smallest sizes have two graphs, for short and for long rows: decode
 few long rows into parts, and the places for those parts would mostly stay empty if the rows were
 short.
 
-A graph reads a few numbers per row from the bytes that each step sends first, and everything else
-from tables that never move: the batch state's tokens and blocks, the weights, the KV cache. Where
-an eager step uses the maxima of its rows, a graph uses bounds. A batch uses the next larger graph
-and fills it with padding rows, which have length 0 and write nothing. Logits and sampling are not
-part of a graph. Owns its static tensors. Legend: B rows of a captured batch, S rows of the largest,
-R rows of a step, E hidden size; a decode step has as many tokens as rows.
+A graph reads a few numbers per row that each step sends, and everything else from tables that never
+move: the batch state's tokens and blocks, the weights, the KV cache. Where an eager step uses the
+maxima of its rows, a graph uses bounds. A batch uses the next larger graph and fills it with
+padding rows, which have length 0 and write nothing. What follows the hidden states is in
+`workers/sampling/next_tokens.py`. Owns its static tensors. Legend: B rows of a captured batch, S
+rows of the largest, R rows of a step, E hidden size; a decode step has as many tokens as rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
 from workers.batch.kv_cache import KVCache
 from workers.batch.state import BatchState, StepRows
-from workers.device import Device, Graph, Put, StepUploads
+from workers.device import Device, Graph, StepUploads
 from workers.models.qwen3 import Qwen3
 
 logger = logging.getLogger(__name__)
@@ -57,27 +57,34 @@ class DecodeGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
+        hidden_SE: torch.Tensor,
     ) -> None:
-        """`uploads`: those of each step, which begin with what `stage` puts."""
+        """`uploads`: those of each step, of which this keeps some bytes per row. `hidden_SE` gets
+        the hidden states.
+        """
         self._model, self._cache, self._state, self._device = model, cache, state, device
-        self._uploads = uploads
+        self._hidden_SE = hidden_SE
         self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
         self.sizes = graph_sizes(config.max_num_seqs)
         largest = self.sizes[-1]
         self._starts_S1 = torch.arange(largest + 1, dtype=torch.int32, device=device.torch)
-        self._hidden_SE: torch.Tensor | None = None
+        # What a step sends, filled as if all rows were padding: the arrays, and tensors like them.
+        self._numbers = [np.full(largest, value, np.int32) for value in _PADDING]
+        self._part_start_S1 = np.arange(largest + 1, dtype=np.int32)
+        self._inputs = [uploads.keep(array) for array in (*self._numbers, self._part_start_S1)]
+        self._uploads = uploads
         self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of places
 
     @torch.inference_mode()
-    def capture(self, largest: Graph | None = None) -> None:
+    def capture(self, largest: Graph | None = None) -> Graph:
         """Record every size, the largest first: the others share its memory, or all share that of
-        `largest`. Waits for the device.
+        `largest`. Returns the graph whose memory is shared. Waits for the device.
         """
         began = time.perf_counter()
+        self._uploads.send()
         for size in reversed(self.sizes):
-            inputs = self._inputs(size)
             for num_places in {self._num_places(size, bound) for bound in self.bounds}:
-                run = partial(self._run, inputs, num_places)
+                run = partial(self._run, size, num_places)
                 self._graphs[size, num_places] = self._device.capture(run, largest)
                 largest = largest or self._graphs[size, num_places]
         seconds = time.perf_counter() - began
@@ -87,44 +94,37 @@ class DecodeGraphs:
             seconds,
             self.sizes[-1],
         )
+        assert largest is not None
+        return largest
 
     def fit(self, rows: StepRows) -> bool:
         """Whether a step can be replayed: every row has one token and samples the next one."""
         num_rows = len(rows.slots_B)
         return rows.max_query_len == 1 and len(rows.sampling_slots_R) == num_rows <= self.sizes[-1]
 
-    def stage(
-        self, rows: StepRows, put: Put
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Put what the graph of these rows reads; nothing else of the step may be put before it.
-        Returns a function that replays the graph and returns the hidden states of the R rows, valid
-        until the next call, and the slots and positions that their next tokens go to.
+    def stage(self, rows: StepRows) -> Callable[[], None]:
+        """Write what the graph of these rows reads. Returns a function that replays it, after which
+        their hidden states are the first rows of `hidden_SE`, until the next step.
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.bounds[bisect.bisect_left(self.bounds, rows.max_seq_len)]
         num_places = self._num_places(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
-        padded = [
-            np.pad(numbers_R, (0, size - num_rows), constant_values=padding)
-            for numbers_R, padding in zip(numbers, _PADDING, strict=True)
-        ]
-        slots_B, _, _, seq_lens_B = map(put, padded)
-        self._state.stage_decode(padded[-1], num_places, put, size)
-
-        def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            self._graphs[size, num_places].replay()
-            assert self._hidden_SE is not None
-            return self._hidden_SE[:num_rows], slots_B[:num_rows], seq_lens_B[:num_rows]
-
-        return replay
+        for kept_S, numbers_R, padding in zip(self._numbers, numbers, _PADDING, strict=True):
+            kept_S[:num_rows] = numbers_R
+            kept_S[num_rows:size] = padding
+        if num_places:
+            seq_lens_B = self._numbers[-1][:size]
+            self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, num_places, size)
+        return self._graphs[size, num_places].replay
 
     def _num_places(self, size: int, bound: int) -> int:
         return self._state.decode_places(size, bound)
 
-    def _run(self, inputs: list[torch.Tensor], num_places: int) -> None:
-        slots_B, positions_B, cached_B, seq_lens_B, part_start_B1 = inputs
-        size = len(slots_B)
+    def _run(self, size: int, num_places: int) -> None:
+        slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in self._inputs[:-1])
+        part_start_B1 = self._inputs[-1][: size + 1]
         token_ids_B, slot_mapping_B = self._state.look_up(slots_B, positions_B, cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
@@ -140,17 +140,4 @@ class DecodeGraphs:
             ),
         )
         hidden_BE = self._model.forward(token_ids_B, positions_B, attn, self._cache.layers)
-        if self._hidden_SE is None:  # the largest size comes first
-            self._hidden_SE = torch.empty_like(hidden_BE)
         self._hidden_SE[:size].copy_(hidden_BE)
-
-    def _inputs(self, size: int) -> list[torch.Tensor]:
-        """The tensors into which `stage` puts what a graph reads, filled as if all rows were
-        padding.
-        """
-        padding = [np.full(size, value, np.int32) for value in _PADDING]
-        put = [
-            self._uploads.put(array) for array in (*padding, np.arange(size + 1, dtype=np.int32))
-        ]
-        self._uploads.send()
-        return put

@@ -5,9 +5,9 @@ A step of a few hundred tokens is about ten launches per layer, which take the h
 GPU computes. So each size is captured with bounds where an eager step has its own numbers: room for
 decode rows at the front and for prompts behind them, the longest possible row, and attention whose
 programs find their row on the device. A step is padded to the next larger size (`StepRows.padded`).
-Larger steps are launched kernel by kernel, while the GPU computes the ones before. Logits and
-sampling are not part of a graph. Owns its static tensors. Legend: T tokens of a captured step, B
-its rows with padding, R sampling rows, E hidden size.
+Larger steps are launched kernel by kernel, while the GPU computes the ones before. What follows the
+hidden states is in `workers/sampling/next_tokens.py`. Owns its static tensors. Legend: T tokens of
+a captured step, B its rows with padding, R sampling rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,10 +35,11 @@ logger = logging.getLogger(__name__)
 _SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 # Rows behind the decode rows. A step with more of them is launched eagerly.
 _MOST_PROMPTS = 64
-# What one layer's launches take of the host, and the rate at which a GPU multiplies, in order of
-# magnitude: they decide up to which size graphs are worth their memory and the time to capture.
-_LAUNCHING_S_PER_LAYER = 1.5e-4
-_FLOPS_PER_S = 4e14
+# What one layer's launches take of the host, and the rate at which a GPU multiplies: they decide up
+# to which size graphs are worth their memory and the time to capture. Measured with an H200 in a
+# virtual machine, where a layer took the host 0.4 to 1 ms.
+_LAUNCHING_S_PER_LAYER = 6e-4
+_FLOPS_PER_S = 7e14
 
 
 def mixed_sizes(model: ModelConfig, num_ranks: int, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -49,15 +50,6 @@ def mixed_sizes(model: ModelConfig, num_ranks: int, max_num_batched_tokens: int)
     s_per_token = 2 * layer_parameters(model) / num_ranks / _FLOPS_PER_S
     max_tokens = min(max_num_batched_tokens, launching_s / s_per_token)
     return tuple(size for size in _SIZES if size <= max_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Captured:
-    """One size: its graph, and where the next tokens of the rows that sample go."""
-
-    graph: Graph
-    slots_B: torch.Tensor
-    positions_B: torch.Tensor
 
 
 class MixedGraphs:
@@ -71,17 +63,19 @@ class MixedGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
+        hidden_SE: torch.Tensor,
     ) -> None:
-        """`uploads`: those of each step, which begin with what `stage` puts."""
+        """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
+        `hidden_SE`, of `max_rows`, gets the hidden states.
+        """
         self._model, self._cache, self._state, self._device = model, cache, state, device
-        self._uploads = uploads
+        self._uploads, self._hidden_SE = uploads, hidden_SE
         self._max_seqs, self._max_seq_len = config.max_num_seqs, config.max_model_len
-        self._num_prompts = min(config.max_num_seqs, _MOST_PROMPTS)
+        self._num_prompts = _most_prompts(config)
         self.sizes = mixed_sizes(
             config.model, config.engine.tensor_parallel_size, config.max_num_batched_tokens
         )
-        self._hidden_BE: torch.Tensor | None = None
-        self._captured: dict[int, _Captured] = {}  # by number of tokens
+        self._graphs: dict[int, Graph] = {}  # by number of tokens
 
     @torch.inference_mode()
     def capture(self) -> Graph | None:
@@ -93,11 +87,11 @@ class MixedGraphs:
         for size in reversed(self.sizes):
             make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
             self._uploads.send()
-            self._captured[size] = self._capture(make_inputs, largest)
-            largest = largest or self._captured[size].graph
+            self._graphs[size] = self._device.capture(partial(self._run, make_inputs), largest)
+            largest = largest or self._graphs[size]
         logger.info(
             "%d graphs of steps with prompts captured in %.1f s, for up to %d tokens",
-            len(self._captured),
+            len(self._graphs),
             time.perf_counter() - began,
             max(self.sizes, default=0),
         )
@@ -109,54 +103,36 @@ class MixedGraphs:
         fits = num_prompts <= self._num_prompts
         return fits and len(rows.slots_T) <= max(self.sizes, default=0)
 
-    def stage(
-        self, rows: StepRows, put: Put
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def stage(self, rows: StepRows, put: Put) -> Callable[[], None]:
         """Put what the graph of these rows reads; nothing else of the step may be put before it.
-        Returns a function that replays the graph and returns the hidden states of the last token of
-        each of the R sampling rows, valid until the next call, and the slots and positions that
-        their next tokens go to.
+        Returns a function that replays the graph, after which the hidden states of the last tokens
+        of the sampling rows are the first rows of `hidden_SE`, until the next step.
         """
         size = self.sizes[bisect.bisect_left(self.sizes, len(rows.slots_T))]
         self._state.stage(self._padded(rows, size), put)
-        captured, num_sampling = self._captured[size], len(rows.sampling_slots_R)
-
-        def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            captured.graph.replay()
-            assert self._hidden_BE is not None
-            return (
-                self._hidden_BE[:num_sampling],
-                captured.slots_B[:num_sampling],
-                captured.positions_B[:num_sampling],
-            )
-
-        return replay
+        return self._graphs[size].replay
 
     def _padded(self, rows: StepRows, size: int) -> StepRows:
         num_decode_rows = min(size, self._max_seqs)
         num_rows = num_decode_rows + self._num_prompts + 1  # for the tokens of padding
         return rows.padded(size, num_decode_rows, num_rows, self._max_seq_len)
 
-    def _capture(self, make_inputs: Callable[[], StepInputs], largest: Graph | None) -> _Captured:
-        slots_B = positions_B = torch.empty(0)
-
-        def run() -> None:
-            nonlocal slots_B, positions_B
-            inputs = make_inputs()
-            slots_B, positions_B = inputs.sampled_slots_R, inputs.sampled_positions_R
-            self._run(inputs)
-
-        graph = self._device.capture(run, largest)
-        return _Captured(graph=graph, slots_B=slots_B, positions_B=positions_B)
-
-    def _run(self, inputs: StepInputs) -> None:
+    def _run(self, make_inputs: Callable[[], StepInputs]) -> None:
+        inputs = make_inputs()
         hidden_TE = self._model.forward(
             inputs.token_ids_T, inputs.positions_T, inputs.attn, self._cache.layers
         )
         hidden_BE = hidden_TE.index_select(0, inputs.logits_indices_R)
-        if self._hidden_BE is None:  # the largest size comes first
-            self._hidden_BE = torch.empty_like(hidden_BE)
-        self._hidden_BE[: len(hidden_BE)].copy_(hidden_BE)
+        self._hidden_SE[: len(hidden_BE)].copy_(hidden_BE)
+
+
+def max_rows(config: ResolvedConfig) -> int:
+    """Rows of the largest graph, with padding."""
+    return config.max_num_seqs + _most_prompts(config) + 1
+
+
+def _most_prompts(config: ResolvedConfig) -> int:
+    return min(config.max_num_seqs, _MOST_PROMPTS)
 
 
 def _no_rows() -> StepRows:

@@ -108,15 +108,12 @@ class StepInputs:
     """What one step computes, on the device, for a step that is launched kernel by kernel.
 
     token_ids_T, positions_T : int32. logits_indices_R : int32.
-    sampled_slots_R, sampled_positions_R : int32, where the tokens to be sampled go.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     attn: AttentionMetadata
     logits_indices_R: torch.Tensor
-    sampled_slots_R: torch.Tensor
-    sampled_positions_R: torch.Tensor
 
 
 class BatchState:
@@ -171,13 +168,19 @@ class BatchState:
         start_B = self.num_computed_S[slots_B]
         seq_lens_B = start_B + new_B
         query_start_B1 = _running_sum(new_B)
-        longer_B = new_B > 1
-        num_decode_rows = int(longer_B.argmax()) if longer_B.any() else len(longer_B)
+        num_cached_B, max_query_len = self.num_cached_S[slots_B], int(new_B.max())
+        if max_query_len == 1:
+            num_decode_rows = len(slots_B)
+            slots_T, positions_T, num_cached_T = slots_B, start_B, num_cached_B
+        else:
+            num_decode_rows = int((new_B > 1).argmax())
+            slots_T, num_cached_T = np.repeat(slots_B, new_B), np.repeat(num_cached_B, new_B)
+            positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
+            positions_T += np.repeat(start_B - query_start_B1[:-1], new_B)
         rows = StepRows(
-            slots_T=np.repeat(slots_B, new_B),
-            positions_T=np.arange(query_start_B1[-1], dtype=np.int32)
-            + np.repeat(start_B - query_start_B1[:-1], new_B),
-            num_cached_T=np.repeat(self.num_cached_S[slots_B], new_B),
+            slots_T=slots_T,
+            positions_T=positions_T,
+            num_cached_T=num_cached_T,
             query_start_B1=query_start_B1,
             seq_start_B1=_running_sum(seq_lens_B),
             seq_lens_B=seq_lens_B,
@@ -186,7 +189,7 @@ class BatchState:
             sampling_slots_R=slots_B[samples_B],
             sampling_positions_R=seq_lens_B[samples_B],
             num_decode_rows=num_decode_rows,
-            max_query_len=int(new_B.max()),
+            max_query_len=max_query_len,
             max_seq_len=int(seq_lens_B.max()),
             max_decode_len=int(seq_lens_B[:num_decode_rows].max(initial=0)),
         )
@@ -204,9 +207,7 @@ class BatchState:
         query_start_B1, seq_start_B1, seq_lens_B = map(
             put, (rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B)
         )
-        last_R, sampled_slots_R, sampled_positions_R = map(
-            put, (rows.logits_indices_R, rows.sampling_slots_R, rows.sampling_positions_R)
-        )
+        last_R = put(rows.logits_indices_R)
         num_decode = rows.num_decode_rows
         num_live = int(rows.query_start_B1[num_decode])  # without padding, which has no queries
         decode = self.stage_decode(
@@ -233,8 +234,6 @@ class BatchState:
                     decode=decode,
                 ),
                 logits_indices_R=last_R,
-                sampled_slots_R=sampled_slots_R,
-                sampled_positions_R=sampled_positions_R,
             )
 
         return inputs
@@ -253,11 +252,17 @@ class BatchState:
         """
         if num_places == 0:
             return None
+        start_B1 = self.part_starts(seq_lens_B, num_places, num_rows)
+        return self.decode_parts(num_rows, num_places, put(start_B1))
+
+    def part_starts(self, seq_lens_B: Ints, num_places: int, num_rows: int) -> Ints:
+        """Where the parts of `num_rows` decode rows begin, of which those past `seq_lens_B` take no
+        places.
+        """
         # Without more places than rows, each row is one part, as the kernel expects.
         num_free = num_places if num_places > num_rows else max(1, len(seq_lens_B))
         starts = part_starts(seq_lens_B, num_free)
-        start_B1 = np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
-        return self.decode_parts(num_rows, num_places, put(start_B1))
+        return np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
 
     def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""
@@ -302,6 +307,8 @@ class BatchState:
         _demand((table >= 0) & (table < self.num_blocks), "block tables name blocks of the cache")
 
     def _release(self, slots_N: Ints) -> None:
+        if not len(slots_N):
+            return
         self._check_slots(slots_N, "released")
         _demand(self.used_S[slots_N], "a released slot is in use", slots_N)
         self.used_S[slots_N] = False
@@ -405,7 +412,9 @@ class BatchState:
 
     def _check_slots(self, slots_N: Ints, kind: str) -> None:
         _demand((slots_N >= 0) & (slots_N < len(self.used_S)), f"{kind} slots exist", slots_N)
-        _demand(len(np.unique(slots_N)) == len(slots_N), f"{kind} slots are distinct", slots_N)
+        seen_S = np.zeros(len(self.used_S), np.bool_)
+        seen_S[slots_N] = True
+        _demand(np.count_nonzero(seen_S) == len(slots_N), f"{kind} slots are distinct", slots_N)
 
 
 def _ints(values: Iterable[int]) -> Ints:

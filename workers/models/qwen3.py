@@ -162,6 +162,7 @@ class Qwen3:
         self.model = model
         self.kernels = kernels
         self.group = group
+        self.dtype = dtype
         self.embedding = VocabParallelEmbedding(
             "model.embed_tokens", model.vocab_size, model.hidden_size, group, form
         )

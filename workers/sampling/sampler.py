@@ -30,6 +30,7 @@ from workers.sampling.state import (
     DrawRows,
     Filters,
     Ints,
+    KeptRows,
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
@@ -150,6 +151,14 @@ class Sampler:
         """
         return self._state.batch(slots, positions, put)
 
+    def usual_kind(self, slots_B: Ints) -> int | None:
+        """See `SamplingState.usual_kind`."""
+        return self._state.usual_kind(slots_B)
+
+    def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
+        """See `SamplingState.fill`."""
+        self._state.fill(kept, slots_B, positions_B)
+
     def check(self) -> None:
         """See `SamplingState.check`."""
         self._state.check()
@@ -181,9 +190,12 @@ class Sampler:
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
             drawn_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
-            token_ids_B = (
-                drawn_R if rows.rows_R is None else token_ids_B.index_copy(0, rows.rows_R, drawn_R)
-            )
+            if rows.rows_R is not None:
+                token_ids_B = token_ids_B.index_copy(0, rows.rows_R, drawn_R)
+            elif rows.is_drawn_R is not None:
+                token_ids_B = torch.where(rows.is_drawn_R, drawn_R, token_ids_B)
+            else:
+                token_ids_B = drawn_R
         # NaN logits must not end the engine.
         token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
         if batch.penalties is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ class Filters:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRows:
     """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None if they are
-    the whole batch.
+    the whole batch; in that case `is_drawn_R`, bool, may exempt rows, which take the best token.
 
     seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
         sampled.
@@ -61,6 +62,7 @@ class DrawRows:
     positions_R: torch.Tensor
     temperature_R: torch.Tensor
     filters: Filters | None
+    is_drawn_R: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,58 @@ class SamplingBatch:
     logprobs: LogprobRows | None
 
 
+class KeptRows:
+    """The parameters of up to `max_rows` rows in arrays that stay in one place, and tensors like
+    them, so that sampling can be a graph. Rows of padding are sampled with what an earlier step
+    wrote for them, or with what is written here: always with numbers that every kind takes.
+    """
+
+    def __init__(self, max_rows: int, keep: Put) -> None:
+        self.positions_S = np.zeros(max_rows, np.int64)
+        self.is_drawn_S = np.zeros(max_rows, np.bool_)
+        self.parameters: dict[str, npt.NDArray[Any]] = {
+            "seed": np.zeros(max_rows, np.int64),
+            "top_k": np.ones(max_rows, np.int64),
+            "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
+            "temperature": np.ones(max_rows, np.float32),
+            "max_gap": np.full(max_rows, math.inf, np.float32),
+            "bound": np.full(max_rows, math.inf, np.float32),
+        }
+        self._positions_S, self._is_drawn_S = keep(self.positions_S), keep(self.is_drawn_S)
+        self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
+
+    def batch(self, num_rows: int, kind: int) -> SamplingBatch:
+        """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
+        `MAX_KEPT_TOP_K`.
+        """
+        tensors = {name: tensor[:num_rows] for name, tensor in self._tensors.items()}
+        filters = Filters(
+            top_k_R=tensors["top_k"],
+            max_top_k=MAX_KEPT_TOP_K,
+            top_p_R=tensors["top_p"],
+            uses_top_p=True,
+            max_gap_R=tensors["max_gap"],
+            bound_R=tensors["bound"],
+            listed=True,
+        )
+        drawn = DrawRows(
+            rows_R=None,
+            seeds_R=tensors["seed"],
+            positions_R=self._positions_S[:num_rows],
+            temperature_R=tensors["temperature"],
+            filters=filters if kind == LISTED else None,
+            is_drawn_R=self._is_drawn_S[:num_rows],
+        )
+        return SamplingBatch(
+            num_rows=num_rows,
+            draws=() if kind == GREEDY else (drawn,),
+            penalties=None,
+            bias=None,
+            masked_N=None,
+            logprobs=None,
+        )
+
+
 class SamplingState:
     """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from
     `vocab_size` on are padding.
@@ -138,6 +192,7 @@ class SamplingState:
         self._reporting: set[int] = set()
         self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
         self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
+        self._tables: dict[str, npt.NDArray[Any]] = {**self._ints, **self._floats}
 
     def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
         """Give `slot` the parameters of a new row, whatever it held before."""
@@ -205,6 +260,35 @@ class SamplingState:
             masked_N=self._masked(slots_B, positions_B, put),
             logprobs=self._logprob_rows(slots_B, put),
         )
+
+    def usual_kind(self, slots_B: Ints) -> int | None:
+        """The kind of draw of these rows, greedy ones apart: `GREEDY`, `PLAIN`, or `LISTED` with a
+        top-k of at most `MAX_KEPT_TOP_K`. None if they are of several or of others, or if any slot
+        in use has penalties, a bias, a minimum of tokens or logprobs.
+        """
+        if self._penalized or self._bias or self._stop_columns or self._reporting:
+            return None
+        kind_B = self._ints["kind"][slots_B]
+        kind = int(kind_B.max(initial=GREEDY))
+        has_kind_B = kind_B == kind
+        is_usual = kind in USUAL_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
+        if kind == LISTED and is_usual:
+            is_usual = self._ints["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
+        return kind if is_usual else None
+
+    def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
+        """Write the parameters of these rows, which have a `usual_kind`."""
+        num_rows = len(slots_B)
+        for name, values_S in kept.parameters.items():
+            values_S[:num_rows] = self._tables[name][slots_B]
+        kept.positions_S[:num_rows] = positions_B
+        is_drawn_B = kept.parameters["temperature"][:num_rows] > 0
+        kept.is_drawn_S[:num_rows] = is_drawn_B
+        # Greedy rows, and later the padding in their place, go through the filters of the others
+        # and need numbers that filters take.
+        kept.parameters["temperature"][:num_rows][~is_drawn_B] = 1
+        top_k_B = kept.parameters["top_k"][:num_rows]
+        np.clip(top_k_B, 1, MAX_KEPT_TOP_K, out=top_k_B)
 
     def check(self) -> None:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
@@ -359,5 +443,8 @@ def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
 # tokens; any other filters.
 GREEDY, PLAIN, LISTED, DESCENDED = range(4)
+# Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
+USUAL_KINDS = (GREEDY, PLAIN, LISTED)
+MAX_KEPT_TOP_K = 32
 _INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
 _FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")

@@ -1,5 +1,5 @@
-"""Anthropic's Messages API as an adapter over chats: a request becomes a chat request, and
-`writer.py` writes the answer. Nothing is kept between requests.
+"""Anthropic's Messages API: a request becomes a `Chat`, and `writer.py` writes the answer. Nothing
+is kept between requests.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.endpoints import Job, Served, chat_job, chat_prompt
+from cluster.api.chats import Chat, conversation_of, job_of
+from cluster.api.endpoints import Job, Served
 from cluster.api.messages.blocks import text_of, turns_of
 from cluster.api.messages.schema import (
     AnyTool,
@@ -16,54 +17,54 @@ from cluster.api.messages.schema import (
     CustomTool,
     MessagesRequest,
     TextBlock,
-    ToolChoice,
 )
 from cluster.api.messages.writer import MessageWriter
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
-from cluster.api.schema import ChatRequest
+from cluster.api.schema import Function, Generate
+from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
+from cluster.client.prompts import Message
+from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import THINKING_SWITCH, state_after
 from scheduler.errors import RequestError
+from scheduler.params import StructuredOutputs
 
 # The line with which Claude Code begins its system prompt. It differs between sessions, so that
 # nothing behind it would be cached for the next one.
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def messages_job(request: MessagesRequest, served: Served, max_messages: int) -> Job:
+def messages_job(request: MessagesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
+    options = Generate.model_construct(
+        stream=request.stream,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+    )
     chat = _chat(request, served, omissions)
-    chat |= {
-        "max_tokens": request.max_tokens,
-        "stream": request.stream,
-        "stop": request.stop_sequences,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-    }
-    job = chat_job(ChatRequest.model_validate(chat), served, max_messages)
-    has_tools = bool(chat["tools"]) and chat["tool_choice"] != "none"
+    job = job_of(dataclasses.replace(chat, max_tokens=request.max_tokens, options=options), served)
 
     def make_writer(generations: list[Generation]) -> Writer:
         state = state_after(generations[0].prompt or "")
-        return MessageWriter(served.name, generations[0], state=state, tools=has_tools)
+        has_tools = bool(chat.rules.tools)
+        return MessageWriter(served.name, generations[0], state=state, has_tools=has_tools)
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_tokens(request: CountTokensRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_tokens(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
-    chat = ChatRequest.model_validate(
-        _chat(request, served, Omissions(refuse=served.refuse_unknown))
-    )
-    prompt = chat_prompt(chat, served, max_messages)
-    return {"input_tokens": len(served.builder.encode(prompt))}
+    omissions = Omissions(refuse=served.refuse_unknown)
+    chat = _chat(request, served, omissions)
+    return {"input_tokens": len(served.builder.encode(chat.prompt))}
 
 
-def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> dict[str, Any]:
-    """The parts of the prompt, as fields of a chat request."""
+def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> Chat:
+    served.check_name(request.model)
     if request.messages[-1].role == "assistant":
         raise RequestError(
             "the last message must be of role user: continuing the beginning of an answer is not"
@@ -73,16 +74,19 @@ def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> 
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             omissions.add(name)
+    tokenizer = served.tokenizer_for("a chat")
+    as_text = tokenizer.takes_arguments_as_text
     system = _system(request.system or "", served.keep_billing_header)
-    messages = [{"role": "system", "content": system}] if system else []
-    return {
-        "model": request.model,
-        "messages": [*messages, *turns_of(request.messages, omissions)],
-        "tools": _tools(request.tools or [], omissions) or None,
-        "response_format": _response_format(request),
-        **_choice(request.tool_choice),
-        **_variables(request, served),
-    }
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages += turns_of(request.messages, omissions, arguments_as_text=as_text)
+    rules = _rules(request, omissions)
+    variables = _variables(request, tokenizer)
+    return Chat(
+        conversation=conversation_of(messages, rules.tools, variables, served),
+        rules=rules,
+        structure=_structure(request),
+        options=Generate.model_construct(),
+    )
 
 
 def _system(content: str | Sequence[TextBlock], keep_billing_header: bool) -> str:
@@ -93,55 +97,55 @@ def _system(content: str | Sequence[TextBlock], keep_billing_header: bool) -> st
     return text.partition("\n")[2]
 
 
-def _tools(tools: Sequence[AnyTool], omissions: Omissions) -> list[dict[str, Any]]:
+def _rules(request: CountTokensRequest, omissions: Omissions) -> CallRules:
+    tools, choice = _functions(request.tools or (), omissions), request.tool_choice
+    if choice is None:
+        return call_rules(tools, None)
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError("tool_choice: a name goes with type 'tool'", "tool_choice")
+    return call_rules(
+        tools,
+        "required" if choice.type == "any" else choice.type,
+        named_tool=choice.name,
+        parallel=not choice.disable_parallel_tool_use,
+    )
+
+
+def _functions(tools: Sequence[AnyTool], omissions: Omissions) -> list[Function]:
     """The tools that have a schema; others are known to models of Anthropic's only, or would have
     to be run here.
     """
     functions = []
     for tool in tools:
         if isinstance(tool, CustomTool):
-            function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-            function |= {"parameters": tool.input_schema, "strict": tool.strict}
-            functions.append({"type": "function", "function": function})
+            functions.append(
+                Function.model_construct(
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.input_schema,
+                    strict=tool.strict,
+                )
+            )
         else:
             omissions.add(f"tools.{tool.type}")
     return functions
 
 
-def _choice(choice: ToolChoice | None) -> dict[str, Any]:
-    if choice is None:
-        return {"tool_choice": None}
-    if (choice.type == "tool") != (choice.name is not None):
-        raise RequestError("tool_choice: a name goes with type 'tool'", "tool_choice")
-    named = {"type": "function", "function": {"name": choice.name}}
-    names = {"auto": "auto", "any": "required", "none": "none"}
-    fields: dict[str, Any] = {"tool_choice": names.get(choice.type, named)}
-    if choice.disable_parallel_tool_use:
-        fields["parallel_tool_calls"] = False
-    return fields
-
-
-def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
+def _structure(request: CountTokensRequest) -> StructuredOutputs | None:
     form = request.output_format
     if request.output_config is not None and request.output_config.format is not None:
         if form is not None:
             raise RequestError("give either output_config.format or output_format", "output_config")
         form = request.output_config.format
-    if form is None:
-        return None
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
+    return None if form is None else StructuredOutputs(json=form.schema_)
 
 
-def _variables(request: CountTokensRequest, served: Served) -> dict[str, Any]:
+def _variables(request: CountTokensRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """
-    tokenizer = served.tokenizer
-    if tokenizer is None or THINKING_SWITCH not in tokenizer.template_variables:
-        return {}
     effort = request.output_config.effort if request.output_config is not None else None
+    thinks = effort not in (None, "none")
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
-    else:
-        thinks = effort not in (None, "none")
-    return {"chat_template_kwargs": {THINKING_SWITCH: thinks}}
+    return {THINKING_SWITCH: thinks} if THINKING_SWITCH in tokenizer.template_variables else {}

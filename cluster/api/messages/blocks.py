@@ -1,10 +1,9 @@
-"""The messages of the Messages API as messages of a chat."""
+"""The messages of the Messages API as the chat template reads them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from cluster.api.messages.schema import (
     AnyBlock,
@@ -20,18 +19,21 @@ from cluster.api.messages.schema import (
     ToolUseBlock,
 )
 from cluster.api.omissions import Omissions
+from cluster.client.prompts import Message as Turn
 from scheduler.errors import RequestError
 
 
-def turns_of(messages: Sequence[Message], omissions: Omissions) -> Iterator[dict[str, Any]]:
-    """The messages of a chat; each tool result becomes a message of its own, before the rest of its
-    message. Raises `RequestError`.
+def turns_of(
+    messages: Sequence[Message], omissions: Omissions, *, arguments_as_text: bool
+) -> Iterator[Turn]:
+    """Each tool result becomes a turn of its own, before the rest of its message. Raises
+    `RequestError`.
     """
     for message in messages:
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "assistant":
-            yield from _assistant_turn(message.content, omissions)
+            yield from _assistant_turn(message.content, omissions, arguments_as_text)
         else:
             yield from _user_turns(message.role, message.content, omissions)
 
@@ -41,19 +43,21 @@ def text_of(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _assistant_turn(blocks: Sequence[AnyBlock], omissions: Omissions) -> Iterator[dict[str, Any]]:
-    """One message, or none if nothing of it is left: other servers answer with blocks of theirs."""
+def _assistant_turn(
+    blocks: Sequence[AnyBlock], omissions: Omissions, arguments_as_text: bool
+) -> Iterator[Turn]:
+    """One turn, or none if nothing of it is left: other servers answer with blocks of theirs."""
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[Turn] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            function = {"name": block.name, "arguments": arguments}
+            text = json.dumps(block.input, ensure_ascii=False) if arguments_as_text else None
+            function = {"name": block.name, "arguments": block.input if text is None else text}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
             raise _misplaced("assistant")
@@ -63,7 +67,7 @@ def _assistant_turn(blocks: Sequence[AnyBlock], omissions: Omissions) -> Iterato
             omissions.add(f"messages.{block.type}")
     if blocks and not (texts or thoughts or calls):
         return
-    turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         turn["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -71,9 +75,7 @@ def _assistant_turn(blocks: Sequence[AnyBlock], omissions: Omissions) -> Iterato
     yield turn
 
 
-def _user_turns(
-    role: str, blocks: Sequence[AnyBlock], omissions: Omissions
-) -> Iterator[dict[str, Any]]:
+def _user_turns(role: str, blocks: Sequence[AnyBlock], omissions: Omissions) -> Iterator[Turn]:
     texts: list[str] = []
     has_results = False
     for block in blocks:
@@ -94,13 +96,13 @@ def _misplaced(role: str) -> RequestError:
     return RequestError(f"a message of role {role} has blocks of the other role", "messages")
 
 
-def _result(block: ToolResultBlock, omissions: Omissions) -> dict[str, Any]:
+def _result(block: ToolResultBlock, omissions: Omissions) -> Turn:
     content = block.content or ""
     if not isinstance(content, str):
         content = "\n".join(_part(part, "tool_result", omissions) for part in content)
     if block.is_error:
         content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
 def _part(part: ResultPart, place: str, omissions: Omissions) -> str:

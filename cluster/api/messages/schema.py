@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from cluster.api.fields import WITHOUT_EFFECT, Asks
-from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort
+from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort, kind_among
 
 
 class TextBlock(Model):
@@ -59,16 +59,6 @@ class OtherBlock(Model):
     type: str
 
 
-def _kind_among(*kinds: str) -> Discriminator:
-    """Chooses the model of a block by its type; all other types are one kind."""
-
-    def kind_of(block: Any) -> str:
-        kind = block.get("type") if isinstance(block, dict) else None
-        return kind if kind in kinds else "other"
-
-    return Discriminator(kind_of)
-
-
 class DocumentSource(Model):
     """`data` is text if the type is `text`."""
 
@@ -79,7 +69,7 @@ class DocumentSource(Model):
         | ListOf[
             Annotated[
                 Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
-                _kind_among("text"),
+                kind_among("text"),
             ]
         ]
         | None
@@ -99,7 +89,7 @@ ResultPart = Annotated[
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolReferenceBlock, Tag("tool_reference")]
     | Annotated[OtherBlock, Tag("other")],
-    _kind_among("text", "document", "search_result", "tool_reference"),
+    kind_among("text", "document", "search_result", "tool_reference"),
 ]
 
 
@@ -119,7 +109,7 @@ AnyBlock = Annotated[
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[CompactionBlock, Tag("compaction")]
     | Annotated[OtherBlock, Tag("other")],
-    _kind_among(
+    kind_among(
         *("text", "thinking", "tool_use", "tool_result", "document", "search_result"),
         "compaction",
     ),

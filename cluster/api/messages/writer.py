@@ -34,14 +34,16 @@ _EMPTY = {
 class MessageWriter:
     """Answers one request of one output."""
 
-    def __init__(self, model: str, generation: Generation, *, state: State, tools: bool) -> None:
+    def __init__(
+        self, model: str, generation: Generation, *, state: State, has_tools: bool
+    ) -> None:
         """As `ChatWriter`."""
         self._model, self._generation = model, generation
-        self._state, self._tools = state, tools
-        self._parser = AnswerParser(state, tools=tools)
+        self._state, self._has_tools = state, has_tools
+        self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
-        self._open: str | None = None  # the kind of the block that is open
+        self._open_kind: str | None = None  # the kind of the block that is open
         self._thinking_hash = hashlib.sha256()  # of the block that is open
         self._has_calls = self._has_started = False
 
@@ -53,12 +55,12 @@ class MessageWriter:
             message = self._message([], None, None)
             events.append(named_event("message_start", {"message": message}))
         for piece in self._parser.pieces(chunk.text):
-            events += self._of_parts(piece)
+            events += self._parts_events(piece)
         if chunk.finish_reason:
-            done = self._generation.completions[0]
-            rest = self._parser.finish(is_cut_off=done.is_cut_off)
-            events += self._of_parts(rest) + self._closed()
-            reason, sequence = _stop(done, self._has_calls)
+            completion = self._generation.completions[0]
+            remaining_parts = self._parser.finish(is_cut_off=completion.is_cut_off)
+            events += self._parts_events(remaining_parts) + self._closing_events()
+            reason, sequence = _stop(completion, self._has_calls)
             delta = {"stop_reason": reason, "stop_sequence": sequence}
             events.append(named_event("message_delta", {"delta": delta, "usage": self._usage()}))
             events.append(named_event("message_stop", {}))
@@ -70,10 +72,10 @@ class MessageWriter:
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        [done] = self._generation.completions
-        parser = AnswerParser(self._state, tools=self._tools)
-        pieces = list(parser.pieces(done.text))
-        pieces.append(parser.finish(is_cut_off=done.is_cut_off))
+        [completion] = self._generation.completions
+        parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
+        pieces = list(parser.pieces(completion.text))
+        pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
         values = (value for piece in pieces for value in _values(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
@@ -85,7 +87,7 @@ class MessageWriter:
                 if kind == "thinking":
                     content[-1]["signature"] = _signature(hashlib.sha256(text.encode()))
         has_calls = any(piece.calls for piece in pieces)
-        return self._message(content, *_stop(done, has_calls))
+        return self._message(content, *_stop(completion, has_calls))
 
     def error(self, error: BaseException) -> bytes:
         """The event that ends a stream that failed."""
@@ -114,47 +116,49 @@ class MessageWriter:
             "output_tokens": len(self._generation.completions[0].token_ids),
         }
 
-    def _of_parts(self, parts: Parts) -> list[bytes]:
+    def _parts_events(self, parts: Parts) -> list[bytes]:
         events: list[bytes] = []
         for kind, text in _texts(parts):
-            events += self._opened(kind, _EMPTY[kind])
+            events += self._opening_events(kind, _EMPTY[kind])
             events.append(self._delta({"type": f"{kind}_delta", kind: text}))
             if kind == "thinking":
                 self._thinking_hash.update(text.encode())
         for call in parts.calls:
             self._has_calls = True
-            events += self._closed() + self._opened("tool_use", _tool_use(call) | {"input": {}})
+            events += self._closing_events() + self._opening_events(
+                "tool_use", _tool_use(call) | {"input": {}}
+            )
             arguments = {"type": "input_json_delta", "partial_json": _input_json(call)}
-            events += [self._delta(arguments), *self._closed()]
+            events += [self._delta(arguments), *self._closing_events()]
         return events
 
-    def _opened(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        if self._open == kind:
+    def _opening_events(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        if self._open_kind == kind:
             return []
-        events = self._closed()
-        self._open = kind
+        events = self._closing_events()
+        self._open_kind = kind
         start = {"index": self._num_blocks, "content_block": block}
         return [*events, named_event("content_block_start", start)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return named_event("content_block_delta", {"index": self._num_blocks, "delta": delta})
 
-    def _closed(self) -> list[bytes]:
-        if self._open is None:
+    def _closing_events(self) -> list[bytes]:
+        if self._open_kind is None:
             return []
         events: list[bytes] = []
-        if self._open == "thinking":
+        if self._open_kind == "thinking":
             signature = _signature(self._thinking_hash)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
             self._thinking_hash = hashlib.sha256()
         events.append(named_event("content_block_stop", {"index": self._num_blocks}))
-        self._open = None
+        self._open_kind = None
         self._num_blocks += 1
         return events
 
 
-def _signature(thinking: hashlib._Hash) -> str:
-    return base64.b64encode(thinking.digest()).decode()
+def _signature(thinking_hash: hashlib._Hash) -> str:
+    return base64.b64encode(thinking_hash.digest()).decode()
 
 
 def _texts(piece: Parts) -> list[tuple[str, str]]:
@@ -191,10 +195,10 @@ def _input_json(call: ToolCall) -> str:
     return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 
 
-def _stop(done: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
+def _stop(completion: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
     """(stop_reason, stop_sequence)"""
-    if done.finish_reason == "length":
+    if completion.finish_reason == "length":
         return "max_tokens", None
-    if done.stop_string is not None:
-        return "stop_sequence", done.stop_string
+    if completion.stop_string is not None:
+        return "stop_sequence", completion.stop_string
     return "tool_use" if has_calls else "end_turn", None

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API as an adapter over chats: a request becomes a chat request, and
-`writer.py` writes the answer. Nothing is kept between requests.
+"""OpenAI's Responses API: a request becomes a `Chat`, and `writer.py` writes the answer. Nothing is
+kept between requests.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cluster.api.endpoints import Job, Served, chat_job, chat_prompt
+from cluster.api.chats import Chat, conversation_of, job_of, variables_of
+from cluster.api.endpoints import Job, Served
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.responses.items import messages_of
@@ -20,24 +21,24 @@ from cluster.api.responses.schema import (
 )
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
-from cluster.api.schema import ChatRequest, Model
+from cluster.api.schema import Generate, JsonObjectFormat, Model, matching
+from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
 from cluster.grammar.markers import state_after
+from scheduler.params import StructuredOutputs
 
-# Fields that mean the same in both APIs.
-_SAME = (
-    *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
-    "chat_template_kwargs",
+# Fields that are those of `Generate`.
+_OPTIONS = (
+    *("stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "cache_salt"),
 )
 
 
-def responses_job(request: ResponsesRequest, served: Served, max_messages: int) -> Job:
+def responses_job(request: ResponsesRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    chat = ChatRequest.model_validate(_chat(request, table, omissions))
-    job = chat_job(chat, served, max_messages)
+    job = job_of(_chat(request, table, served, omissions), served)
     has_tools = bool(table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
@@ -57,50 +58,53 @@ def responses_job(request: ResponsesRequest, served: Served, max_messages: int) 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_input(request: ResponsesRequest, served: Served, max_messages: int) -> dict[str, Any]:
+def count_input(request: ResponsesRequest, served: Served) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
     table = ToolTable(request.tools or [], omissions)
-    chat = ChatRequest.model_validate(_chat(request, table, omissions))
-    num_tokens = len(served.builder.encode(chat_prompt(chat, served, max_messages)))
+    chat = _chat(request, table, served, omissions)
+    num_tokens = len(served.builder.encode(chat.prompt))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
-def _chat(request: ResponsesRequest, table: ToolTable, omissions: Omissions) -> dict[str, Any]:
-    """The fields of the chat."""
-    chat = {name: getattr(request, name) for name in _SAME}
-    messages = messages_of(request.input, omissions)
+def _chat(
+    request: ResponsesRequest,
+    table: ToolTable,
+    served: Served,
+    omissions: Omissions,
+) -> Chat:
+    served.check_name(request.model)
+    tokenizer = served.tokenizer_for("a chat")
+    as_text = tokenizer.takes_arguments_as_text
+    messages = messages_of(request.input, omissions, arguments_as_text=as_text)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
-    chat["messages"] = messages
-    chat["max_completion_tokens"] = request.max_output_tokens
-    chat["tools"] = table.functions or None
-    choice = request.tool_choice
+    rules = _rules(request, table)
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = variables_of(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
+    return Chat(
+        conversation=conversation_of(messages, rules.tools, variables, served),
+        rules=rules,
+        structure=_structure(request),
+        max_tokens=request.max_output_tokens,
+        logprobs=request.num_logprobs,
+        options=Generate.model_construct(**{name: getattr(request, name) for name in _OPTIONS}),
+    )
+
+
+def _rules(request: ResponsesRequest, table: ToolTable) -> CallRules:
+    tools, choice, parallel = table.functions, request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
-        chat["tool_choice"] = _named(choice)
-    elif isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
-        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    else:
-        chat["tool_choice"] = choice
-    chat["response_format"] = _response_format(request)
-    if request.reasoning is not None:
-        chat["reasoning_effort"] = request.reasoning.effort
-    if request.num_logprobs is not None:
-        chat |= {"logprobs": True, "top_logprobs": request.num_logprobs}
-    return chat
+        return call_rules(tools, None, named_tool=choice.name, parallel=parallel)
+    if isinstance(choice, AllowedTools):
+        names = {tool.name for tool in choice.tools}
+        return call_rules(tools, choice.mode, allowed=names, parallel=parallel)
+    return call_rules(tools, choice, parallel=parallel)
 
 
-def _named(tool: NamedTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
-
-
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+def _structure(request: ResponsesRequest) -> StructuredOutputs | None:
     form = request.text.format if request.text is not None else None
-    if isinstance(form, SchemaFormat):
-        schema = form.model_dump(by_alias=True, exclude={"type"})
-        return {"type": "json_schema", "json_schema": schema}
-    return None if form is None else form.model_dump(by_alias=True)
+    return matching(form.schema_) if isinstance(form, JsonObjectFormat | SchemaFormat) else None
 
 
 def _echo_of_format(form: ResponseFormat | None) -> dict[str, Any]:

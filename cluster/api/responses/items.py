@@ -1,10 +1,9 @@
-"""The input of a response as messages of a chat."""
+"""The input of a response as messages that the chat template reads."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
 
 from cluster.api.omissions import Omissions
 from cluster.api.responses.schema import (
@@ -18,22 +17,25 @@ from cluster.api.responses.schema import (
     OtherPart,
     Part,
     ReasoningItem,
-    RefusalPart,
 )
 from cluster.api.responses.tools import arguments_of, full_name
+from cluster.api.schema import RefusalPart, template_call
+from cluster.client.prompts import Message
 from scheduler.errors import RequestError
 
 _OURS = "eagleray."  # begins encrypted reasoning of this server
 
 
-def messages_of(items: str | Sequence[Item], omissions: Omissions) -> list[dict[str, Any]]:
+def messages_of(
+    items: str | Sequence[Item], omissions: Omissions, *, arguments_as_text: bool
+) -> list[Message]:
     """Consecutive reasoning, text and calls become one message of the assistant. Raises
     `RequestError`.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message, while more may belong to it
+    messages: list[Message] = []
+    turn: Message | None = None  # the assistant's message, while more may belong to it
     for item in items:
         if isinstance(item, OtherItem):
             omissions.add(f"input.{item.type}")
@@ -45,17 +47,18 @@ def messages_of(items: str | Sequence[Item], omissions: Omissions) -> list[dict[
             )
         elif isinstance(item, CallOutputItem):
             content = _text(item.output, "output", omissions)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             turn = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
             content = _text(item.content, "input", omissions)
-            messages.append({"role": item.role, "content": content})
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": content})
             turn = None
         else:
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
                 messages.append(turn)
-            _add(turn, item, omissions)
+            _add(turn, item, omissions, arguments_as_text)
     if not messages or messages[-1]["role"] == "assistant":
         raise RequestError(
             "the last item must be a user's message or the output of a call: continuing the"
@@ -73,9 +76,10 @@ def encrypted(reasoning: str) -> str:
 
 
 def _add(
-    turn: dict[str, Any],
+    turn: Message,
     item: MessageItem | ReasoningItem | CallItem | CustomCallItem,
     omissions: Omissions,
+    arguments_as_text: bool,
 ) -> None:
     if isinstance(item, MessageItem):
         text = _text(item.content, "input", omissions)
@@ -86,8 +90,8 @@ def _add(
             turn["reasoning_content"] = "\n".join(filter(None, [earlier, text]))
     else:
         arguments = item.arguments if isinstance(item, CallItem) else arguments_of(item.input)
-        function = {"name": full_name(item.name, item.namespace), "arguments": arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        name = full_name(item.name, item.namespace)
+        call = template_call(item.call_id, name, arguments, as_text=arguments_as_text)
         turn.setdefault("tool_calls", []).append(call)
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from cluster.api.parser import AnswerParser, Parts
-from cluster.api.replies import described
+from cluster.api.replies import token_entry
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import State
 from scheduler.messages import TokenLogprobs
@@ -28,15 +28,15 @@ class MessageLogprobs:
     messages: for each message, its tokens so far in OpenAI's form.
     """
 
-    def __init__(self, tokenizer: Tokenizer, state: State, *, tools: bool) -> None:
-        """`state`, `tools`: as `AnswerParser`."""
+    def __init__(self, tokenizer: Tokenizer, state: State, *, has_tools: bool) -> None:
+        """`state`, `has_tools`: as `AnswerParser`."""
         self.messages: list[list[dict[str, Any]]] = []
         self._tokenizer = tokenizer
-        self._parser = AnswerParser(state, tools=tools)
+        self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._decoder = _UTF8(errors="replace")
         # Characters that are not reported yet, each with the places of its tokens in the output.
         self._pending: list[tuple[str, list[int]]] = []
-        self._begun: list[int] = []  # places of tokens whose character is not complete
+        self._places_of_partial: list[int] = []  # places of tokens whose character is not complete
         self._entries: dict[int, dict[str, Any]] = {}  # by place, of tokens that may be needed
         self._num_tokens = 0
         self._is_in_message = False
@@ -48,25 +48,27 @@ class MessageLogprobs:
                 continue  # a special token is no part of the text
             place, self._num_tokens = self._num_tokens, self._num_tokens + 1
             if entry is not None:
-                self._entries[place] = described(self._tokenizer, token_id, entry)
-            self._begun.append(place)
+                self._entries[place] = token_entry(self._tokenizer, token_id, entry)
+            self._places_of_partial.append(place)
             for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
                 self._push_character(character)
-                self._begun = [place]
+                self._places_of_partial = [place]
             if not self._decoder.getstate()[0]:
-                self._begun = []
+                self._places_of_partial = []
 
     def finish(self, *, is_cut_off: bool) -> None:
         """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
         self._take(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
-        self._pending.append((character, self._begun))
-        before = self._parser.state
+        self._pending.append((character, self._places_of_partial))
+        earlier_state = self._parser.state
         self._take(self._parser.push(character))
-        after = self._parser.state
+        new_state = self._parser.state
         # The text of a call that turns out to be none will be reported as it is.
-        if after is State.REASONING or (after is State.CONTENT and before in _HAS_MARKER_BEHIND):
+        if new_state is State.REASONING or (
+            new_state is State.CONTENT and earlier_state in _HAS_MARKER_BEHIND
+        ):
             self._pending.clear()
             last = self._num_tokens - 1  # more characters of it may follow
             self._entries = {last: self._entries[last]} if last in self._entries else {}
@@ -82,7 +84,7 @@ class MessageLogprobs:
         if not self._is_in_message:
             self.messages.append([])
             self._is_in_message = True
-        places = [place for _, many in self._pending[: len(text)] for place in many]
+        places = [place for _, token_places in self._pending[: len(text)] for place in token_places]
         del self._pending[: len(text)]
         for place, _ in groupby(places):
             if (entry := self._entries.pop(place, None)) is not None:

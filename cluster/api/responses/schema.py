@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
 from cluster.api.schema import (
@@ -17,43 +17,20 @@ from cluster.api.schema import (
     Name,
     Options,
     ReasoningEffort,
+    RefusalPart,
     TextFormat,
+    kind_among,
 )
 from scheduler.bounds import most
 
-_STATEFUL = "nothing is stored between requests; send the whole conversation as input"
+_NOTHING_STORED = "nothing is stored between requests; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
 
-def _kind_among(*kinds: str, default: str | None = None) -> Discriminator:
-    """Chooses the model of an item by its type; all other types are one kind."""
-
-    def kind_of(item: Any) -> str:
-        is_json = isinstance(item, dict)  # otherwise a model, when it is written
-        kind = item.get("type", default) if is_json else getattr(item, "type", None)
-        return kind if kind in kinds else "other"
-
-    return Discriminator(kind_of)
-
-
-class InputText(Model):
-    type: Literal["input_text"]
+class Text(Model):
+    type: Literal["input_text", "output_text"]
     text: str
-
-
-class OutputText(Model):
-    """Text of an earlier answer, sent back."""
-
-    type: Literal["output_text"]
-    text: str
-
-
-class RefusalPart(Model):
-    """What another server's model said instead of an answer."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 class OtherPart(Model):
@@ -63,11 +40,11 @@ class OtherPart(Model):
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("input_text")]
-    | Annotated[OutputText, Tag("output_text")]
+    Annotated[Text, Tag("input_text")]
+    | Annotated[Text, Tag("output_text")]
     | Annotated[RefusalPart, Tag("refusal")]
     | Annotated[OtherPart, Tag("other")],
-    _kind_among("input_text", "output_text", "refusal"),
+    kind_among("input_text", "output_text", "refusal"),
 ]
 
 
@@ -134,7 +111,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
-    _kind_among(
+    kind_among(
         *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
         *("custom_tool_call_output", "item_reference"),
         default="message",
@@ -187,7 +164,7 @@ class NamespaceTool(Options):
             Annotated[FunctionTool, Tag("function")]
             | Annotated[CustomTool, Tag("custom")]
             | Annotated[OtherTool, Tag("other")],
-            _kind_among("function", "custom"),
+            kind_among("function", "custom"),
         ]
     ]
 
@@ -197,7 +174,7 @@ Tool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[OtherTool, Tag("other")],
-    _kind_among("function", "custom", "namespace"),
+    kind_among("function", "custom", "namespace"),
 ]
 
 
@@ -275,10 +252,10 @@ class ResponsesRequest(Model):
     REFUSED: ClassVar[dict[str, str]] = {
         "access_programs": "access programs are not supported",
         "background_options": "answers are not made in the background",
-        "conversation": _STATEFUL,
+        "conversation": _NOTHING_STORED,
         "image": "images are not supported",
         "moderation": REFUSED["moderation"],
-        "previous_response_id": _STATEFUL,
+        "previous_response_id": _NOTHING_STORED,
         "prompt": "stored prompts are not supported; send the text as input",
     }
 

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from cluster.api.omissions import Omissions
 from cluster.api.parser import ToolCall
 from cluster.api.responses.schema import CustomTool, FunctionTool, NamespaceTool, OtherTool, Tool
+from cluster.api.schema import Function
 from scheduler.bounds import check
 
 _TEXT_ONLY = {
@@ -41,7 +42,7 @@ class ToolTable:
 
     def __init__(self, tools: Sequence[Tool], omissions: Omissions) -> None:
         """Raises `RequestError` for too many tools, or too long a name."""
-        self.functions: list[dict[str, Any]] = []
+        self.functions: list[Function] = []
         self.tools: list[Tool] = []
         self._offered: dict[str, _Offered] = {}
         for tool in tools:
@@ -79,7 +80,7 @@ class ToolTable:
             function = {"parameters": _TEXT_ONLY}
             description = _with_grammar(tool, description)
         function |= {"name": name} | ({} if description is None else {"description": description})
-        self.functions.append({"type": "function", "function": function})
+        self.functions.append(Function.model_construct(**function))
         is_custom = isinstance(tool, CustomTool)
         self._offered[name] = _Offered(name=tool.name, namespace=namespace, is_custom=is_custom)
 

@@ -69,10 +69,10 @@ class ResponseWriter:
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
         self._tools, self._encrypts = tools, encrypts
-        self._parser = AnswerParser(state, tools=tools is not None)
+        self._parser = AnswerParser(state, looks_for_calls=tools is not None)
         self._logprobs: MessageLogprobs | None = None
         if logprobs:
-            self._logprobs = MessageLogprobs(tokenizer, state, tools=tools is not None)
+            self._logprobs = MessageLogprobs(tokenizer, state, has_tools=tools is not None)
         self._num_messages = 0  # that have begun
         self._num_logprobs_sent = 0  # of the last one
         self._forms = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
@@ -95,10 +95,10 @@ class ResponseWriter:
             if chunk.finish_reason:
                 self._logprobs.finish(is_cut_off=self._is_cut_off)
         for piece in self._parser.pieces(chunk.text):
-            events += self._of_piece(piece)
+            events += self._piece_events(piece)
         if reason := chunk.finish_reason:
-            events += self._of_piece(self._parser.finish(is_cut_off=self._is_cut_off))
-            events += self._closed("completed" if reason == "stop" else "incomplete")
+            events += self._piece_events(self._parser.finish(is_cut_off=self._is_cut_off))
+            events += self._closing_events("completed" if reason == "stop" else "incomplete")
             status = self._status(reason)
             events.append(self._event(status, {"response": self._response(status)}))
         return b"".join(events)
@@ -111,19 +111,19 @@ class ResponseWriter:
         """The event that ends a stream that failed. It has the `error` field that clients of the
         other streams look for.
         """
-        described = body_of(error)["error"]
-        fields = {name: described[name] for name in ("code", "message", "param")}
-        return self._event("error", fields | {"error": described}, prefix="")
+        fields_of_error = body_of(error)["error"]
+        fields = {name: fields_of_error[name] for name in ("code", "message", "param")}
+        return self._event("error", fields | {"error": fields_of_error}, prefix="")
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        [done] = self._generation.completions
-        reason = done.finish_reason or "stop"
+        [completion] = self._generation.completions
+        reason = completion.finish_reason or "stop"
         whole = Chunk(
             index=0,
-            text=done.text,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
             finish_reason=reason,
         )
         self.events(0, whole)
@@ -178,28 +178,28 @@ class ResponseWriter:
             part, self._reasoning = self._reasoning[:end], self._reasoning[end:]
             self._num_reasoning_tokens += len(self._tokenizer.encode(part))
 
-    def _of_piece(self, piece: Parts) -> list[bytes]:
+    def _piece_events(self, piece: Parts) -> list[bytes]:
         events: list[bytes] = []
         if piece.reasoning:
             self._count_reasoning(piece.reasoning)
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if text:
-                events += self._opened(kind)
+                events += self._opening_events(kind)
                 self._texts.append(text)
                 form = self._forms[kind]
                 delta: dict[str, Any] = {form.place: 0, "delta": text}
                 if kind == "message":
                     delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
                     self._num_logprobs_sent += len(delta["logprobs"])
-                events.append(self._of_item(f"{form.text}.delta", delta))
+                events.append(self._item_event(f"{form.text}.delta", delta))
         for call in piece.calls:
-            events += self._closed("completed") + self._called(call)
+            events += self._closing_events("completed") + self._call_events(call)
         return events
 
-    def _opened(self, kind: str) -> list[bytes]:
+    def _opening_events(self, kind: str) -> list[bytes]:
         if self._is_open and self._items[-1]["type"] == kind:
             return []
-        events = self._closed("completed")
+        events = self._closing_events("completed")
         self._is_open = True
         form = self._forms[kind]
         self._items.append(_new_item(kind, form))
@@ -209,11 +209,11 @@ class ResponseWriter:
         part = {form.place: 0, "part": dict(self._items[-1][form.field][0])}
         return [
             *events,
-            self._of_item("output_item.added", {"item": shown}),
-            self._of_item(f"{form.part}.added", part),
+            self._item_event("output_item.added", {"item": shown}),
+            self._item_event(f"{form.part}.added", part),
         ]
 
-    def _closed(self, status: str) -> list[bytes]:
+    def _closing_events(self, status: str) -> list[bytes]:
         if not self._is_open:
             return []
         self._is_open = False
@@ -229,9 +229,9 @@ class ResponseWriter:
         if item["type"] == "message":
             part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
-            self._of_item(f"{form.text}.done", text),
-            self._of_item(f"{form.part}.done", {form.place: 0, "part": part}),
-            self._of_item("output_item.done", {"item": item}),
+            self._item_event(f"{form.text}.done", text),
+            self._item_event(f"{form.part}.done", {form.place: 0, "part": part}),
+            self._item_event("output_item.done", {"item": item}),
         ]
 
     def _new_logprobs(self, start: int) -> list[dict[str, Any]]:
@@ -240,7 +240,7 @@ class ResponseWriter:
             return []
         return self._logprobs.messages[self._num_messages - 1][start:]
 
-    def _called(self, call: ToolCall) -> list[bytes]:
+    def _call_events(self, call: ToolCall) -> list[bytes]:
         assert self._tools is not None
         item = self._tools.item_of(call)
         self._items.append(item)
@@ -249,15 +249,15 @@ class ResponseWriter:
         inside = "custom_tool_call_input" if is_custom else "function_call_arguments"
         done = {field: item[field]} | ({} if is_custom else {"name": item["name"]})
         return [
-            self._of_item(
+            self._item_event(
                 "output_item.added", {"item": item | {field: "", "status": "in_progress"}}
             ),
-            self._of_item(f"{inside}.delta", {"delta": item[field]}),
-            self._of_item(f"{inside}.done", done),
-            self._of_item("output_item.done", {"item": item}),
+            self._item_event(f"{inside}.delta", {"delta": item[field]}),
+            self._item_event(f"{inside}.done", done),
+            self._item_event("output_item.done", {"item": item}),
         ]
 
-    def _of_item(self, name: str, fields: dict[str, Any]) -> bytes:
+    def _item_event(self, name: str, fields: dict[str, Any]) -> bytes:
         """An event about the last item."""
         place: dict[str, Any] = {"output_index": len(self._items) - 1}
         if "item" not in fields:

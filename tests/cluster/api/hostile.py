@@ -2,7 +2,8 @@
 
 Each request goes through the application, over a scripted engine, in a process of its own whose
 memory can be measured. Prints one line of JSON per request: its status, the longest time for which
-the event loop did nothing else, and the memory it took at its peak.
+the event loop did nothing else, the memory it took at its peak, and what all requests up to this
+one have left.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
+from cluster.client.allocator import return_large_blocks
 from scheduler.bounds import MIB
 from scheduler.messages import Request
 from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
@@ -337,6 +340,11 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def memory_now() -> int:
+    """The memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 async def measure(names: list[str], size: int) -> None:
     engine = ScriptedEngine(answer_of, 0.0, per_step=CONTEXT)
     sizes = dataclasses.replace(LIMITS, max_model_len=CONTEXT)
@@ -344,6 +352,7 @@ async def measure(names: list[str], size: int) -> None:
     await send(api, COMPLETION, b'{"prompt": "Hi"}')
     gc.collect()
     gc.freeze()
+    at_first = memory_now()
     for name in names:
         path, encoding = COMPLETION, ""
         if name in ENCODED:
@@ -368,8 +377,9 @@ async def measure(names: list[str], size: int) -> None:
             "answer_bytes": len(answer),
             "answer": answer[:300].decode(errors="replace"),
         }
-        print(json.dumps(line), flush=True)
         del body
+        line["left_mib"] = round((memory_now() - at_first) / 2**20)
+        print(json.dumps(line), flush=True)
     engine.close()
 
 
@@ -379,6 +389,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_large_blocks()
     names = args.names or [*ENCODED, *REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 

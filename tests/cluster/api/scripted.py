@@ -21,6 +21,7 @@ import uvicorn
 from cluster.api.access import Access
 from cluster.api.app import Api
 from cluster.api.connections import server_config
+from cluster.api.endpoints import Served
 from cluster.api.limits import ApiLimits
 from cluster.client.client import Client
 from cluster.client.news import News
@@ -249,9 +250,8 @@ def make_api(
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
-    return Api(
-        client, TOKENIZER, model_name="tiny", version="0", access=access, limits=limits, **options
-    )
+    served = Served(name="tiny", builder=builder, tokenizer=TOKENIZER, **options)
+    return Api(client, served, version="0", access=access, limits=limits)
 
 
 class Server:
@@ -276,7 +276,7 @@ def serve(
     **options: Any,
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
-    the system takes for a client that does not read, by default some MiB. `options`: of `Api`.
+    the system takes for a client that does not read, by default some MiB. `options`: of `Served`.
     """
     engine = ScriptedEngine(script, step_s)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -17,7 +17,7 @@ LOCAL = Access(bound_host="127.0.0.1")
 
 def is_allowed(access: Access, **headers: str) -> bool:
     try:
-        access.check_site({name.encode(): value.encode() for name, value in headers.items()})
+        access.check(headers, is_open=True)
     except HttpError as error:
         assert error.status == 403
         return False
@@ -142,7 +142,7 @@ def test_a_proxy_may_leave_the_port_out_of_the_host(origin: str, host: str, allo
     ],
 )
 def test_bodies_must_be_json_by_their_type(kind: str, allowed: bool) -> None:
-    headers = {b"content-type": kind.encode()} if kind else {}
+    headers = {"content-type": kind} if kind else {}
     if allowed:
         check_content_type(headers)
         return

@@ -101,9 +101,9 @@ def read_events(data: bytes) -> list[Any]:
 
 def writer_of(api: str, generation: Generation, state: State) -> Any:
     if api == "chat":
-        return ChatWriter("tiny", [generation], TOKENIZER, state=state, tools=True)
+        return ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True)
     if api == "messages":
-        return MessageWriter("tiny", generation, state=state, tools=True)
+        return MessageWriter("tiny", generation, state=state, has_tools=True)
     return ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS)
 
 

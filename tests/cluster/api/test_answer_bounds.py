@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from cluster.api.endpoints import Job, Served, chat_job
+from cluster.api.chats import chat_job
+from cluster.api.endpoints import Job, Served
 from cluster.api.schema import ChatRequest
 from cluster.client.requests import RequestBuilder
 from scheduler.bounds import most
@@ -18,9 +19,9 @@ from tests.cluster.api.scripted import LIMITS, MODEL, TOKENIZER
 def job_of(**fields: object) -> Job:
     sizes = dataclasses.replace(LIMITS, num_blocks=100_000, max_model_len=262_144)
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
-    served = Served(name="tiny", created=0, builder=builder, tokenizer=TOKENIZER)
+    served = Served(name="tiny", builder=builder, tokenizer=TOKENIZER)
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, **fields}
-    return chat_job(ChatRequest.model_validate(chat), served, 10)
+    return chat_job(ChatRequest.model_validate(chat), served)
 
 
 def test_without_a_length_an_answer_is_as_long_as_its_alternatives_allow() -> None:

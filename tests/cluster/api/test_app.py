@@ -418,7 +418,9 @@ def test_the_death_of_the_engine_ends_requests_with_an_error() -> None:
         assert server.api.admission.num_open == 0
 
 
-def test_an_error_that_nobody_foresaw_has_a_body_and_no_words_of_its_own() -> None:
+def test_an_error_that_nobody_foresaw_has_a_body_and_no_words_of_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken(request: Request) -> str:
         raise ZeroDivisionError("secret words")
 
@@ -426,6 +428,7 @@ def test_an_error_that_nobody_foresaw_has_a_body_and_no_words_of_its_own() -> No
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
+    assert "in broken" in caplog.text  # the log has the place where it was raised
 
 
 def test_a_reader_that_does_not_read_is_dropped() -> None:

@@ -250,7 +250,7 @@ def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server
     head = HEAD + b"Content-Length: 99000\r\n\r\n"
     with connect(server) as large, connect(server) as small, connect(server) as too_many:
         large.sendall(head + b" " * 98_000)
-        wait_until(lambda: server.api.runner.uploads.num_bytes == 98_000)
+        wait_until(lambda: server.api.admission.num_body_bytes == 98_000)
         small.sendall(HEAD + b"Content-Length: 15000\r\n\r\n" + BODY.ljust(15_000))
         assert small.recv(65_536).startswith(b"HTTP/1.1 200")
         too_many.sendall(head + b" " * 50_000)
@@ -263,8 +263,8 @@ def test_a_body_counts_until_its_request_is_built() -> None:
             connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n" + LONG.ljust(5000))
             wait_until(lambda: server.api.admission.num_open == 1)
             time.sleep(0.2)  # in which it could be forgotten
-            assert server.api.runner.uploads.num_bytes == 5000
-        wait_until(lambda: server.api.runner.uploads.num_bytes == 0)
+            assert server.api.admission.num_body_bytes == 5000
+        wait_until(lambda: server.api.admission.num_body_bytes == 0)
         assert server.api.admission.num_open == 1  # it is running
 
 
@@ -272,10 +272,10 @@ def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
     head = HEAD + b"Content-Length: 60000\r\n\r\n"
     with connect(server) as first, connect(server) as second:
         first.sendall(head + b" " * 59_000)
-        wait_until(lambda: server.api.runner.uploads.num_bytes > 50_000)
+        wait_until(lambda: server.api.admission.num_body_bytes > 50_000)
         second.sendall(head + b" " * 59_000)
         assert second.recv(65_536).startswith(b"HTTP/1.1 503")
-    wait_until(lambda: server.api.runner.uploads.num_bytes == 0)
+    wait_until(lambda: server.api.admission.num_body_bytes == 0)
 
 
 def connect_without_reading(server: Server) -> socket.socket:
@@ -341,7 +341,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(narrow
         running.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
         wait_until(lambda: narrow.api.admission.num_open == 1)
         body.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
-        wait_until(lambda: narrow.api.runner.uploads.num_bytes == 1)
+        wait_until(lambda: narrow.api.admission.num_body_bytes == 1)
         head.sendall(HEAD)
         with connect(narrow) as new:
             new.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -12,6 +12,7 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
+from cluster.api.chats import rules_of
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest, CompletionRequest, Model
 from scheduler.errors import RequestError
@@ -238,9 +239,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_the_allowed_tools_are_offered(mode: str) -> None:
-    request = read(ChatRequest, json.dumps(allowed(mode, "mul", "add")).encode()).narrowed()
+    request = read(ChatRequest, json.dumps(allowed(mode, "mul", "add")).encode())
     plain = CHAT | {"tools": tools_of("add", "mul"), "tool_choice": mode}
-    assert request == read(ChatRequest, json.dumps(plain).encode())
+    assert rules_of(request) == rules_of(read(ChatRequest, json.dumps(plain).encode()))
 
 
 def test_an_allowed_tool_that_is_no_tool_is_refused(server: Server) -> None:

@@ -61,7 +61,7 @@ def test_an_encoded_body_is_read_as_if_it_were_not(server: Server, name: str, pa
     answer = post(server, encode(BODY + b" " * padding), encoding)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 2
-    assert server.api.runner.uploads.num_bytes == 0
+    assert server.api.admission.num_body_bytes == 0
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -338,9 +338,9 @@ def test_headers_that_are_added_go_with_every_answer(
 ) -> None:
     original = Exchange.body
 
-    async def body(exchange: Exchange, upload: Any) -> bytes:
+    async def body(exchange: Exchange) -> bytes:
         exchange.answer_headers["x-added"] = "a, b"
-        return await original(exchange, upload)
+        return await original(exchange)
 
     monkeypatch.setattr(Exchange, "body", body)
     for sent in (BODY, STREAM, b"{"):

@@ -19,6 +19,8 @@ MOST_ERROR_BYTES = 4096
 MOST_DECODED_MIB = 40  # a body of 8 MiB, and what reading it takes
 MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
 
+MOST_LEFT_MIB = 200  # by all requests so far
+
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Any]]:
@@ -52,6 +54,11 @@ def test_a_large_request_is_answered_without_stalling_others(
     line = measured[name]
     assert line["status"] == 200, line
     assert line["stall_ms"] < MOST_STALL_MS, line
+
+
+def test_what_requests_took_is_returned(measured: dict[str, dict[str, Any]]) -> None:
+    left = {name: line["left_mib"] for name, line in measured.items()}
+    assert max(left.values()) < MOST_LEFT_MIB, left
 
 
 @pytest.mark.parametrize("name", ["far too many alternatives", "a prompt in far too many outputs"])

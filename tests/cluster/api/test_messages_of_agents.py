@@ -65,7 +65,7 @@ def after_tool(*content: dict[str, Any]) -> dict[str, Any]:
 def job_for(server: Server, fields: dict[str, Any]) -> Any:
     body = {"model": "tiny", "max_tokens": 50, "messages": [USER]} | fields
     request = read(MessagesRequest, json.dumps(body).encode())
-    return messages_job(request, server.api._served, max_messages=10)
+    return messages_job(request, server.api._served)
 
 
 @pytest.mark.parametrize("path", ["", "/count_tokens"])
@@ -103,7 +103,7 @@ def test_thinking_or_else_an_effort_switches_thinking(
     server: Server, fields: dict[str, Any], thinks: bool
 ) -> None:
     [prompt] = job_for(server, fields).prompts
-    assert prompt["chat_template_kwargs"] == {"enable_thinking": thinks}
+    assert prompt.conversation.template_variables == {"enable_thinking": thinks}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_line_stands_for_what_a_user_shows_and_the_answer_names_it(
     ],
 )
 def test_a_server_can_refuse_what_the_model_cannot_get(fields: dict[str, Any], name: str) -> None:
-    with serve(script, refuse_unknown_fields=True) as running:
+    with serve(script, refuse_unknown=True) as running:
         answer = post(running, fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{name}: the model cannot get this")
@@ -282,4 +282,4 @@ def test_a_model_whose_thinking_cannot_be_switched_answers_all_the_same(
     effort = {"effort": "high"}
     body = {"messages": [USER], "thinking": {"type": thinking}, "output_config": effort}
     request = read(CountTokensRequest, json.dumps(body).encode())
-    assert count_tokens(request, served, 10)["input_tokens"] > 0
+    assert count_tokens(request, served)["input_tokens"] > 0

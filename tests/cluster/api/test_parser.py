@@ -24,7 +24,7 @@ def call(arguments: str, name: str = "add") -> str:
 def parse(
     pieces: list[str], state: State, *, tools: bool = True, is_cut_off: bool = False
 ) -> Parts:
-    whole, parser = Parts(), AnswerParser(state, tools=tools)
+    whole, parser = Parts(), AnswerParser(state, looks_for_calls=tools)
     for parts in [*map(parser.push, pieces), parser.finish(is_cut_off=is_cut_off)]:
         whole.reasoning += parts.reasoning
         whole.content += parts.content
@@ -249,9 +249,17 @@ def _writes_arguments_anew(body: str) -> ToolCall | None:
 
 
 PLANTED: dict[str, tuple[object, str, object]] = {
-    "beginnings of markers are not held": (parser_module, "_num_begun", lambda *_: 0),
-    "only one beginning is held": (parser_module, "_num_begun", _holds_only_a_whole_start),
-    "line ends next to markers are kept": (AnswerParser, "_take_text", AnswerParser._take_held),
+    "beginnings of markers are not withheld": (
+        parser_module,
+        "_partial_marker_length",
+        lambda *_: 0,
+    ),
+    "only one beginning is withheld": (
+        parser_module,
+        "_partial_marker_length",
+        _holds_only_a_whole_start,
+    ),
+    "line ends next to markers are kept": (AnswerParser, "_take_text", AnswerParser._take_withheld),
     "the first characters decide": (AnswerParser, "_decide", _decides_at_once),
     "the end is dropped": (AnswerParser, "finish", _drops_the_rest),
     "the first end marker ends a call": (parser_module, "_QUOTE_OR_END", re.compile(END_CALL)),

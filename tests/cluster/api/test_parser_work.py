@@ -75,7 +75,7 @@ def check_work(push: Callable[[str], object], pieces: Iterable[str]) -> None:
 
 @pytest.mark.parametrize("name", [*OPEN, *COMPLETE])
 def test_work_per_token_does_not_grow(name: str) -> None:
-    parser = AnswerParser(State.UNDECIDED, tools=True)
+    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
     text = (OPEN | COMPLETE)[name]
     check_work(parser.push, tokens(text))
     check_work(lambda _: parser.finish(), [""])
@@ -83,7 +83,7 @@ def test_work_per_token_does_not_grow(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*OPEN, *COMPLETE])
 def test_a_whole_answer_takes_linear_work(name: str) -> None:
-    parser = AnswerParser(State.UNDECIDED, tools=True)
+    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
     check_work(parser.push, [(OPEN | COMPLETE)[name] * 10])
     check_work(lambda _: parser.finish(), [""])
 
@@ -98,11 +98,11 @@ def generation_of(text: str) -> Generation:
 
 def writers_of(text: str) -> dict[str, Any]:
     generation = generation_of(text)
-    made: dict[str, Any] = {"state": State.UNDECIDED, "tools": True}
+    state = State.UNDECIDED
     return {
-        "chat": ChatWriter("tiny", [generation], TOKENIZER, **made),
-        "messages": MessageWriter("tiny", generation, **made),
-        "responses": ResponseWriter({}, generation, TOKENIZER, **made | {"tools": NO_TOOLS}),
+        "chat": ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True),
+        "messages": MessageWriter("tiny", generation, state=state, has_tools=True),
+        "responses": ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS),
     }
 
 

@@ -170,9 +170,9 @@ def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> Non
 def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> None:
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     request = read(ResponsesRequest, json.dumps(asked).encode())
-    [prompt] = responses_job(request, server.api._served, max_messages=10).prompts
-    assert isinstance(prompt, dict)
-    assert prompt["chat_template_kwargs"] == {"enable_thinking": thinks}
+    [prompt] = responses_job(request, server.api._served).prompts
+    assert prompt.conversation is not None
+    assert prompt.conversation.template_variables == {"enable_thinking": thinks}
 
 
 def test_langchain_speaks_it(server: Server) -> None:

@@ -237,7 +237,7 @@ def test_a_line_stands_for_what_a_user_shows_and_the_answer_names_it(
     ],
 )
 def test_a_server_can_refuse_what_the_model_cannot_get(fields: dict[str, Any]) -> None:
-    with serve(script, refuse_unknown_fields=True) as running:
+    with serve(script, refuse_unknown=True) as running:
         answer = post(running, fields)
     error = answer.json()["error"]
     assert answer.status_code == 400 and "the model cannot get this" in error["message"]
@@ -321,7 +321,7 @@ def test_namespaces_have_the_bounds_of_tools(
 ) -> None:
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
-        responses_job(read(ResponsesRequest, body), server.api._served, 10)
+        responses_job(read(ResponsesRequest, body), server.api._served)
 
 
 SPOKEN = (
@@ -381,13 +381,13 @@ def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
     randomness = random.Random(seed)
     text = "".join(randomness.choices(FRAGMENTS, k=randomness.randint(1, 12)))
     token_ids = TOKENIZER.encode(text)
-    parser = AnswerParser(State.UNDECIDED, tools=True)
+    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
     messages: list[str] = [""]
     for piece in [*parser.pieces(text), parser.finish()]:
         if piece.reasoning or piece.calls:
             messages.append("")
         messages[-1] += piece.content
-    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, tools=True)
+    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, has_tools=True)
     for token_id in token_ids:
         found.push([token_id], [TokenLogprobs(logprob=-1.0)])
     found.finish(is_cut_off=False)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from cluster.api.chats import rules_of
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
-from cluster.grammar.calls import CallStructure, choices
+from cluster.grammar.calls import CallStructure, candidates
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -30,14 +31,14 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 def structure(**fields: Any) -> StructuredOutputs | None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | fields).encode()
     request = read(ChatRequest, body)
-    return structure_of(request, request.tools or [])
+    return structure_of(rules_of(request), request.structure())
 
 
 def tag(**fields: Any) -> Any:
     """The tightest format of the answer."""
     calls = structure(**fields)
     assert isinstance(calls, CallStructure)
-    return next(choices(calls)).format
+    return next(candidates(calls)).format
 
 
 def test_response_formats() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.endpoints import Served, chat_prompt, tokenize
+from cluster.api.chats import chat_of, tokenize
+from cluster.api.endpoints import Served
 from cluster.api.reading import read
 from cluster.api.schema import ChatRequest, TokenizeRequest
 from cluster.client.requests import RequestBuilder
@@ -36,15 +37,15 @@ def served_with(folder: Path, template: str) -> Served:
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
     builder = RequestBuilder(MODEL, tokenizer, SamplingParams(), LIMITS, 0)
-    return Served(name="tiny", created=0, builder=builder, tokenizer=tokenizer)
+    return Served(name="tiny", builder=builder, tokenizer=tokenizer)
 
 
 def prompt_of(served: Served, fields: dict[str, Any]) -> list[int]:
     body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
     request = read(ChatRequest, json.dumps(body).encode())
-    ids = served.builder.encode(chat_prompt(request, served, 10))
+    ids = served.builder.encode(chat_of(request, served).prompt)
     same = read(TokenizeRequest, json.dumps(body).encode())
-    assert tokenize(same, served, 10)["tokens"] == ids
+    assert tokenize(same, served)["tokens"] == ids
     return ids
 
 

@@ -397,7 +397,7 @@ def test_what_was_ignored_is_named_in_an_error_too_and_counted(server: Server) -
 
 
 def test_a_server_that_refuses_unknown_fields_says_which() -> None:
-    with serve(refuse_unknown_fields=True) as running:
+    with serve(refuse_unknown=True) as running:
         body = CHAT | {"provider": {}}
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=body)
         assert answer.status_code == 400

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -63,13 +62,14 @@ def test_a_canceled_call_leaves_the_queue_unless_it_runs() -> None:
 
 
 @contextmanager
-def many(work: Callable[[], httpx.Response], count: int) -> Iterator[list[int]]:
-    """Sends requests at the same time; afterwards, the list holds their statuses."""
-    statuses: list[int] = []
+def many(work: Callable[[], httpx.Response], count: int) -> Iterator[list[Future[httpx.Response]]]:
+    """Sends requests at the same time."""
     with ThreadPoolExecutor(count) as threads:
-        calls = [threads.submit(work) for _ in range(count)]
-        yield statuses
-        statuses += [call.result().status_code for call in calls]
+        yield [threads.submit(work) for _ in range(count)]
+
+
+def statuses_of(calls: list[Future[httpx.Response]]) -> list[int]:
+    return [call.result().status_code for call in calls if call.done()]
 
 
 def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
@@ -90,16 +90,16 @@ def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
         def tokenize() -> httpx.Response:
             return httpx.post(f"{url}/tokenize", json={"prompt": "long text"}, timeout=30)
 
-        with many(tokenize, count) as statuses:
+        with many(tokenize, count) as calls:
             wait_until(
-                lambda: server.api.runner.tokenizing._num_calls == TOKENIZERS + MAX_TOKENIZING
+                lambda: len(server.api.runner.tokenizing.calls) == TOKENIZERS + MAX_TOKENIZING
             )
             prompt = {"prompt": "Hi", "max_tokens": 2}
             answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=10)
             assert answer.status_code == 200
-            time.sleep(0.2)  # the last of the burst have come
+            wait_until(lambda: statuses_of(calls) == [503] * 5)
             gate.set()
-        assert statuses.count(200) == TOKENIZERS + MAX_TOKENIZING and statuses.count(503) == 5
+        assert statuses_of(calls).count(200) == TOKENIZERS + MAX_TOKENIZING
 
 
 def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
@@ -115,9 +115,9 @@ def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
 
         monkeypatch.setattr(server.api._client, "records", slow)
         count = 1 + MAX_TRACING + 3
-        with many(lambda: httpx.get(f"{url}/debug/trace", timeout=30), count) as statuses:
-            wait_until(lambda: server.api._tracing._num_calls == 1 + MAX_TRACING)
+        with many(lambda: httpx.get(f"{url}/debug/trace", timeout=30), count) as calls:
+            wait_until(lambda: len(server.api._tracing.calls) == 1 + MAX_TRACING)
             assert httpx.get(f"{url}/health", timeout=10).status_code == 200
-            time.sleep(0.2)
+            wait_until(lambda: statuses_of(calls) == [503] * 3)
             gate.set()
-        assert statuses.count(200) == 1 + MAX_TRACING and statuses.count(503) == 3
+        assert statuses_of(calls).count(200) == 1 + MAX_TRACING

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfDiskError
 
-from cluster.client import frontend as frontend_module
+from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
@@ -86,15 +86,15 @@ class Owner:
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
-    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
-    monkeypatch.setattr(frontend_module, "LOST_CALL_PAUSE_S", 0.01)
+    monkeypatch.setattr(driver_handle, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(driver_handle, "LOST_CALL_PAUSE_S", 0.01)
     return Owner()
 
 
 @pytest.fixture
 def frontend(owner: Owner) -> Iterator[Frontend]:
     made = Frontend(owner.drivers[0], replace=owner.replace)
-    made.follow()
+    made.driver.follow()
     yield made
     made.close()
 
@@ -170,7 +170,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
 
     why = "start 1 failed after 3.0 s: no memory"
     frontend = Frontend(owner.drivers[0], replace=owner.replace, waits_for=lambda: why)
-    frontend.follow()
+    frontend.driver.follow()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
     owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]
     for ask in (frontend.stats, lambda: frontend.records(1.0)):
@@ -178,7 +178,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
             ask()  # nobody else has noticed yet
     owner.may_replace = False
     owner.drivers[0].die()
-    wait_until(lambda: frontend.death is not None)
+    wait_until(lambda: frontend.driver.death is not None)
     with pytest.raises(DriverDiedError):
         frontend.stats()
     frontend.close()
@@ -192,14 +192,14 @@ def test_the_end_of_an_engine_whose_driver_was_replaced_meanwhile_is_not_that_of
     ask(frontend, builder, [])
     assert len(owner.drivers) == 2
     first.end.set_exception(EngineDeadError("the engine has stopped"))
-    assert frontend.death is None
+    assert frontend.driver.death is None
 
 
 def test_an_engine_that_stops_for_good_is_dead_although_its_driver_answers(
     owner: Owner, frontend: Frontend
 ) -> None:
     owner.drivers[0].end.set_exception(EngineDeadError("the engine has stopped"))
-    for ask_for_driver in (frontend.check, frontend.live_driver):
+    for ask_for_driver in (frontend.driver.check, frontend.driver.live):
         with pytest.raises(EngineDeadError, match="the engine has stopped"):
             ask_for_driver()
     assert len(owner.drivers) == 1
@@ -218,15 +218,15 @@ def test_a_request_that_was_accepted_just_before_the_death_is_sent_again(
     builder: RequestBuilder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    accept = frontend._accept
+    accept = frontend.driver._accept
 
     def accept_late(driver: Any, requests: list[Request]) -> bool:
         if len(owner.drivers) == 1:
             owner.drivers[0].die()
-            wait_until(lambda: frontend._driver is not driver)
+            wait_until(lambda: frontend.driver.actor is not driver)
         return accept(driver, requests)
 
-    monkeypatch.setattr(frontend, "_accept", accept_late)
+    monkeypatch.setattr(frontend.driver, "_accept", accept_late)
     generation = ask(frontend, builder, [])
     assert [r.request_id for r in owner.drivers[1].requests] == generation.request_ids
 
@@ -377,7 +377,7 @@ def test_a_health_check_that_is_lost_on_the_way_replaces_no_driver(
             raise LostCallError("the connection was lost")
 
     owner.drivers[0].stats = Remote(lost_once)  # type: ignore[attr-defined]
-    frontend.check()
+    frontend.driver.check()
     assert num_calls == 2 and len(owner.drivers) == 1
 
 
@@ -404,7 +404,8 @@ def test_a_question_that_is_lost_is_asked_again_and_the_driver_stays(
     driver: Any = owner.drivers[0]
     driver.stats, driver.records = Forgetful(2), Forgetful(2)
     arguments = [1.0] if question == "records" else []
-    assert getattr(frontend, question)(*arguments) in ("an answer", None)
+    asked = frontend.driver if question == "check" else frontend
+    assert getattr(asked, question)(*arguments) in ("an answer", None)
     assert len(owner.drivers) == 1
 
 
@@ -442,10 +443,10 @@ def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver
 ) -> None:
     driver = owner.drivers[0]
     store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
-    frontend._answer_limit_s = 0.1
+    frontend.driver._answer_limit_s = 0.1
     with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
         ask(frontend, builder, [])
-    assert not frontend._active and len(owner.drivers) == 1
+    assert not frontend._outstanding and len(owner.drivers) == 1
     store.is_full = False
     generation = ask(frontend, builder, [])
     driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
@@ -456,10 +457,10 @@ def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
     generation = ask(frontend, builder, [])
-    frontend._answer_limit_s = 0.1
+    frontend.driver._answer_limit_s = 0.1
     second = MortalDriver()
     store = second.submit = FullStore(second.submit)  # type: ignore[assignment]
-    frontend._replace_driver = lambda *_: second
+    frontend.driver._replace = lambda *_: second
     owner.drivers[0].die()
     with pytest.raises(OverloadedError, match="try again later"):
         generation.done.result(WAIT_S)
@@ -484,7 +485,7 @@ def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
     driver = owner.drivers[0]
-    frontend._answer_limit_s = 0.1
+    frontend.driver._answer_limit_s = 0.1
     driver.poll_failure = NoRoomError("no room; try again later")
     generation = ask(frontend, builder, [])
     with pytest.raises(OverloadedError, match="no room"):
@@ -501,10 +502,10 @@ def test_an_owner_that_fails_to_replace_the_driver_does_not_end_the_polling_thre
     def fail(*_: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    frontend._replace_driver = fail
+    frontend.driver._replace = fail
     owner.drivers[0].die()
     with pytest.raises(EngineError, match="Resource temporarily unavailable"):
         generation.done.result(WAIT_S)
-    frontend._replace_driver = owner.replace
+    frontend.driver._replace = owner.replace
     again = ask(frontend, builder, [])
     assert [r.request_id for r in owner.drivers[1].requests] == again.request_ids

@@ -66,7 +66,7 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_refused_by_name(
 
 def test_what_was_looked_for_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^tokenizer '/no/such' is neither"):
-        find_model("/no/such", what="tokenizer")
+        find_model("/no/such", option="tokenizer")
 
 
 def test_a_hub_id_without_network_is_refused_quickly_and_clearly(

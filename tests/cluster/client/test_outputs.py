@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 
-from cluster.client import frontend as frontend_module
+from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.client.news import News
 from cluster.client.outputs import Chunk, Generation, OutputFollower
@@ -364,7 +364,7 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(driver_handle, "call", lambda ref, what, limit_s=0.0: ref())
     return FakeDriver()
 
 
@@ -515,7 +515,7 @@ def test_a_refused_submission_raises_and_leaves_nothing_to_poll_for(
     driver.refusal = RequestError("too long", "prompt")
     with pytest.raises(RequestError, match="too long"):
         ask()
-    assert frontend._active == {} and driver.told == []
+    assert frontend._outstanding == {} and driver.told == []
 
 
 def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
@@ -537,7 +537,7 @@ def test_when_one_of_n_outputs_fails_the_others_are_ended_in_the_driver(
     with pytest.raises(EngineError, match="its grammar failed"):
         generation.done.result(timeout=WAIT_S)
     wait_until(lambda: driver.told == [([third], "abort")])
-    assert frontend._active == {} and not frontend._accepted
+    assert frontend._outstanding == {}
 
 
 def test_a_request_that_fails_alone_is_not_ended_again(ask: Ask, driver: FakeDriver) -> None:

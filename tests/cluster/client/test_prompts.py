@@ -9,10 +9,11 @@ import pytest
 from cluster import LLM, SamplingParams
 from cluster.client.prompts import (
     Conversation,
+    ParsedPrompt,
     as_list,
     conversations,
     form_of,
-    one_each,
+    one_per_prompt,
     parse_prompt,
 )
 from scheduler.errors import ConfigError, RequestError
@@ -51,7 +52,7 @@ def test_what_is_no_prompt_is_refused_with_the_forms_there_are(prompts: Any, kin
     [(None, [None, None]), (PARAMS, [PARAMS, PARAMS]), ((PARAMS, None), [PARAMS, None])],
 )
 def test_parameters_are_for_all_prompts_or_one_each(params: Any, wanted: list[Any]) -> None:
-    assert one_each(params, 2) == wanted
+    assert one_per_prompt(params, 2) == wanted
 
 
 @pytest.mark.parametrize(
@@ -69,13 +70,13 @@ def test_parameters_that_are_no_sampling_params_are_refused_with_what_makes_them
     with pytest.raises(
         RequestError, match=rf"SamplingParams or .*, got {kind}; use SamplingParams.from_dict"
     ) as refused:
-        one_each(params, 2)
+        one_per_prompt(params, 2)
     assert refused.value.parameter == "sampling_params"
 
 
 def test_another_number_of_parameters_than_prompts_is_refused_with_both() -> None:
     with pytest.raises(RequestError, match="got 1 sampling_params for 2 prompts"):
-        one_each([PARAMS], 2)
+        one_per_prompt([PARAMS], 2)
 
 
 def test_one_conversation_or_many_become_prompts() -> None:
@@ -175,3 +176,12 @@ def test_wrong_tools_and_template_variables_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         parse_prompt({"messages": [MESSAGE]} | extra)
+
+
+def test_a_conversation_that_a_program_has_made_is_checked_and_taken_as_it_is() -> None:
+    with pytest.raises(RequestError, match="an object without messages, tools"):
+        Conversation(messages=[MESSAGE], template_variables={"tools": []})
+    with pytest.raises(RequestError, match="needs a last message of role assistant with text"):
+        Conversation(messages=[MESSAGE], continues_last=True)
+    prompt = ParsedPrompt(conversation=Conversation(messages=[MESSAGE]))
+    assert parse_prompt(prompt) is prompt and as_list(prompt) == [prompt]

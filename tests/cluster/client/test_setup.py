@@ -55,7 +55,6 @@ LEAVES_OUT = (
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
 @pytest.mark.parametrize(
     ("eos_token", "template", "ends"),
     [
@@ -74,9 +73,8 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
     ],
 )
 def test_answers_end_where_any_file_of_the_checkpoint_says(
-    eos_token: str | None, template: str | None, ends: tuple[int, ...], kind: str, tmp_path: Path
+    eos_token: str | None, template: str | None, ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     path = default_model_with(tmp_path / "model", eos_token, template)
-    change(path / "tokenizer_config.json", tokenizer_class=kind)
     setup = prepare(EngineConfig(model=str(path), device="cpu"))
     assert setup.model.eos_token_ids == setup.foreseen.model.eos_token_ids == ends

@@ -99,7 +99,9 @@ def test_a_stop_string_ends_the_answer_alone(text: str, state: State, want: str)
 def test_line_ends_after_the_reasoning_are_no_part_of_the_answer() -> None:
     pieces = ["a", "</think>", "\n\n", "b", "\n\n", "c"]
     assert streamed(pieces, ["\n\n"], State.REASONING) == ("a</think>\n\nb", 4)
-    assert AnswerParser(State.REASONING, tools=False).push("a</think>\n\nb").content == "b"
+    assert (
+        AnswerParser(State.REASONING, looks_for_calls=False).push("a</think>\n\nb").content == "b"
+    )
 
 
 def test_one_token_may_end_the_reasoning_and_the_answer() -> None:

@@ -59,7 +59,7 @@ def structures(count: int) -> list[StructuredOutputs]:
 
 def answer_of(output: RequestOutput) -> str:
     """The text after the reasoning."""
-    parser = AnswerParser(state_after(output.prompt or ""), tools=False)
+    parser = AnswerParser(state_after(output.prompt or ""), looks_for_calls=False)
     return parser.push(output.text).content + parser.finish().content
 
 

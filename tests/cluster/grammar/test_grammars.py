@@ -27,7 +27,7 @@ from cluster.grammar.formats import (
     source_of,
 )
 from cluster.grammar.helper import HelperLostError
-from cluster.grammar.kinds import FORMATS
+from cluster.grammar.keywords import FORMATS
 from cluster.grammar.markers import State
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.schemas import ANY_OBJECT

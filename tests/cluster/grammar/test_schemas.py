@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from cluster.grammar.kinds import FORMATS
+from cluster.grammar.keywords import FORMATS
 from cluster.grammar.schemas import ANY_OBJECT, honored, loosened
 from scheduler.errors import RequestError
 
@@ -263,7 +263,7 @@ def test_an_alternative_ends_where_it_ends(
         ),
         ({"oneOf": [INT, {"type": "number"}]}, "json.oneOf: more than one alternative may fit"),
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "json.oneOf: more than one alternative"),
-        ({"oneOf": [STR] * 65}, "json.oneOf has more than 64 alternatives"),
+        ({"oneOf": [STR] * 65}, "json.oneOf: more than 64 alternatives"),
         (
             {"allOf": [{"pattern": "^a"}, {"type": "string", "pattern": "b$"}]},
             "json.allOf cannot be honored here: 'pattern' is in more than one of its parts",

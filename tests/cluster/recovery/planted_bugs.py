@@ -192,20 +192,24 @@ class SendsTwice(Frontends):
 class AcceptedByTheDead(Frontend):
     """Requests that a driver accepted before it died count as accepted by the next."""
 
-    def _revive(self, driver: Any, error: EaglerayError) -> None:
-        waiting = [i for i in self._accepted if not self._active[i][1].completion.token_ids]
-        kept = {i: self._active.pop(i) for i in waiting}
-        super()._revive(driver, error)
-        self._active.update(kept)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        accepted = self._outstanding.accepted
+
+        def with_tokens() -> list[Request]:
+            return [r for r in accepted() if len(r.token_ids) > r.num_prompt_tokens]
+
+        setattr(self._outstanding, "accepted", with_tokens)  # noqa: B010
 
 
 class LostPollsFail(Frontend):
     """A poll whose answer was lost makes all outstanding requests fail."""
 
     def poll(self) -> None:
-        driver, before = self._driver, self._acknowledged
+        actor, before = self.driver.actor, self._acknowledged
         super().poll()
-        if driver is self._driver and self._acknowledged == before and self._accepted:
+        is_lost = actor is self.driver.actor and self._acknowledged == before
+        if is_lost and self._outstanding.has_accepted:
             self._fail_all(EaglerayError("a poll was lost"))
 
 

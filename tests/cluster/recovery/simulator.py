@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from cluster.client import driver_handle
 from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
@@ -44,7 +45,8 @@ from configs.engine import EngineConfig
 from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult
-from scheduler.scheduler import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS, Scheduler
+from scheduler.scheduler import Scheduler
+from scheduler.suspects import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
 from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
@@ -319,7 +321,7 @@ class World:
         self.driver = Driver(self)
         kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
-        self.frontend._sender = Now(self)
+        self.frontend.driver._sender = Now(self)
 
     def happens(self, name: str) -> bool:
         probability = 0.0 if self.is_calm else self.probabilities[name]
@@ -392,7 +394,7 @@ class World:
                 driver.supervisor.turn()
             while self.later and self.rng.random() < 0.6:
                 self.later.popleft()()
-        if self.rng.random() < 0.3 and self.frontend._accepted:
+        if self.rng.random() < 0.3 and self.frontend._outstanding.has_accepted:
             self.frontend.poll()
 
     def _harm(self, driver: Driver) -> None:
@@ -471,7 +473,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     checkpoint_s = loop_module.CHECKPOINT_S
     try:
         world = World(seed, parts or Parts())
-        with patch.multiple(frontend_module, call=world.call, LOST_CALL_PAUSE_S=0.0):
+        with patch.multiple(driver_handle, call=world.call, LOST_CALL_PAUSE_S=0.0):
             world.run()
             world.frontend.close()
     except Exception as error:

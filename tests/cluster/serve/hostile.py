@@ -3,9 +3,10 @@
 Starts `launch.py serve --tp 2` and keeps good streams going, first alone, then while hostile
 requests of every kind come in turn. Prints one JSON line: the time between tokens of the good
 streams in both phases, what they lost, how the hostile requests were answered, how far the memory
-of the processes that serve rose above idle, and recoveries. Exit code 1 if a good stream lost
-anything, if the 99th percentile between tokens rose to more than 1.5 times, memory by more than
-300 MiB, or anything recovered. Talks to loopback only.
+of the processes that serve rose above idle and from the third minute to the last, and recoveries.
+Exit code 1 if a good stream lost anything, if the 99th percentile between tokens rose to more than
+1.5 times, memory by more than 150 MiB or still by 10 after the third minute, or anything recovered.
+Talks to loopback only.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.http_load import SPARES_S, Timings, free_port, quantile, run_streams, running
 from cluster.commands.top import read
 
 MOST_SLOWER = 1.5
-MOST_MIB = 300
+MOST_MIB = 150
+MOST_TREND_MIB = 10
 ANSWER_LIMIT_S = 60.0
 CHAT = [{"role": "user", "content": "What is 47 + 38?"}]
 
@@ -150,7 +153,13 @@ def good_streams(port: int, num_streams: int, seconds: float) -> Timings:
 
 
 class Memory(threading.Thread):
-    """The largest resident memory, in MiB, of each process of a session that serves; by name."""
+    """Resident memory, in MiB, of each process of a session that serves: when idle, and in each
+    minute from the start of this thread.
+
+    Processes are told apart by their ids. Ray adds the method that an actor runs to its title, and
+    an actor under another title than when idle would count with its whole memory, not its rise.
+    Shared pages count too: they do not grow, so the private memory rises by the same.
+    """
 
     _SERVING = ("ray::Driver", "ray::ServeReplica", "ray::ProxyActor")
 
@@ -158,31 +167,57 @@ class Memory(threading.Thread):
         super().__init__(daemon=True)
         self._session = session
         self.idle_mib = self.now()
-        self.peak_mib = dict(self.idle_mib)
+        self._minutes: defaultdict[str, list[list[float]]] = defaultdict(list)  # by name
 
     def run(self) -> None:
+        began_s = time.monotonic()
         while True:
+            minute = int((time.monotonic() - began_s) / 60)
             for name, mib in self.now().items():
-                self.peak_mib[name] = max(mib, self.peak_mib.get(name, 0.0))
+                minutes = self._minutes[name]
+                minutes += [[] for _ in range(minute + 1 - len(minutes))]
+                minutes[minute].append(mib)
             time.sleep(0.2)
 
     def now(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        """By the title without a method, and the id of the process."""
+        mib: dict[str, float] = {}
         for path in Path("/proc").iterdir():
             try:
                 if not path.name.isdigit() or os.getsid(int(path.name)) != self._session:
                     continue
-                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
+                title = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
                 pages = int((path / "statm").read_text().split()[1])
             except OSError:  # it has ended
                 continue
-            if name.startswith(self._SERVING):
-                found[f"{name} {path.name}"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        return found
+            if title.startswith(self._SERVING):
+                name = f"{title.partition('.')[0]} {path.name}"
+                mib[name] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return mib
+
+    def peaks_mib(self) -> dict[str, list[float]]:
+        """The largest memory of each process in each minute; 0 when it was not there."""
+        return {
+            name: [max(minute, default=0.0) for minute in minutes]
+            for name, minutes in self._minutes.items()
+        }
 
     def rise_mib(self) -> float:
         """The largest rise of any process, or its whole memory if it was not there when idle."""
-        return max(mib - self.idle_mib.get(name, 0.0) for name, mib in self.peak_mib.items())
+        return max(
+            max(peaks) - self.idle_mib.get(name, 0.0) for name, peaks in self.peaks_mib().items()
+        )
+
+    def trend_mib(self) -> float:
+        """By how much any process rose most from the third minute to the last; 0 if there are no
+        more than four. By medians, since the peaks depend on which bodies are read when.
+        """
+        rises = [
+            median(minutes[-1]) - median(minutes[2])
+            for minutes in self._minutes.values()
+            if len(minutes) > 4 and minutes[2]
+        ]
+        return max(rises, default=0.0)
 
 
 def main() -> None:
@@ -211,12 +246,18 @@ def main() -> None:
             "tokens_beside": beside.num_tokens,
             "failed": alone.num_failed + beside.num_failed,
             "rise_mib": round(memory.rise_mib()),
+            "trend_mib": round(memory.trend_mib(), 1),
+            "idle_mib": {name: round(mib) for name, mib in memory.idle_mib.items()},
+            "mib_of_minutes": {
+                name: [round(mib) for mib in peaks] for name, peaks in memory.peaks_mib().items()
+            },
             "recoveries": recoveries,
             "answers": {name: dict(count) for name, count in attack.answers.items()},
         }
         print(json.dumps(row))
     is_slower = p99_ms[1] > MOST_SLOWER * p99_ms[0]
-    sys.exit(bool(row["failed"] or is_slower or memory.rise_mib() > MOST_MIB or recoveries))
+    is_larger = memory.rise_mib() > MOST_MIB or memory.trend_mib() > MOST_TREND_MIB
+    sys.exit(bool(row["failed"] or is_slower or is_larger or recoveries))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.client import frontend as frontend_module
+from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.health import EngineHealth
@@ -38,7 +38,7 @@ class AskedDriver(MortalDriver):
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
-    monkeypatch.setattr(frontend_module, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(driver_handle, "call", lambda ref, what, limit_s=0.0: ref())
     owner = Owner()
     owner.drivers = [AskedDriver()]
     return owner
@@ -51,7 +51,7 @@ def watch(owner: Owner) -> Iterator[Watch]:
 
     def watch(replaced_s: float = 60.0, period_s: float = PERIOD_S) -> EngineHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
-        frontend.follow()
+        frontend.driver.follow()
         made.append((frontend, EngineHealth(frontend, replaced_s, period_s)))
         return made[-1][1]
 

@@ -6,9 +6,11 @@ Real engines are in `test_serve.py`; the cases here would take too many deaths t
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +53,9 @@ class FakeDriver:
         self.hangs = False
         self.goes_on = threading.Event()
 
+    def follow(self) -> None:
+        pass
+
     def die(self) -> None:
         """Its requests are handed back, on a thread of its own as the poll loop's."""
         assert self.frontend is not None
@@ -85,9 +90,6 @@ class FakeFrontend:
     def after_news(self, callback: Any) -> None:
         pass
 
-    def follow(self) -> None:
-        pass
-
     def close(self) -> None:
         self.is_closed = True
 
@@ -110,29 +112,32 @@ class FakeLeases:
 
     def remote(self, wanted: Wanted) -> Any:
         self.asked.append(wanted)
-        leases = self
-
-        class Stream:
-            is_open, is_answered = True, False
-
-            async def __anext__(self) -> Lease:
-                await leases.may_choose.wait()
-                assert wanted.choose is not None
-                name = wanted.choose(leases.drivers.keys())
-                self.is_answered = True
-                driver = None if name in leases.recovering else leases.drivers[name]
-                return Lease(replica=name, driver=driver)
-
-            def __aiter__(self) -> Stream:
-                return self
-
-            def cancel(self) -> None:
-                assert self.is_answered, "Ray Serve may lose sight of it"
-                leases.num_open -= self.is_open
-                self.is_open = False
-
         self.num_open += 1
-        return Stream()
+        return FakeStream(self, wanted)
+
+
+class FakeStream:
+    """Replaces the response of one call."""
+
+    def __init__(self, leases: FakeLeases, wanted: Wanted) -> None:
+        self.leases, self.wanted = leases, wanted
+        self.is_open, self.is_answered = True, False
+
+    async def __anext__(self) -> Lease:
+        await self.leases.may_choose.wait()
+        assert self.wanted.choose is not None
+        name = self.wanted.choose(self.leases.drivers.keys())
+        self.is_answered = True
+        driver = None if name in self.leases.recovering else self.leases.drivers[name]
+        return Lease(replica=name, driver=driver)
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    def cancel(self) -> None:
+        assert self.is_answered, "Ray Serve may lose sight of it"
+        self.leases.num_open -= self.is_open
+        self.is_open = False
 
 
 def make_pool(
@@ -171,6 +176,26 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
     assert not pool._held and not pool._table._of_request
+
+
+def test_a_request_that_has_ended_is_free_without_the_collector(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("a")
+    pool = make_pool(loop, leases, monkeypatch)
+    gc.disable()
+    try:
+        one = generation("one")
+        pool.submit([one])
+        one.end()
+        wait_until(lambda: leases.num_open == 0, "the lease to end")
+        leases.drivers["a"].has.clear()
+        leases.asked.clear()
+        ended = weakref.ref(one)
+        del one
+        wait_until(lambda: ended() is None, "the request to be free")
+    finally:
+        gc.enable()
 
 
 def test_requests_of_an_engine_that_dies_move_with_their_tokens_and_fail_alone(

@@ -13,7 +13,7 @@ from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from scheduler.messages import ints
 from scheduler.params import Sampling
 from tests.workers.conftest import config_of
-from tests.workers.fake_gpu import FakeGpu
+from tests.workers.fake_gpu import FakeGpu, FakeGraph
 from tests.workers.planner import Planner, Row
 from workers.device import Device
 from workers.model_runner import ModelRunner
@@ -69,7 +69,8 @@ class Pair:
     def step(self, rows: list[tuple[Row, int]]) -> int | None:
         """Run a step on both and compare them. Returns the captured size that ran."""
         plan = self.planner.step(rows)
-        replays = [graph.num_replays for graph in self.gpu.graphs]
+        graphs = model_graphs(self.with_graphs)
+        replays = [graph.num_replays for graph in graphs]
         (tokens, _), (expected, _) = (
             runner.run(plan).finish(1.0, "a step") for runner in (self.with_graphs, self.eager)
         )
@@ -78,13 +79,25 @@ class Pair:
             self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5
         )
         self.planner.take(plan.step_id, ints(tokens))
-        ran = [i for i, graph in enumerate(self.gpu.graphs) if graph.num_replays != replays[i]]
+        ran = [i for i, graph in enumerate(graphs) if graph.num_replays != replays[i]]
         assert len(ran) <= 1
         return captured_sizes(self.with_graphs)[ran[0]] if ran else None
 
 
+def model_graphs(runner: ModelRunner) -> list[FakeGraph]:
+    """Those of the model, in the order in which they were captured; those of sampling come last."""
+    assert isinstance(runner.device, FakeGpu)
+    return runner.device.graphs[: -len(runner.next_tokens.graphs) or None]
+
+
+def sampling_graphs(runner: ModelRunner) -> list[FakeGraph]:
+    """Those of sampling, in the order in which they were captured."""
+    assert isinstance(runner.device, FakeGpu)
+    return runner.device.graphs[len(model_graphs(runner)) :]
+
+
 def captured_sizes(runner: ModelRunner) -> list[int]:
-    """Of each graph, in the order in which they were captured; one graph per size."""
+    """Of each graph of the model, in the order in which they were captured; one per size."""
     assert runner.graphs is not None and runner.mixed_graphs is not None
     return [*reversed(runner.mixed_graphs.sizes), *reversed(runner.graphs.sizes)]
 

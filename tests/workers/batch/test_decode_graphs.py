@@ -18,7 +18,13 @@ from scheduler.errors import StepTimeoutError
 from scheduler.messages import ints
 from scheduler.params import Sampling
 from tests.kernels.replaced import Replaced
-from tests.workers.batch.graph_pair import BLOCK_SIZE, Pair, admitted
+from tests.workers.batch.graph_pair import (
+    BLOCK_SIZE,
+    Pair,
+    admitted,
+    captured_sizes,
+    model_graphs,
+)
 from tests.workers.fake_gpu import FakeGpu, LateEvent
 from tests.workers.planner import Planner, Row
 from workers.batch import decode_graphs, mixed_graphs
@@ -59,12 +65,12 @@ def test_graphs_are_captured_from_the_largest_down(make: Any) -> None:
     capture = gpu.capture
 
     def noting(run: Any, beside: Any = None) -> Any:
-        seen.append(len(run.args[0][0]))
+        seen.append(run.args[0])
         return capture(run, beside)
 
     gpu.capture = noting  # type: ignore[method-assign]
-    make(gpu, 12)
-    assert seen == [12, 8, 4, 2, 1]
+    runner = make(gpu, 12)
+    assert seen[:5] == [12, 8, 4, 2, 1] and len(model_graphs(runner)) == 5
 
 
 def test_enforce_eager_captures_nothing(make: Any) -> None:
@@ -113,10 +119,18 @@ def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: i
     wanted = [1, 9, 16, 17, 95, 96, 97, 99, 100, 504, 505, 511, 512, 513]
     for number in [n for n in wanted if n in pair_sizes and n <= max_num_seqs]:
         plan = planner.step([(row, 1) for row in rows[:number]])
+        replays = [graph.num_replays for graph in model_graphs(runner)]
         tokens, _ = runner.run(plan).finish(1.0, "a step")
         assert len(tokens) == number
         planner.take(plan.step_id, ints(tokens))
-        assert runner.device.uploads[-1] == 4 * 4 * -(-pair_sizes[number] // 4) * 4
+        [size] = [
+            size
+            for size, graph, before in zip(
+                captured_sizes(runner), model_graphs(runner), replays, strict=True
+            )
+            if graph.num_replays != before
+        ]
+        assert size == pair_sizes[number]
 
 
 # What does not fit a graph
@@ -164,7 +178,8 @@ def test_a_step_ahead_reads_the_token_that_the_host_has_not_seen(make: Any) -> N
     plans += [pair.planner.step([(row, 1) for row in rows]) for _ in range(4)]
     outcomes = [[runner.run(plan) for plan in plans] for runner in (pair.with_graphs, pair.eager)]
     tokens, expected = ([step.finish(1.0, "a step")[0] for step in steps] for steps in outcomes)
-    assert tokens == expected and sum(graph.num_replays for graph in pair.gpu.graphs) == 4
+    assert tokens == expected
+    assert sum(graph.num_replays for graph in model_graphs(pair.with_graphs)) == 4
 
 
 def test_padding_rows_write_nothing(make: Any) -> None:
@@ -225,8 +240,8 @@ def test_a_replayed_step_uses_the_room_it_has(make: Any) -> None:
     for _ in range(3):
         plan = planner.step([(row, 1) for row in rows])
         planner.take(plan.step_id, runner.run(plan).finish(1.0, "a step")[0])
-    assert places[0] == begin and all(begin <= place < end for place in places)
-    assert sum(graph.num_replays for graph in gpu.graphs) == 3
+    assert all(begin <= place < end for place in places)
+    assert sum(graph.num_replays for graph in model_graphs(runner)) == 3
 
 
 def test_more_than_there_is_room_for_is_sent_on_its_own(make: Any) -> None:
@@ -252,7 +267,7 @@ def test_triton_behind_graphs_for_short_and_for_long_rows(
     with_graphs = make(gpu, 3, triton, 40)
     eager = make(Device(torch.device("cpu")), 3, num_blocks=40)
     # Two graphs each for one, two and three rows.
-    assert [graph.num_replays for graph in gpu.graphs] == [0] * 6
+    assert [graph.num_replays for graph in model_graphs(with_graphs)] == [0] * 6
     planner = Planner(BLOCK_SIZE)
     rows = [Row([number % 90 for number in range(n)], n) for n in (29, 3, 40)]
     for slot, row in enumerate(rows):
@@ -266,7 +281,8 @@ def test_triton_behind_graphs_for_short_and_for_long_rows(
         )
         assert tokens == expected
         planner.take(plan.step_id, tokens)
-    assert sorted(graph.num_replays for graph in gpu.graphs) == [0, 0, 0, 2, 2, 3]
+    replays = sorted(graph.num_replays for graph in model_graphs(with_graphs))
+    assert replays == [0, 0, 0, 2, 2, 3]
 
 
 # Waiting for the device
@@ -329,3 +345,16 @@ def test_the_stand_in_replays_on_the_tensors_it_saw() -> None:
     source.fill_(5)
     graph.replay()
     assert target.tolist() == [11, 11]
+
+
+def test_a_replay_of_the_stand_in_spoils_what_other_graphs_computed() -> None:
+    """And nothing that lay outside of them."""
+    gpu, source, kept = FakeGpu(), torch.ones(2), torch.zeros(2)
+    computed: list[torch.Tensor] = []
+    first = gpu.capture(lambda: computed.append(kept.copy_(source + 1) + 1))
+    second = gpu.capture(lambda: source + 2, first)
+    first.replay()
+    assert computed[-1].tolist() == [3, 3]
+    second.replay()
+    assert computed[-1].tolist() != [3, 3]
+    assert kept.tolist() == [2, 2] and source.tolist() == [1, 1]

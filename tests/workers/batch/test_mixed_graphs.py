@@ -21,7 +21,7 @@ from kernels.select import select_backend
 from scheduler.messages import ints
 from scheduler.params import Sampling
 from tests.kernels.replaced import Replaced
-from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted
+from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted, model_graphs
 from tests.workers.fake_gpu import FakeGpu
 from tests.workers.planner import Planner, Row
 from workers.batch import mixed_graphs
@@ -53,9 +53,9 @@ def test_only_steps_that_a_gpu_computes_faster_than_a_host_launches_are_captured
 ) -> None:
     monkeypatch.undo()
     small, large = (ModelConfig.from_dict(raw) for raw in (QWEN3_0_6B, QWEN3_8B))
-    assert mixed_sizes(small, 1, 16384) == (64, 128, 256, 384, 512, 768, 1024, 1536)
-    assert mixed_sizes(large, 1, 16384) == (64, 128)
-    assert mixed_sizes(large, 4, 16384) == (64, 128, 256, 384, 512)
+    assert mixed_sizes(small, 1, 16384) == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert mixed_sizes(large, 1, 16384) == (64, 128, 256, 384, 512, 768, 1024)
+    assert mixed_sizes(large, 4, 16384) == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
     assert mixed_sizes(small, 1, 300) == (64, 128, 256), "no step has more tokens"
 
 
@@ -72,7 +72,7 @@ def test_the_largest_is_captured_first_and_decode_graphs_share_its_memory(make: 
     gpu.capture = noting  # type: ignore[method-assign]
     runner = make(gpu, 4)
     assert runner.mixed_graphs is not None and runner.mixed_graphs.sizes == SIZES
-    assert len(sizes) == len(SIZES) + 3, "three for decode steps"
+    assert len(sizes) == len(SIZES) + 3 + 9, "three for decode steps, nine for sampling"
 
 
 def test_the_next_larger_size_runs_at_every_edge(make: MakeRunner) -> None:
@@ -159,7 +159,9 @@ def test_steps_ahead_read_tokens_that_the_host_has_not_seen(make: MakeRunner) ->
         plans.append(pair.planner.step([(row, 1) for row in rows]))
     outcomes = [[runner.run(plan) for plan in plans] for runner in (pair.with_graphs, pair.eager)]
     tokens, expected = ([step.finish(1.0, "a step")[0] for step in steps] for steps in outcomes)
-    assert tokens == expected and sum(graph.num_replays for graph in pair.gpu.graphs) == len(plans)
+    assert tokens == expected
+    replays = sum(graph.num_replays for graph in model_graphs(pair.with_graphs))
+    assert replays == len(plans)
 
 
 # Padding
@@ -202,9 +204,16 @@ def test_everything_a_graph_reads_of_a_step_is_sent_to_where_it_looks(make: Make
     assert runner.mixed_graphs is not None
     room: torch.Tensor = runner.uploads.room  # type: ignore[attr-defined]
     begin, end = room.data_ptr(), room.data_ptr() + len(room)
-    for captured in runner.mixed_graphs._captured.values():
-        for tensor in (captured.slots_B, captured.positions_B):  # what is put last
-            assert begin <= tensor.data_ptr() < end
+    put, places = runner.uploads.put, []
+
+    def noting(array: Any) -> torch.Tensor:
+        tensor: torch.Tensor = put(array)
+        places.append(tensor.data_ptr())
+        return tensor
+
+    runner.uploads.put = noting  # type: ignore[method-assign]
+    runner.mixed_graphs.stage(mixed_graphs._no_rows(), noting)
+    assert len(places) >= 8 and all(begin <= place < end for place in places)
 
 
 # The kernels of a GPU
@@ -247,10 +256,11 @@ def test_a_step_with_prompts_to_be_scored_runs_without_a_graph(
     sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, prompt_logprobs=3)
     rows = [(prompt(pair, 0, 7, sampling), 7), (prompt(pair, 1, 5), 5)]
     plan = dataclasses.replace(pair.planner.step(rows), scored=bytes([1, 0]))
-    replays = [graph.num_replays for graph in pair.gpu.graphs]
+    graphs = model_graphs(pair.with_graphs)
+    replays = [graph.num_replays for graph in graphs]
     steps = [runner.run(plan) for runner in (pair.with_graphs, pair.eager)]
     tokens, expected = (step.finish(1.0, "a step")[0] for step in steps)
-    assert [graph.num_replays for graph in pair.gpu.graphs] == replays
+    assert [graph.num_replays for graph in graphs] == replays
     assert tokens == expected
     [scores], [wanted] = (step.prompt_logprobs() for step in steps)
     assert scores == wanted and (scores.first, scores.end, scores.num_top) == (1, 7, 3)

@@ -152,7 +152,7 @@ def test_preparation_equals_a_loop_over_tokens(
             blocks = naive.rows[row].blocks[: len(table)]
             assert table[: len(blocks)] == blocks
         sampled = [rng.randrange(1000) for _ in expected["last"]]
-        write_sampled(state, inputs, sampled)
+        write_sampled(state, rows, sampled)
         naive.take(plan, sampled)
         planner.take(plan.step_id, ints(sampled))
         state.check()
@@ -166,9 +166,9 @@ def inputs_of(state: BatchState, rows: StepRows) -> StepInputs:
     return state.stage(rows, lambda array: CPU.upload(array)[0])()
 
 
-def write_sampled(state: BatchState, inputs: StepInputs, token_ids: list[int]) -> None:
-    tokens_R = torch.tensor(token_ids, dtype=torch.int64)
-    state.write_sampled(inputs.sampled_slots_R, inputs.sampled_positions_R, tokens_R)
+def write_sampled(state: BatchState, rows: StepRows, token_ids: list[int]) -> None:
+    slots_R, positions_R = map(torch.from_numpy, (rows.sampling_slots_R, rows.sampling_positions_R))
+    state.write_sampled(slots_R, positions_R, torch.tensor(token_ids, dtype=torch.int64))
 
 
 def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[int]]) -> None:
@@ -202,7 +202,7 @@ def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig
     first = planner.step([(row, 2)])
     second = planner.step([(row, 1)])
     state.apply(first)
-    write_sampled(state, prepare(state, first), [77])
+    write_sampled(state, state.take(first), [77])
     state.apply(second)
     inputs = prepare(state, second)
     assert inputs.token_ids_T.tolist() == [77] and inputs.positions_T.tolist() == [2]
@@ -323,7 +323,7 @@ def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedC
     )
     state.apply(plan_of(admitted=row))
     plan = plan_of(slots=[2], num_new_tokens=[29], samples=b"\1")
-    write_sampled(state, prepare(state, plan), [1])
+    write_sampled(state, state.take(plan), [1])
     state.check()
     with pytest.raises(WorkerError, match="a row has room for its token"):
         prepare(state, plan_of(slots=[2], num_new_tokens=[1], samples=b"\1"))

@@ -1,4 +1,6 @@
-"""The tokenizer without transformers gives the ids, text and chats of transformers, or None."""
+"""The tokenizer gives the ids, texts and chats of transformers; files that may mean something else
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
-from cluster.client import fast_tokenizer
 from cluster.client.prompts import Conversation
-from cluster.client.tokenizer import Tokenizer as ChatTokenizer
+from cluster.client.tokenizer import Tokenizer
 from configs.paths import DEFAULT_MODEL_DIR
-from scheduler.errors import RequestError
+from scheduler.errors import ConfigError, RequestError
 from tests.cluster.client.byte_tokenizer import write_tokenizer
 
 TEXTS = [
@@ -51,6 +53,15 @@ TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
   {% if enable_thinking is defined %}thinking{% endif %}
 """
+TRAINING_TEMPLATE = """{%- set seen = 'outside' %}{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {% generation %}{% set seen = 'inside' %}{{ message.content }}{{ seen }}{% endgeneration %}
+    {%- else %}{{ message.role }}{{ message.content }}{{ message.name is defined }}
+    {%- endif %}
+{%- endfor %}{{ seen }}{{ pad_token }}{{ eos_token is defined }}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if enable_thinking is defined %}thinking{% endif %}
+"""
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,7 +82,7 @@ def like_qwen3(path: Path) -> Path:
     letters = pre_tokenizers.ByteLevel.alphabet()
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Ġ", "w"), ("Ã", "©"), ("e", "Ì"), ("eÌ", "ģ")]
     pieces = [*sorted(letters), *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -110,7 +121,11 @@ def like_qwen3(path: Path) -> Path:
 
 def bytes_with_names(path: Path) -> Path:
     """A generic class with a template that names special tokens."""
-    write_tokenizer(path, chat_template="{{ eos_token }}{{ messages[0].content }}{{ pad_token }}")
+    write_tokenizer(
+        path,
+        chat_template="{{ eos_token }}{{ messages[0].content }}{{ pad_token }}"
+        "{{ tools }}{{ enable_thinking }}",
+    )
     change(path, eos_token="<|end|>", pad_token={"content": "<|pad|>", "__type": "AddedToken"})
     return path
 
@@ -121,45 +136,91 @@ def change(path: Path, **settings: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-@pytest.fixture(scope="module", params=[default_model, like_qwen3, bytes_with_names])
+def for_training(path: Path) -> Path:
+    """As a program that trains a model may leave Qwen3's files behind."""
+    like_qwen3(path)
+    change(path, chat_template=TRAINING_TEMPLATE, eos_token=None)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def saved_by_transformers(path: Path) -> Path:
+    """Qwen3's files as transformers writes them."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(str(like_qwen3(path.with_name("original")))).save_pretrained(path)
+    return path
+
+
+def of_another_family(path: Path) -> Path:
+    """As DeepSeek's distillations: a class of Llama's, and a token before every text."""
+    bytes_with_names(path)
+    change(path, tokenizer_class="LlamaTokenizerFast", legacy=True, sp_model_kwargs={})
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    pad_id = backend.token_to_id("<|pad|>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", pad_id)]
+    )
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def told_to_begin_texts(path: Path) -> Path:
+    """The configuration does not change what `tokenizer.json` puts around a text."""
+    of_another_family(path)
+    change(path, add_bos_token=True, add_eos_token=True, bos_token="<|end|>", eos_token="<|pad|>")
+    return path
+
+
+FAMILIES = [default_model, like_qwen3, bytes_with_names, for_training, saved_by_transformers]
+FAMILIES += [of_another_family, told_to_begin_texts]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[fast_tokenizer.FastTokenizer, Any]:
+) -> tuple[Tokenizer, Any]:
+    """Our tokenizer, and that of transformers."""
     from transformers import AutoTokenizer
 
     path = request.param(tmp_path_factory.mktemp("tokenizers") / "tokenizer")
-    fast = fast_tokenizer.load(path)
-    assert fast is not None
-    return fast, AutoTokenizer.from_pretrained(str(path))
+    return Tokenizer(path), AutoTokenizer.from_pretrained(str(path))
 
 
 def test_ids_are_those_of_transformers(pair: Any) -> None:
-    fast, slow = pair
+    ours, theirs = pair
     rng = random.Random(0)
     mixed = ["".join(rng.choices("".join(TEXTS), k=60)) for _ in range(200)]
     for text in [*TEXTS, *mixed]:
-        assert fast.encode(text) == slow.encode(text), text
+        assert ours.encode(text) == theirs.encode(text), text
 
 
 def test_text_is_that_of_transformers(pair: Any) -> None:
-    fast, slow = pair
+    ours, theirs = pair
     rng = random.Random(1)
     for _ in range(200):
-        ids = rng.choices(range(len(slow)), k=rng.randrange(40))
-        assert fast.decode(ids) == slow.decode(ids, skip_special_tokens=True), ids
+        ids = rng.choices(range(len(theirs)), k=rng.randrange(40))
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), ids
     for text in TEXTS:
-        ids = slow.encode(text)
-        assert fast.decode(ids) == slow.decode(ids, skip_special_tokens=True), text
+        ids = theirs.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
 
 
 @pytest.mark.parametrize("messages", CHATS)
 def test_chats_are_those_of_transformers(pair: Any, messages: list[dict[str, str]]) -> None:
-    fast, slow = pair
-    want = slow.apply_chat_template(
+    ours, theirs = pair
+    want = theirs.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    text = fast.render_chat(Conversation(messages=messages))
-    assert fast.encode(text, add_special_tokens=False) == want
+    text = ours.render_chat(Conversation(messages=messages))
+    assert ours.encode_rendered(text) == want
 
 
 ADD = {
@@ -180,24 +241,25 @@ CALLS: list[dict[str, Any]] = [
     },
     {"role": "tool", "tool_call_id": "1", "content": "85"},
 ]
+WITH_NULLS = [USER | {"name": None}, CALLS[2] | {"content": None, "reasoning": None}, *CALLS[3:]]
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
-@pytest.mark.parametrize("messages", [CALLS, CALLS[1:]])
+@pytest.mark.parametrize("messages", [CALLS, CALLS[1:], WITH_NULLS])
 def test_chats_with_tools_are_those_of_transformers(
     pair: Any, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> None:
-    fast, slow = pair
-    want = slow.apply_chat_template(
+    ours, theirs = pair
+    want = theirs.apply_chat_template(
         messages, tools=[ADD], add_generation_prompt=True, tokenize=False, **variables
     )
     conversation = Conversation(messages=messages, tools=[ADD], template_variables=variables)
-    assert fast.render_chat(conversation) == want
+    assert ours.render_chat(conversation) == want
 
 
 @pytest.mark.parametrize("begun", ["The answer is", "  85 and\n ", "<think>\nso", "end", "m"])
 def test_a_last_message_is_continued(tmp_path: Path, begun: str) -> None:
-    tokenizer = ChatTokenizer(default_model(tmp_path / "tokenizer"))
+    tokenizer = Tokenizer(default_model(tmp_path / "tokenizer"))
     question = {"role": "user", "content": f"What is 47 + 38? {begun}"}
     messages = [question, {"role": "assistant", "content": begun}]
     text = tokenizer.render_chat(Conversation(messages=messages, continues_last=True))
@@ -212,14 +274,13 @@ def test_a_message_that_the_template_changes_is_not_continued(tmp_path: Path) ->
     (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": "assistant", "content": "lower"}]
     with pytest.raises(RequestError, match="changes the last message"):
-        ChatTokenizer(folder).render_chat(Conversation(messages=messages, continues_last=True))
+        Tokenizer(folder).render_chat(Conversation(messages=messages, continues_last=True))
 
 
 def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> None:
-    fast = fast_tokenizer.load(default_model(tmp_path / "tokenizer"))
-    assert fast is not None
-    assert fast.template_variables >= {"tools", "enable_thinking"}
-    text = fast.render_chat(Conversation(messages=CALLS, tools=[ADD]))
+    ours = Tokenizer(default_model(tmp_path / "tokenizer"))
+    assert ours.template_variables >= {"tools", "enable_thinking"}
+    text = ours.render_chat(Conversation(messages=CALLS, tools=[ADD]))
     assert text.startswith("<|im_start|>system\nBe <brief>.\n\nThese functions can be called:")
     assert f"<tools>\n{json.dumps(ADD)}\n</tools>" in text
     assert '<tool_call>\n{"name": "add", "arguments": {"a":  "ü"}}\n</tool_call>' in text
@@ -227,12 +288,12 @@ def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> 
 
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(pair: Any) -> None:
-    fast, _ = pair
+    ours, _ = pair
     for text in TEXTS:
-        ids = fast.encode(text)
+        ids = ours.encode_rendered(text)
         if not any(token in text for token in (*SPECIAL, "<|end|>", "\ufffd")):
-            assert b"".join(map(fast.token_bytes, ids)).decode() == fast.decode(ids)
-    assert fast.token_bytes(10**6) == b""
+            assert b"".join(map(ours.token_bytes, ids)).decode() == ours.decode(ids)
+    assert ours.token_bytes(10**6) == b""
 
 
 def _stored(**entries: Any) -> Callable[[Path], None]:
@@ -243,50 +304,104 @@ def _stored(**entries: Any) -> Callable[[Path], None]:
     return edit
 
 
-LEFT_TO_TRANSFORMERS: dict[str, Callable[[Path], object]] = {
-    "another class": lambda path: change(path, tokenizer_class="LlamaTokenizer"),
-    "code of the checkpoint": lambda path: change(path, auto_map={"AutoTokenizer": ["a.B", None]}),
-    "a token before the text": lambda path: change(path, add_bos_token=True),
-    "a space before the text": lambda path: change(path, add_prefix_space=True),
-    "special tokens as text": lambda path: change(path, split_special_tokens=True),
-    "spaces cleaned up": lambda path: change(path, clean_up_tokenization_spaces=True),
-    "a new special token": lambda path: change(path, eos_token="<|new|>"),
-    "a further special token": lambda path: change(path, additional_special_tokens=["<|new|>"]),
-    "a token made special": lambda path: change(path, pad_token="<think>"),
-    "a flag of a token": lambda path: change(
-        path, added_tokens_decoder={"263": {"content": "<|endoftext|>", "lstrip": True}}
+def not_of_bytes(path: Path) -> None:
+    change(path, tokenizer_class="LlamaTokenizer")
+    _stored(decoder={"type": "Metaspace", "replacement": "_", "prepend_scheme": "never"})(path)
+
+
+# What differs, how, and what the refusal says.
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another class": (
+        lambda path: change(path, tokenizer_class="GPT2Tokenizer"),
+        "tokenizer_class is 'GPT2Tokenizer'; possible are Qwen2Tokenizer",
     ),
-    "several templates": lambda path: change(
-        path, chat_template=[{"name": "default", "template": TEMPLATE}]
+    "tokens that are not bytes": (
+        not_of_bytes,
+        "tokenizer_class is 'LlamaTokenizer'; possible are .*TokenizersBackend$",
     ),
-    "a template with transformers' block": lambda path: change(
-        path, chat_template="{% generation %}x{% endgeneration %}"
+    "code of the checkpoint": (
+        lambda path: change(path, auto_map={"AutoTokenizer": ["a.B", None]}),
+        "auto_map names code of the checkpoint",
     ),
-    "a template with a token that the class has by default": lambda path: change(
-        path, chat_template="{{ eos_token }}"
+    "a space before the text": (
+        lambda path: change(path, add_prefix_space=True),
+        "add_prefix_space is True",
     ),
-    "templates in files": lambda path: (path / "additional_chat_templates").mkdir(),
-    "a cut": _stored(
-        truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    "special tokens as text": (
+        lambda path: change(path, split_special_tokens=True),
+        "split_special_tokens is True",
     ),
-    "another normalizer": _stored(normalizer={"type": "NFKC"}),
-    "no normalizer": _stored(normalizer=None),
-    "another split": _stored(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False}),
-    "no tokenizer.json": lambda path: (path / "tokenizer.json").unlink(),
-    "a broken configuration": lambda path: (path / "tokenizer_config.json").write_text("{"),
+    "spaces cleaned up": (
+        lambda path: change(path, clean_up_tokenization_spaces=True),
+        "clean_up_tokenization_spaces is True",
+    ),
+    "a new special token": (
+        lambda path: change(path, eos_token="<|new|>"),
+        "names the special token '<|new|>', which is not one in its tokenizer.json",
+    ),
+    "a further special token": (
+        lambda path: change(path, additional_special_tokens=["<|new|>"]),
+        "names the special token '<|new|>'",
+    ),
+    "a token made special": (
+        lambda path: change(path, pad_token="<think>"),
+        "names the special token '<think>'",
+    ),
+    "a flag of a token": (
+        lambda path: change(
+            path, added_tokens_decoder={"263": {"content": "<|endoftext|>", "lstrip": True}}
+        ),
+        "differ in token 263, '<|endoftext|>'",
+    ),
+    "several templates": (
+        lambda path: change(path, chat_template=[{"name": "default", "template": TEMPLATE}]),
+        "several chat templates; keep one, in chat_template.jinja",
+    ),
+    "templates in files": (
+        lambda path: (path / "additional_chat_templates").mkdir(),
+        "several chat templates",
+    ),
+    "a template that is none": (
+        lambda path: change(path, chat_template="{% if %}"),
+        "the chat template in .* cannot be read: ",
+    ),
+    "another normalizer": (_stored(normalizer={"type": "NFKC"}), "set tokenizer_class to"),
+    "no normalizer": (_stored(normalizer=None), "set tokenizer_class to"),
+    "another split": (
+        _stored(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False}),
+        "does not cut text as its class, Qwen2Tokenizer, does",
+    ),
+    "no tokenizer.json": (
+        lambda path: (path / "tokenizer.json").unlink(),
+        "no tokenizer.json; write one with transformers: AutoTokenizer",
+    ),
+    "a broken configuration": (
+        lambda path: (path / "tokenizer_config.json").write_text("{"),
+        "the tokenizer in .* cannot be loaded: ",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", LEFT_TO_TRANSFORMERS)
-def test_whatever_may_differ_is_left_to_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_may_mean_something_else_to_transformers_are_refused_with_what_to_change(
+    tmp_path: Path, name: str
+) -> None:
     path = like_qwen3(tmp_path / "tokenizer")
-    assert fast_tokenizer.load(path) is not None
-    LEFT_TO_TRANSFORMERS[name](path)
-    assert fast_tokenizer.load(path) is None
+    edit, message = REFUSED[name]
+    edit(path)
+    with pytest.raises(ConfigError, match=message.replace("|", r"\|")):
+        Tokenizer(path)
+
+
+def test_a_generic_class_cuts_text_as_its_file_says(tmp_path: Path) -> None:
+    path = like_qwen3(tmp_path / "tokenizer")
+    _stored(normalizer=None)(path)
+    change(path, tokenizer_class="PreTrainedTokenizerFast")
+    composed, decomposed = (Tokenizer(path).encode(text) for text in ("é", "e\u0301"))
+    assert composed != decomposed
 
 
 def test_template_in_its_own_file_comes_first(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer", chat_template="{{ 'config' }}")
     (path / "chat_template.jinja").write_text("file")
-    fast = fast_tokenizer.load(path)
-    assert fast is not None and fast.render_chat(Conversation(messages=[USER])) == "file"
+    assert Tokenizer(path).render_chat(Conversation(messages=[USER])) == "file"

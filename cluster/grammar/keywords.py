@@ -45,6 +45,7 @@ _OF_OBJECTS = (
     *("properties", "required", "additionalProperties", "patternProperties"),
     *("propertyNames", "minProperties", "maxProperties"),
 )
+_ONLY_NAMES = "but for a pattern, lengths or a list"  # what propertyNames may ask for
 # Without a type these would have no effect.
 _NEED_TYPE = {
     **dict.fromkeys(_OF_STRINGS, ("string",)),
@@ -68,8 +69,8 @@ def _is_number(value: object) -> bool:
     return is_number and (isinstance(value, int) or math.isfinite(value))  # type: ignore[arg-type]
 
 
-def _is_whole(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+def _is_whole(value: object, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
 def _is_values(value: object) -> bool:
@@ -93,12 +94,14 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
 def check_value(keyword: str, value: object, where: str) -> None:
     """Raise `NotHonored` for a value that the keyword cannot have."""
     if keyword in _VALUES:
-        is_possible, kind = _VALUES[keyword]
-        if not is_possible(value):
-            raise NotHonored(f"{where}.{keyword} must be {kind}, got {shown(value)}", keyword)
+        accepts, description = _VALUES[keyword]
+        if not accepts(value):
+            raise NotHonored(
+                f"{where}.{keyword} must be {description}, got {shown(value)}", keyword
+            )
 
 
-def finished(schema: Schema, where: str) -> Schema | bool:
+def enforceable(schema: Schema, where: str) -> Schema | bool:
     """The form of a schema, without references and alternatives, in which xgrammar enforces it.
     Raises `NotHonored`.
     """
@@ -107,42 +110,48 @@ def finished(schema: Schema, where: str) -> Schema | bool:
             raise NotHonored(
                 f"{where}.{keyword} needs a type beside it: {' or '.join(needed)}", keyword
             )
-    types = merging.kinds_of(schema)
+    types = merging.declared_types(schema)
     if (values := merging.values_of(schema)) is not None:
         _check_listed(values, types, where)
         return schema
     if types is None:
         return {}
     if "number" in types and "integer" in types:
-        types = [kind for kind in types if kind != "integer"]
+        types = [name for name in types if name != "integer"]
     types = list(dict.fromkeys(types))
     result: Schema = {"type": types[0] if len(types) == 1 else types}
     if "object" in types:
-        result |= _object(_only(schema, _OF_OBJECTS), where)
+        result |= _object(_with_only(schema, _OF_OBJECTS), where)
     if "array" in types:
-        result |= _array(_only(schema, _OF_LISTS), where)
+        result |= _array(_with_only(schema, _OF_LISTS), where)
     if "string" in types:
-        result |= _string(_only(schema, _OF_STRINGS), where)
+        result |= _string(_with_only(schema, _OF_STRINGS), where)
     if "integer" in types or "number" in types:
-        numbers = ranges.finished(_only(schema, (*_OF_NUMBERS, "format")), types, where)
-        if "enum" in numbers:
-            return numbers if len(types) == 1 else {"anyOf": [numbers, _without_numbers(result)]}
-        result |= numbers
+        number_bounds = ranges.enforceable_bounds(
+            _with_only(schema, (*_OF_NUMBERS, "format")), types, where
+        )
+        if "enum" in number_bounds:
+            return (
+                number_bounds
+                if len(types) == 1
+                else {"anyOf": [number_bounds, _without_numbers(result)]}
+            )
+        result |= number_bounds
     return result
 
 
-def _only(schema: Schema, names: tuple[str, ...]) -> Schema:
+def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
     return {name: schema[name] for name in names if name in schema}
 
 
 def _without_numbers(schema: Schema) -> Schema:
-    return schema | {"type": [kind for kind in schema["type"] if kind not in ("integer", "number")]}
+    return schema | {"type": [name for name in schema["type"] if name not in ("integer", "number")]}
 
 
 def _check_listed(values: list[Any], types: list[Any] | None, where: str) -> None:
     """Raise `NotHonored` for values of another type, and for numbers that lose digits."""
     for value in values:
-        if types is not None and not any(_is_of(value, kind) for kind in types):
+        if types is not None and not any(_is_of(value, type_name) for type_name in types):
             raise NotHonored(f"{where} lists {shown(value)}, which is not of its type")
         if not _is_exact(value):
             raise NotHonored(f"{where} lists {shown(value)}, which has a number that is too large")
@@ -158,10 +167,10 @@ def _is_exact(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _is_of(value: object, kind: object) -> bool:
-    if isinstance(value, bool) or kind == "boolean":
-        return isinstance(value, bool) and kind == "boolean"
-    types: dict[object, Any] = {
+def _is_of(value: object, type_name: object) -> bool:
+    if isinstance(value, bool) or type_name == "boolean":
+        return isinstance(value, bool) and type_name == "boolean"
+    python_types: dict[object, Any] = {
         "string": str,
         "integer": int,
         "number": int | float,
@@ -169,7 +178,7 @@ def _is_of(value: object, kind: object) -> bool:
         "array": list,
         "object": dict,
     }
-    return isinstance(value, types.get(kind, ()))
+    return isinstance(value, python_types.get(type_name, ()))
 
 
 # -- objects ---------------------------------------------------------------------------------------
@@ -179,41 +188,41 @@ def _object(schema: Schema, where: str) -> Schema:
     """Properties that are not named come only with `additionalProperties` or the like, or if none
     is named.
     """
-    properties, more = dict(schema.get("properties", {})), schema.get("additionalProperties")
+    properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
     required = list(dict.fromkeys(schema.get("required", ())))
-    names = _names(schema, where)
+    names = _property_names(schema, where)
     if names is not None:
         schema["propertyNames"] = names
     else:
         schema.pop("propertyNames", None)
-    has_others = "patternProperties" in schema or names is not None
-    if more is None and not properties and not has_others:
-        more = True
+    has_name_rules = "patternProperties" in schema or names is not None
+    if additional is None and not properties and not has_name_rules:
+        additional = True
     for name in required:
         if name not in properties:
-            if more is False or has_others:
+            if additional is False or has_name_rules:
                 raise NotHonored(
                     f"{where}.required names {shown(name)}, which properties does not have",
                     "required",
                 )
-            properties[name] = True if more is None else more
-    _check_false(properties, required, more, where)
+            properties[name] = True if additional is None else additional
+    _check_false(properties, required, additional, where)
     if "patternProperties" in schema:
-        _check_patterns(schema, properties, more, where)
-        more = False
+        _check_patterns(schema, properties, additional, where)
+        additional = False
     possible = {name: part for name, part in properties.items() if part is not False}
-    if more is None and properties and not possible:
-        more = False  # without properties, any are possible
-    has_free = has_others or more not in (None, False)
-    _check_count(schema, len(required), None if has_free else len(possible), where)
+    if additional is None and properties and not possible:
+        additional = False  # without properties, any are possible
+    has_free_names = has_name_rules or additional not in (None, False)
+    _check_count(schema, len(required), None if has_free_names else len(possible), where)
     schema |= {"properties": possible, "required": required}
-    if more is not None:
-        schema["additionalProperties"] = more
-    listed = ("properties", "required", "patternProperties")
-    return {name: value for name, value in schema.items() if value or name not in listed}
+    if additional is not None:
+        schema["additionalProperties"] = additional
+    optional = ("properties", "required", "patternProperties")
+    return {name: value for name, value in schema.items() if value or name not in optional}
 
 
-def _names(schema: Schema, where: str) -> Schema | None:
+def _property_names(schema: Schema, where: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
     names = schema.get("propertyNames")
     if names is None or names is True or names == {"type": "string"}:
@@ -222,19 +231,20 @@ def _names(schema: Schema, where: str) -> Schema | None:
     is_of_strings = isinstance(names, dict) and not names.keys() - keywords
     if is_of_strings and (values := merging.values_of(names)) is not None:
         is_of_strings = all(isinstance(value, str) for value in values)
-    beside = [name for name in ("properties", "required", "patternProperties") if schema.get(name)]
-    if beside or not is_of_strings or schema.get("additionalProperties") is False:
-        why = f"together with {beside[0]!r}" if beside else "but for a pattern, lengths or a list"
-        raise NotHonored(f"{where}.propertyNames cannot be honored {why}", "propertyNames")
+    others = ("properties", "required", "patternProperties")
+    conflicting = next((name for name in others if schema.get(name)), None)
+    if conflicting or not is_of_strings or schema.get("additionalProperties") is False:
+        obstacle = f"together with {conflicting!r}" if conflicting else _ONLY_NAMES
+        raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names)
 
 
-def _check_false(properties: Schema, required: list[str], more: Any, where: str) -> None:
+def _check_false(properties: Schema, required: list[str], additional: Any, where: str) -> None:
     """Raise `NotHonored` for properties that must not be there, if they could be."""
     for name, part in properties.items():
         if part is False and name in required:
             raise NotHonored(f"{where}.required names {shown(name)}, which cannot be", "required")
-        if part is False and more not in (None, False):
+        if part is False and additional not in (None, False):
             raise NotHonored(
                 f"{where}.properties.{name[:100]}: false cannot be honored together with"
                 " 'additionalProperties'",
@@ -242,13 +252,13 @@ def _check_false(properties: Schema, required: list[str], more: Any, where: str)
             )
 
 
-def _check_patterns(schema: Schema, properties: Schema, more: Any, where: str) -> None:
+def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: str) -> None:
     """A property has one schema, and names may come twice, so no two schemas may concern one."""
     by_pattern = schema["patternProperties"]
-    if len(by_pattern) > 1 or more not in (None, True, False):
-        other = "other patterns" if len(by_pattern) > 1 else "'additionalProperties'"
+    if len(by_pattern) > 1 or additional not in (None, True, False):
+        obstacle = "other patterns" if len(by_pattern) > 1 else "'additionalProperties'"
         raise NotHonored(
-            f"{where}.patternProperties cannot be honored together with {other}",
+            f"{where}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
     [(pattern, part)] = by_pattern.items()
@@ -266,16 +276,16 @@ def _check_patterns(schema: Schema, properties: Schema, more: Any, where: str) -
 
 def _check_count(schema: Schema, num_required: int, num_named: int | None, where: str) -> None:
     """A name may come twice, and then counts once. `num_named`: None if any names are possible."""
-    least = schema.get("minProperties", 0)
-    if num_named is not None and least > num_named:
+    minimum = schema.get("minProperties", 0)
+    if num_named is not None and minimum > num_named:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")
-    if num_named is None and least > max(1, num_required):
+    if num_named is None and minimum > max(1, num_required):
         raise NotHonored(
             f"{where}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
             "minProperties",
         )
-    if least <= num_required:
+    if minimum <= num_required:
         schema.pop("minProperties", None)
     if schema.get("maxProperties", num_required) < num_required:
         raise NotHonored(f"{where}.maxProperties is less than what is required", "maxProperties")
@@ -285,21 +295,21 @@ def _check_count(schema: Schema, num_required: int, num_named: int | None, where
 
 
 def _array(schema: Schema, where: str) -> Schema:
-    first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
-    most = schema.get("maxItems")
-    if most is not None and most < len(first):
-        schema |= {"prefixItems": first[:most], "items": False}
-        first = first[:most]
-    if False in first:
-        place = first.index(False)
-        schema |= {"prefixItems": first[:place], "items": False}
-    if first:
+    prefix, minimum = schema.get("prefixItems", []), schema.get("minItems", 0)
+    maximum = schema.get("maxItems")
+    if maximum is not None and maximum < len(prefix):
+        schema |= {"prefixItems": prefix[:maximum], "items": False}
+        prefix = prefix[:maximum]
+    if False in prefix:
+        place = prefix.index(False)
+        schema |= {"prefixItems": prefix[:place], "items": False}
+    if prefix:
         schema["prefixItems"] = [{} if part is True else part for part in schema["prefixItems"]]
-    if "items" not in schema and (not first or least > len(first)):
+    if "items" not in schema and (not prefix or minimum > len(prefix)):
         schema["items"] = True
-    if schema.get("items") is False and least > len(schema.get("prefixItems", ())):
+    if schema.get("items") is False and minimum > len(schema.get("prefixItems", ())):
         raise NotHonored(f"{where}.minItems is more than the items that are possible", "minItems")
-    if least > (math.inf if most is None else most):
+    if minimum > (math.inf if maximum is None else maximum):
         raise NotHonored(f"{where}.minItems is more than maxItems", "minItems")
     return {name: value for name, value in schema.items() if value != []}
 
@@ -307,10 +317,10 @@ def _array(schema: Schema, where: str) -> Schema:
 def _string(schema: Schema, where: str) -> Schema:
     lengths = [schema.get(name) for name in ("minLength", "maxLength")]
     if lengths != [None, None]:
-        least, most = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
-        if lengths[1] is not None and lengths[1] < least:
+        minimum, maximum = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
+        if lengths[1] is not None and lengths[1] < minimum:
             raise NotHonored(f"{where}.minLength is more than maxLength", "minLength")
-        return {"pattern": f"^{patterns.CHARACTER}{{{least},{most}}}$"}
+        return {"pattern": f"^{patterns.CHARACTER}{{{minimum},{maximum}}}$"}
     if "format" in schema:
         if schema["format"] not in _FORMATS:
             raise NotHonored(

@@ -1,0 +1,216 @@
+"""Chats, whichever API asks for them. OpenAI's chat completions are here; `messages/` and
+`responses/` are adapters. Each makes a `Chat` of its requests, whose conversation has the form that
+the chat template reads, and `job_of` makes a job of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.api.endpoints import Job, Served, first_of, make_job
+from cluster.api.replies import ChatWriter, Writer
+from cluster.api.schema import (
+    AllowedTools,
+    ChatRequest,
+    Function,
+    Generate,
+    NamedTool,
+    TokenizeRequest,
+)
+from cluster.api.structure import CallRules, call_rules, structure_of
+from cluster.client.outputs import Generation
+from cluster.client.prompts import Conversation, Message, ParsedPrompt
+from cluster.client.tokenizer import Tokenizer
+from cluster.grammar.markers import THINKING_SWITCH, state_after
+from scheduler.bounds import check, most
+from scheduler.errors import RequestError
+from scheduler.params import MAX_LOGPROBS, StructuredOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a chat asks for. structure: what an answer without calls must match. max_tokens: None
+    for as many as are possible. logprobs: how many alternatives of each token are reported, None
+    for no log probabilities. options: how to sample and to send the answer.
+    """
+
+    conversation: Conversation
+    rules: CallRules
+    structure: StructuredOutputs | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    options: Generate
+
+    @property
+    def prompt(self) -> ParsedPrompt:
+        salt = self.options.cache_salt or ""
+        return ParsedPrompt(conversation=self.conversation, cache_salt=salt)
+
+
+def conversation_of(
+    messages: list[Message],
+    tools: Sequence[Function],
+    variables: dict[str, Any],
+    served: Served,
+    *,
+    continues_last: bool = False,
+) -> Conversation:
+    """Raises `RequestError`, as `Conversation` and for too many messages."""
+    check("messages", len(messages), "messages", most=served.max_messages)
+    shown_tools = [
+        {"type": "function", "function": tool.model_dump(exclude_unset=True)} for tool in tools
+    ]
+    return Conversation(
+        messages=messages,
+        tools=shown_tools or None,
+        template_variables=variables,
+        continues_last=continues_last,
+    )
+
+
+def variables_of(
+    tokenizer: Tokenizer,
+    template_kwargs: dict[str, Any] | None,
+    *,
+    enable_thinking: bool | None = None,
+    reasoning_effort: str | None = None,
+) -> dict[str, Any]:
+    """The variables of the template: those that are given, and the one that switches thinking.
+    Thinking is a hint where the template cannot switch it. Raises `RequestError` if it is to be off
+    and the model always thinks.
+    """
+    variables, field = dict(template_kwargs or {}), "chat_template_kwargs"
+    if THINKING_SWITCH not in variables:
+        if enable_thinking is not None:
+            variables[THINKING_SWITCH], field = enable_thinking, "enable_thinking"
+        elif reasoning_effort is not None:
+            variables[THINKING_SWITCH] = reasoning_effort != "none"
+            field = "reasoning_effort"
+    if THINKING_SWITCH in tokenizer.template_variables:
+        return variables
+    if variables.pop(THINKING_SWITCH, None) is False and tokenizer.always_thinks:
+        raise RequestError(f"{field}: this model always thinks; leave the field out", field)
+    return variables
+
+
+def chat_job(request: ChatRequest, served: Served) -> Job:
+    """Raises `RequestError`, and `HttpError` for another model."""
+    return job_of(chat_of(request, served), served)
+
+
+def chat_of(request: ChatRequest, served: Served) -> Chat:
+    """Raises as `chat_job`."""
+    served.check_name(request.model)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    rules = rules_of(request)
+    max_tokens = request.max_completion_tokens
+    return Chat(
+        conversation=_conversation(request, rules.tools, served, "a chat"),
+        rules=rules,
+        structure=request.structure(),
+        max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        options=request,
+    )
+
+
+def rules_of(request: ChatRequest) -> CallRules:
+    """Raises `RequestError`."""
+    tools = [tool.function for tool in request.tools or ()]
+    choice, parallel = request.tool_choice, request.parallel_tool_calls
+    if isinstance(choice, NamedTool):
+        return call_rules(tools, None, named_tool=choice.function.name, parallel=parallel)
+    if isinstance(choice, AllowedTools):
+        allowed = choice.allowed_tools
+        names = {tool.function.name for tool in allowed.tools}
+        return call_rules(tools, allowed.mode, allowed=names, parallel=parallel)
+    return call_rules(tools, choice, parallel=parallel)
+
+
+def job_of(chat: Chat, served: Served) -> Job:
+    """Raises `RequestError`."""
+    tokenizer, options = served.tokenizer_for("a chat"), chat.options
+    structure = structure_of(chat.rules, chat.structure)
+    max_answer_tokens = served.builder.limits.max_total_tokens
+    if chat.logprobs is not None:
+        if not 0 <= chat.logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {chat.logprobs}",
+                "top_logprobs",
+            )
+        # A client that names no length gets as many tokens as are possible.
+        num_outputs = options.n or served.builder.defaults.n or 1
+        max_answer_tokens = max(
+            1, min(max_answer_tokens, most("alternatives") // (num_outputs * (1 + chat.logprobs)))
+        )
+    params = options.sampling(
+        max_tokens=first_of(chat.max_tokens, served.builder.defaults.max_tokens, max_answer_tokens),
+        logprobs=chat.logprobs,
+        structure=structure,
+    )
+
+    def make_writer(generations: list[Generation]) -> Writer:
+        return ChatWriter(
+            served.name,
+            generations,
+            tokenizer,
+            state=state_after(generations[0].prompt or ""),
+            has_tools=bool(chat.rules.tools),
+            token_ids=bool(options.return_token_ids),
+            prompt_top=options.prompt_logprobs,
+        )
+
+    return make_job(options, served, [chat.prompt], params, make_writer)
+
+
+def tokenize(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
+    served.check_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+            if getattr(request, name):
+                raise RequestError(f"{name} needs messages", name)
+        prompt = ParsedPrompt(text=request.prompt)
+    else:
+        tools = [tool.function for tool in request.tools or ()]
+        conversation = _conversation(request, tools, served, "tokenizing")
+        prompt = ParsedPrompt(conversation=conversation)
+    token_ids = served.builder.encode(prompt)
+    return {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": served.builder.limits.max_model_len,
+    }
+
+
+def _conversation(
+    request: ChatRequest | TokenizeRequest,
+    tools: Sequence[Function],
+    served: Served,
+    purpose: str,
+) -> Conversation:
+    """The conversation of a request, which must have one. Raises `RequestError`."""
+    tokenizer = served.tokenizer_for(purpose)
+    as_text = tokenizer.takes_arguments_as_text
+    variables = variables_of(
+        tokenizer,
+        request.chat_template_kwargs,
+        enable_thinking=request.enable_thinking,
+        reasoning_effort=request.reasoning_effort,
+    )
+    continues_last = bool(request.continue_final_message)
+    if request.add_generation_prompt is continues_last:
+        raise RequestError(
+            "add_generation_prompt is false where continue_final_message is true, and true"
+            " otherwise; leave it out",
+            "add_generation_prompt",
+        )
+    messages = [
+        message.for_template(arguments_as_text=as_text) for message in request.messages or ()
+    ]
+    return conversation_of(messages, tools, variables, served, continues_last=continues_last)

@@ -1,0 +1,177 @@
+"""The files of a checkpoint's tokenizer, read without transformers, whose import takes seconds.
+
+Accepted is what certainly means the same to transformers, which a test compares: a `tokenizer.json`
+that `tokenizer_config.json` neither adds to nor contradicts, as all checkpoints of Qwen3 have it.
+Anything else is refused, with what to change.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+
+from cluster.client.chat_template import ChatTemplate
+from scheduler.bounds import shown
+from scheduler.errors import ConfigError
+
+NAMES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# With these, `tokenizer.json` alone says how text is cut; with Llama's if its tokens are bytes.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+_QWEN2_CLASSES = (None, "Qwen2Tokenizer", "Qwen2TokenizerFast")
+# What transformers' Qwen2 class builds, regardless of `tokenizer.json`.
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPECIAL = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+# Settings that change ids or text, which must be off.
+_SETTINGS = ("add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces")
+_SPECIAL_NAMES = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+    "mask_token",
+)
+_TOKEN_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What the files hold. eos_token: the text that ends a sequence. is_byte_level: tokens stand
+    for bytes.
+    """
+
+    backend: Backend
+    template: ChatTemplate | None
+    eos_token: str | None
+    is_byte_level: bool
+
+
+def read(path: Path) -> TokenizerFiles:
+    """The tokenizer in a directory. Raises `ConfigError`."""
+    file = path / "tokenizer.json"
+    try:
+        if not file.exists():
+            raise ConfigError(
+                "it has no tokenizer.json; write one with transformers:"
+                f" AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+            )
+        config_file = path / "tokenizer_config.json"
+        config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
+        stored = json.loads(file.read_text("utf-8"))
+        decoder = stored.get("decoder") or {}
+        is_byte_level = "ByteLevel" in [
+            part.get("type") for part in (decoder, *decoder.get("decoders", ()))
+        ]
+        is_qwen2 = config.get("tokenizer_class") in _QWEN2_CLASSES
+        config = (_QWEN2_SPECIAL if is_qwen2 else {}) | config
+        special_tokens = {
+            name: _text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
+        }
+        _check_class(config, is_byte_level=is_byte_level)
+        if is_qwen2 and not _is_qwen2_pipeline(stored):
+            raise ConfigError(
+                "its tokenizer.json does not cut text as its class, Qwen2Tokenizer, does; to cut"
+                f" text as that file says, set tokenizer_class to {_GENERIC_CLASSES[0]!r}"
+            )
+        _check_added_tokens(config, stored, special_tokens)
+        backend = Backend.from_file(str(file))
+        backend.no_truncation()  # left over from a training
+        backend.no_padding()
+        return TokenizerFiles(
+            backend=backend,
+            template=_template(path, config, special_tokens),
+            eos_token=special_tokens.get("eos_token"),
+            is_byte_level=is_byte_level,
+        )
+    except TemplateError as error:
+        raise ConfigError(f"the chat template in {path} cannot be read: {error}") from error
+    except Exception as error:  # of any kind: the files may hold anything
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _check_class(config: dict[str, Any], *, is_byte_level: bool) -> None:
+    """Raise `ConfigError` for a class or a setting that says more than `tokenizer.json`."""
+    name = config.get("tokenizer_class")
+    possible_classes = (
+        *_QWEN2_CLASSES,
+        *_GENERIC_CLASSES,
+        *(_LLAMA_CLASSES if is_byte_level else ()),
+    )
+    if name not in possible_classes:
+        raise ConfigError(
+            f"its tokenizer_class is {shown(name)}; possible are"
+            f" {', '.join(filter(None, possible_classes))}"
+        )
+    if "auto_map" in config:
+        raise ConfigError("its auto_map names code of the checkpoint, which is not run")
+    for setting in _SETTINGS:
+        if config.get(setting):
+            raise ConfigError(f"its {setting} is {shown(config[setting])}; only false is possible")
+
+
+def _is_qwen2_pipeline(stored: dict[str, Any]) -> bool:
+    model, pre_tokenizer = stored["model"], stored.get("pre_tokenizer") or {}
+    parts = pre_tokenizer.get("pretokenizers") or []
+    return (
+        model.get("type") == "BPE"
+        and not any(
+            model.get(name)
+            for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+        )
+        and (stored.get("normalizer") or {}).get("type") == "NFC"
+        and [part.get("type") for part in parts] == ["Split", "ByteLevel"]
+        and parts[0].get("pattern") == {"Regex": _QWEN2_SPLIT}
+        and parts[0].get("behavior") == "Isolated"
+        and not parts[0].get("invert")
+        and not parts[1].get("add_prefix_space")
+        and not parts[1].get("use_regex")
+        and (stored.get("decoder") or {}).get("type") == "ByteLevel"
+    )
+
+
+def _check_added_tokens(
+    config: dict[str, Any], stored: dict[str, Any], special_tokens: dict[str, str]
+) -> None:
+    """Raise `ConfigError` if the configuration adds a token to those of `tokenizer.json`, or
+    changes one.
+    """
+    stored_tokens = {str(token["id"]): token for token in stored.get("added_tokens", [])}
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        stored_token = stored_tokens.get(token_id, {})
+        if any(stored_token.get(flag) != token.get(flag) for flag in _TOKEN_FLAGS):
+            raise ConfigError(
+                f"its added_tokens_decoder and its tokenizer.json differ in token {token_id},"
+                f" {shown(token.get('content'))}"
+            )
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, list):
+        raise ConfigError(f"its extra_special_tokens must be a list, got {shown(extra)}")
+    special = {token["content"] for token in stored_tokens.values() if token["special"]}
+    for text in (*map(_text, extra), *special_tokens.values()):
+        if text not in special:
+            raise ConfigError(
+                f"its tokenizer_config.json names the special token {shown(text)}, which is not"
+                " one in its tokenizer.json"
+            )
+
+
+def _template(
+    path: Path, config: dict[str, Any], special_tokens: dict[str, str]
+) -> ChatTemplate | None:
+    """A template in a file of its own comes first."""
+    file = path / "chat_template.jinja"
+    source = file.read_text("utf-8") if file.exists() else config.get("chat_template")
+    if source is None:
+        return None
+    if not isinstance(source, str) or (path / "additional_chat_templates").exists():
+        raise ConfigError("it has several chat templates; keep one, in chat_template.jinja")
+    return ChatTemplate(source, special_tokens)
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)

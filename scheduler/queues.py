@@ -1,0 +1,150 @@
+"""Who waits and who runs, both in order of arrival, and in which slot.
+
+A running sequence has a slot and blocks. It gives back both when it ends or waits again; because
+every rank runs the steps in order, both can be reused at once. The next plan tells the ranks which
+slots were released.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+
+from scheduler.block_manager import BlockManager
+from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
+
+RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
+
+
+class Queues:
+    """The unfinished sequences, and `num_slots` slots for those that run."""
+
+    def __init__(self, num_slots: int, block_manager: BlockManager) -> None:
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_slots = num_slots
+        self.free_slots = list(range(num_slots))[::-1]
+        self.released_slots: list[int] = []  # since the last plan
+
+    def admit(self, seq: Sequence) -> int:
+        """Let a waiting sequence run. Returns the number of its tokens that are cached. Call only
+        if there is a free slot and `BlockManager.can_allocate` is true.
+        """
+        self.waiting.remove(seq)
+        num_cached = self.block_manager.allocate(seq)
+        seq.status = RUNNING
+        seq.slot = self.free_slots.pop()
+        self.running.append(seq)
+        return num_cached
+
+    def wait_again(self, seq: Sequence, last_step_id: int) -> None:
+        """Put a running sequence back in line. A token in flight is not lost: `Scheduler.apply`
+        will add it. `last_step_id` is the last step that it may have run in, -1 for none.
+        """
+        self.running.remove(seq)
+        self._give_back(seq)
+        seq.status = WAITING
+        seq.last_step_id = last_step_id
+        insort(self.waiting, seq, key=_arrival)
+
+    def end(self, seq: Sequence, reason: str) -> None:
+        """End an unfinished sequence. One that runs stays in `running` until `drop_ended`."""
+        if seq.status is RUNNING:
+            self.block_manager.publish(seq, min(seq.num_computed, len(seq.token_ids)))
+            self._give_back(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.end(reason)
+
+    def drop_ended(self) -> None:
+        """Remove ended sequences from those that run."""
+        self.running = [seq for seq in self.running if seq.status is RUNNING]
+
+    def _give_back(self, seq: Sequence) -> None:
+        self.block_manager.deallocate(seq)
+        self.free_slots.append(seq.slot)
+        self.released_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+        seq.num_computed = 0
+        seq.must_restart = seq.is_held = False
+
+    def take_released(self) -> list[int]:
+        """The slots that were released since the last call."""
+        released_slots, self.released_slots = self.released_slots, []
+        return released_slots
+
+    def in_flight(self, oldest_step_id: int) -> list[Sequence]:
+        """The sequences that may run in a step whose result is unread; the oldest such step is
+        given.
+        """
+        return [
+            *(
+                seq
+                for seq in self.running
+                if not seq.waits_for_mask or seq.valid_from_step > oldest_step_id
+            ),
+            *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
+        ]
+
+    def start_epoch(self) -> None:
+        """All sequences wait again, and what was in flight for them is forgotten."""
+        for seq in self.running[::-1]:
+            self.wait_again(seq, -1)
+        for seq in self.waiting:
+            seq.num_pending = 0
+            seq.num_total = len(seq.token_ids)
+            seq.last_step_id = -1
+            seq.valid_from_step = 0
+        self.block_manager.clear_index()
+        self.released_slots.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError, naming the law and the values, unless every invariant holds."""
+        assert len(self.running) <= self.num_slots, (
+            f"{len(self.running)} running, {self.num_slots} allowed"
+        )
+        for seq in self.running:
+            self._check_running(seq)
+        for seq in self.waiting:
+            assert seq.status is WAITING and seq.slot == NO_SLOT, (
+                f"in the waiting queue but not waiting: {seq}"
+            )
+            assert not seq.block_table and seq.num_computed == 0, (
+                f"waiting, but holds blocks: {seq}"
+            )
+            assert not seq.is_held, f"held without a slot: {seq}"
+        for seq in (*self.running, *self.waiting):
+            assert seq.num_total == len(seq.token_ids) + seq.num_pending, (
+                f"tokens in flight were miscounted: {seq}"
+            )
+        for arrivals in (
+            [seq.arrival for seq in self.running],
+            [seq.arrival for seq in self.waiting],
+        ):
+            assert arrivals == sorted(arrivals), f"not in order of arrival: {arrivals}"
+        slots = sorted([seq.slot for seq in self.running] + self.free_slots)
+        assert slots == list(range(self.num_slots)), f"slots were lost or duplicated: {slots}"
+        mid_prompt_sequences = [
+            seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1
+        ]
+        assert not mid_prompt_sequences or mid_prompt_sequences == self.running[-1:], (
+            f"in the middle of its prompt, but not last: {mid_prompt_sequences}"
+        )
+        self.block_manager.check(self.running)
+
+    def _check_running(self, seq: Sequence) -> None:
+        assert seq.status is RUNNING and seq.slot != NO_SLOT, (
+            f"in the running queue but not running: {seq}"
+        )
+        fewest_computed = 0 if seq.must_restart else 1
+        assert fewest_computed <= seq.num_computed <= seq.num_total <= seq.max_total, (
+            f"token counts are out of order: {seq}"
+        )
+        assert len(seq.block_table) * self.block_manager.block_size >= seq.num_computed, (
+            f"has computed beyond its blocks: {seq}"
+        )
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

@@ -1,0 +1,163 @@
+"""A step from its plan to the content of its result."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.errors import EngineError
+from scheduler.messages import AdmittedRows, StepPlan, StepResult, TokenLogprobs, ints
+from scheduler.pace import Pace
+from scheduler.prompt_scores import Scores, has_scores, scored_rows
+from scheduler.queues import Queues
+from scheduler.records import StepRecord
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A plan under construction. `budget` is how many more tokens it may hold."""
+
+    budget: int
+    slots: list[int] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    samples: bytearray = field(default_factory=bytearray)
+    sampling_sequences: list[Sequence] = field(default_factory=list)
+    scored_by_row: dict[int, Sequence] = field(default_factory=dict)
+    appended_slots: list[int] = field(default_factory=list)
+    appended_block_ids: list[int] = field(default_factory=list)
+    # Each with its number of cached tokens.
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    num_preempted: int = 0
+    is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
+    head_waits_for: str = ""  # why the first sequence in line was not admitted
+
+    def score(self, seq: Sequence) -> None:
+        """Before a row is added: have its prompt tokens scored, if that is wanted."""
+        if has_scores(seq):
+            self.scored_by_row[len(self.slots)] = seq
+
+    def pace(self, pace: Pace, budget: int) -> int:
+        """What is left of a budget for prompts beside the rows planned so far."""
+        prompt_budget = pace.budget(len(self.slots))
+        self.is_paced = prompt_budget < budget
+        return min(budget, prompt_budget)
+
+    def plan(self, step_id: int, epoch: int, released_slots: list[int]) -> StepPlan:
+        """The message to the ranks."""
+        return StepPlan(
+            step_id=step_id,
+            epoch=epoch,
+            released=ints(released_slots),
+            admitted=_admitted_rows(self.admitted) if self.admitted else None,
+            appended_slots=ints(self.appended_slots),
+            appended_block_ids=ints(self.appended_block_ids),
+            slots=ints(self.slots),
+            num_new_tokens=ints(self.num_new_tokens),
+            samples=bytes(self.samples),
+            masked=self._masked(),
+            scored=scored_rows(self.scored_by_row, len(self.slots)),
+        )
+
+    def _masked(self) -> bytes:
+        """See `StepPlan.masked`."""
+        if not any(seq.grammar for seq in self.sampling_sequences):
+            return b""
+        sampling_sequences = iter(self.sampling_sequences)
+        return bytes(
+            1 if samples_token and next(sampling_sequences).grammar else 0
+            for samples_token in self.samples
+        )
+
+    def submitted(self, plan: StepPlan, queues: Queues, launched_s: float) -> SubmittedStep:
+        """What is kept of it until its result is read."""
+        record = StepRecord(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            launched_s=launched_s,
+            num_rows=len(self.slots),
+            num_tokens=sum(self.num_new_tokens),
+            num_decoding=self.num_new_tokens.count(1),
+            num_admitted=len(self.admitted),
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting),
+            num_free_blocks=queues.block_manager.num_free_blocks,
+            num_preempted=self.num_preempted,
+            num_evicted=queues.block_manager.num_evictions,
+            head_waits_for=self.head_waits_for,
+        )
+        return SubmittedStep(
+            plan.step_id,
+            plan.epoch,
+            self.sampling_sequences,
+            list(self.scored_by_row.values()),
+            record,
+            has_mask=not plan.masked,
+        )
+
+
+def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:
+    sequences = [seq for seq, _ in admitted]
+    token_ids, block_ids = ints(), ints()
+    for seq in sequences:
+        token_ids.extend(seq.token_ids)
+        block_ids.extend(seq.block_table)
+    return AdmittedRows(
+        slots=ints(seq.slot for seq in sequences),
+        num_tokens=ints(len(seq.token_ids) for seq in sequences),
+        num_prompt_tokens=ints(seq.num_prompt_tokens for seq in sequences),
+        num_cached_tokens=ints(num_cached for _, num_cached in admitted),
+        num_blocks=ints(len(seq.block_table) for seq in sequences),
+        token_ids=token_ids,
+        block_ids=block_ids,
+        sampling=tuple(seq.sampling for seq in sequences),
+    )
+
+
+@dataclass(slots=True)
+class SubmittedStep:
+    """A step whose result is unread. `scored_sequences` are in the order of their rows. `has_mask`:
+    its `StepMask` was sent, or none is needed.
+    """
+
+    step_id: int
+    epoch: int
+    sampling_sequences: list[Sequence]
+    scored_sequences: list[Sequence]
+    record: StepRecord
+    has_mask: bool
+
+
+def step_of(result: StepResult, submitted: deque[SubmittedStep]) -> SubmittedStep:
+    """The oldest of the submitted steps. Raises `EngineError` unless this is its result."""
+    oldest_step = submitted[0] if submitted else None
+    if oldest_step is None or (result.step_id, result.epoch) != (
+        oldest_step.step_id,
+        oldest_step.epoch,
+    ):
+        expected_step = "no step"
+        if oldest_step is not None:
+            expected_step = f"step {oldest_step.step_id} of epoch {oldest_step.epoch}"
+        raise EngineError(
+            f"got the result of step {result.step_id} of epoch {result.epoch}, expected"
+            f" {expected_step}"
+        )
+    num_tokens, num_rows = len(result.token_ids), len(oldest_step.sampling_sequences)
+    if num_tokens != num_rows:
+        raise EngineError(f"step {result.step_id} sampled {num_tokens} tokens for {num_rows} rows")
+    if result.logprobs is not None and len(result.logprobs) != num_tokens:
+        raise EngineError(
+            f"step {result.step_id} has {len(result.logprobs)} logprobs for {num_tokens} tokens"
+        )
+    return oldest_step
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The content of a result: one token for each of `sequences`, and which sequences ended."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Scores = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,75 @@
+"""Which sequences may have crashed the ranks, and which must fail for it.
+
+A crash is a strike for the sequences that ran. `CLEARING_TOKENS` tokens without a crash clear a
+sequence. With two strikes it is a suspect: it runs alone until it is cleared, and begins when all
+steps of the one before it are read. Two more crashes alone without a token convict it, so a request
+that kills a rank whenever it runs fails alone, after four crashes. If it gets tokens between its
+crashes (its prompt runs, its decodes kill), four more convict it: a rank that dies by chance hits a
+sequence again before its next few tokens far more often than before its next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.sequence import Sequence, SequenceStatus
+
+CLEARING_TOKENS = 4
+# Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
+SUSPECT_STRIKES, CONVICTED_WITH_TOKENS, CONVICTED_STRIKES = 2, 6, 4
+
+
+class Suspects:
+    """The sequences that have to run alone, in order of arrival. Counts the strikes of all; whoever
+    calls it moves sequences between the queues.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+
+    @property
+    def first(self) -> Sequence | None:
+        """The one whose turn it is."""
+        return self.sequences[0] if self.sequences else None
+
+    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
+        """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
+        for seq in in_flight:
+            has_new_token = len(seq.token_ids) > seq.tokens_at_strike
+            seq.strikes = 1 if _is_cleared(seq) else seq.strikes + 1
+            seq.strikes_without_token = 1 if has_new_token else seq.strikes_without_token + 1
+            seq.tokens_at_strike = len(seq.token_ids)
+        return [
+            seq
+            for seq in in_flight
+            if seq.strikes_without_token >= CONVICTED_STRIKES
+            or seq.strikes >= CONVICTED_WITH_TOKENS
+        ]
+
+    def start_epoch(self, unfinished: Iterable[Sequence]) -> None:
+        """Every sequence starts again; those with two strikes will run alone."""
+        self.sequences = [seq for seq in unfinished if seq.strikes >= SUSPECT_STRIKES]
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended. Does nothing for one that is not suspect."""
+        if seq in self.sequences:
+            self.sequences.remove(seq)
+
+    def pop_idle(self) -> Sequence | None:
+        """Take away the first suspect if it waits for a mask: nobody waits for it. None if not."""
+        if self.sequences and self.sequences[0].waits_for_mask:
+            return self.sequences.pop(0)
+        return None
+
+    def pop_cleared(self) -> Sequence | None:
+        """Take away the first suspect if it has ended or got enough tokens. None if not."""
+        seq = self.first
+        if seq is None or (seq.status is not SequenceStatus.FINISHED and not _is_cleared(seq)):
+            return None
+        seq.strikes = seq.strikes_without_token = 0
+        return self.sequences.pop(0)
+
+
+def _is_cleared(seq: Sequence) -> bool:
+    """Whether it has come far enough since its last strike for that to count no more."""
+    return len(seq.token_ids) - seq.tokens_at_strike >= CLEARING_TOKENS

@@ -1,0 +1,136 @@
+"""From hidden states to the next tokens: logits, sampling, and the tokens written where the next
+step reads them.
+
+Where the device has graphs, all of it is one graph if every row is sampled in a usual way:
+greedily, with a temperature alone, or with a temperature and a small top-k. Without a graph it is
+10 to 30 kernels, and launching them takes the host longer than a small model takes the GPU. A batch
+uses the next larger captured size; a row of padding is sampled like the others, and its token is
+written nowhere. A step whose rows ask for anything else, such as penalties, masks or log
+probabilities, is launched kernel by kernel. Owns its static tensors. Legend: B rows of a captured
+batch, S rows of the largest, R sampling rows, E hidden size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from configs.engine import ResolvedConfig
+from scheduler.messages import StepMask
+from workers import faults
+from workers.batch.state import BatchState, StepRows
+from workers.device import Device, Graph, Put, StepUploads
+from workers.models.qwen3 import Qwen3
+from workers.sampling.sampler import SampledTokens, Sampler
+from workers.sampling.state import USUAL_KINDS, KeptRows, SamplingBatch
+
+logger = logging.getLogger(__name__)
+
+WaitForMask = Callable[[], StepMask]
+# From the hidden states of the R rows to their tokens.
+Sample = Callable[[torch.Tensor], SampledTokens]
+
+_SMALL_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_SIZE_STEP = 64
+
+
+def sampling_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Powers of two up to 64, then steps of 64, always ending in `max_num_seqs`: a row of padding
+    costs little beside the product with the vocabulary, which reads the same weights for all.
+    """
+    sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, max_num_seqs, _SIZE_STEP), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+class NextTokens:
+    """The last stage of the steps of one model over one batch state."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: Qwen3,
+        sampler: Sampler,
+        state: BatchState,
+        device: Device,
+        uploads: StepUploads,
+    ) -> None:
+        """`uploads`: those of each step, of which this keeps some bytes per row."""
+        self._model, self._sampler, self._state, self._device = model, sampler, state, device
+        max_rows = config.max_num_seqs
+        self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
+        self._slots = uploads.keep(self._slots_S)
+        self._positions = uploads.keep(self._positions_S)
+        self._kept = KeptRows(max_rows, uploads.keep)
+        self.sizes = sampling_sizes(max_rows)
+        self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
+        self._tokens: dict[tuple[int, int], torch.Tensor] = {}
+        self._hidden_SE: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def capture(self, hidden_SE: torch.Tensor, largest: Graph | None = None) -> None:
+        """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
+        `largest`. Waits for the device.
+        """
+        began, self._hidden_SE = time.perf_counter(), hidden_SE
+        for size in reversed(self.sizes):
+            for kind in USUAL_KINDS:
+                run = partial(self._run, size, kind)
+                self.graphs[size, kind] = self._device.capture(run, largest)
+                largest = largest or self.graphs[size, kind]
+        seconds = time.perf_counter() - began
+        logger.info("%d graphs of sampling captured in %.1f s", len(self.graphs), seconds)
+
+    def stage(self, rows: StepRows, put: Put, wait_for_mask: WaitForMask | None = None) -> Sample:
+        """Put what the R sampling rows need. Returns a function that launches it; with masked rows,
+        it calls `wait_for_mask` once the logits are launched.
+        """
+        num_rows = len(rows.sampling_slots_R)
+        slots_R = rows.sampling_slots_R.astype(np.int64)
+        self._slots_S[:num_rows] = slots_R
+        self._positions_S[:num_rows] = rows.sampling_positions_R
+        may_replay = bool(self.graphs) and wait_for_mask is None
+        kind = self._sampler.usual_kind(slots_R) if may_replay else None
+        if kind is not None:
+            size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+            self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing
+            self._sampler.fill(self._kept, slots_R, rows.sampling_positions_R.astype(np.int64))
+            return partial(self._replay, size, kind, num_rows)
+        batch = self._sampler.batch(slots_R, rows.sampling_positions_R.astype(np.int64), put)
+        return partial(self._launch, batch, wait_for_mask)
+
+    def _replay(
+        self, size: int, kind: int, num_rows: int, hidden_RE: torch.Tensor
+    ) -> SampledTokens:
+        faults.reach("sample", self._model.group.rank)
+        assert self._hidden_SE is not None
+        if hidden_RE.data_ptr() != self._hidden_SE.data_ptr():
+            self._hidden_SE[:num_rows].copy_(hidden_RE)
+        self.graphs[size, kind].replay()
+        return SampledTokens(token_ids_B=self._tokens[size, kind][:num_rows], logprobs=None)
+
+    def _launch(
+        self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: torch.Tensor
+    ) -> SampledTokens:
+        faults.reach("sample", self._model.group.rank)
+        logits_RV = self._model.logits(hidden_RE)
+        masks = None if wait_for_mask is None else self._sampler.row_masks(wait_for_mask())
+        sampled = self._sampler.sample(logits_RV, batch, masks)
+        self._write(sampled.token_ids_B)
+        return sampled
+
+    def _run(self, size: int, kind: int) -> None:
+        assert self._hidden_SE is not None
+        logits_BV = self._model.logits(self._hidden_SE[:size])
+        sampled = self._sampler.sample(logits_BV, self._kept.batch(size, kind))
+        self._write(sampled.token_ids_B)
+        self._tokens[size, kind] = sampled.token_ids_B
+
+    def _write(self, token_ids_B: torch.Tensor) -> None:
+        size = len(token_ids_B)
+        self._state.write_sampled(self._slots[:size], self._positions[:size], token_ids_B)
