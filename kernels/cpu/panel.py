@@ -6,8 +6,7 @@ own. A panel is read in chunks, each once from memory and then, for each tile of
 first-level cache, while the next one is fetched. Each sum is taken in one order, along X, so a
 row's results do not depend on the other rows or on the number of threads.
 
-Legend: T tokens, X features in, Y features out, P output features of a panel, C steps of a chunk
-(a step multiplies 4 bytes of each row of x).
+Legend: T tokens, X features in, Y features out. A step multiplies 4 bytes of each row of x.
 """
 
 from __future__ import annotations
