@@ -1,9 +1,9 @@
 """Paged attention on a CPU, one kernel for decode and prefill.
 
 The caches are those of `kv_layout.py`. Softmax is the online softmax of Milakov and Gimelshein 2018
-(arXiv:1805.02867), one block at a time, in float32. Products of float32 are `matmul_tile.py`'s;
-those of bfloat16 too, widened to float32, unless the processor has dot products of pairs: then
-`dot_tile.py`'s, for which the weights of the values are rounded to bfloat16, as they are on a GPU.
+(arXiv:1805.02867), one block at a time, in float32. Products are `tile.py`'s: of bfloat16 widened
+to float32, unless the processor has dot products of pairs, for which the weights of the values are
+rounded to bfloat16, as they are on a GPU.
 
 Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
 block size, W elements side by side in a cache, in tables blocks of a row, M queries of a tile times
@@ -18,7 +18,6 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu.dot_tile import PAIR, add_dots, add_rows
 from kernels.cpu.fp8 import loaded
 from kernels.cpu.jit import (
     FAST_MATH,
@@ -34,13 +33,11 @@ from kernels.cpu.jit import (
     widen,
 )
 from kernels.cpu.kv_layout import as_laid_out
-from kernels.cpu.matmul_tile import LANES, add_product, has_wide_registers
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.tile import LANES, PAIR, STEP_BYTES, add_16_columns, add_64_columns
 from kernels.metadata import AttentionMetadata
 
 _QUERIES_PER_TILE = 16
-# This many vectors of 16 sums fit into the registers, beside what is multiplied.
-_VECTORS_OF_FOUR_ROWS, _VECTORS_OF_TWO_ROWS = (2, 4) if has_wide_registers() else (1, 2)
 _BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
@@ -99,120 +96,43 @@ def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_addr
     stored beside it is undefined.
     """
     num_pairs = depth // PAIR
-    a_address = np.int64(a_MK.ctypes.data)
-    _add_whole_pairs(a_address, a_MK.shape[1], b_KNW, c_MN, num_pairs, prefetch_address)
+    _add_tiles(a_MK, 0, b_KNW, c_MN, num_pairs, prefetch_address)
     if depth % PAIR:
         last_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
         for n in range(b_KNW.shape[1]):
             last_1NW[0, n, 0], last_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
-        last_pair_address = a_address + 2 * PAIR * num_pairs
-        _add_whole_pairs(
-            last_pair_address, a_MK.shape[1], last_1NW, c_MN, np.int64(1), prefetch_address
-        )
-
-
-@fast_jit
-def _add_whole_pairs(
-    a_address: int, a_length: int, b_KNW: Array, c_MN: Array, num_pairs: int, prefetch_address: int
-) -> None:
-    """`a_address`: address of the first element, in rows of `a_length`."""
-    rows, columns = c_MN.shape
-    b_address, c_address = b_KNW.ctypes.data, c_MN.ctypes.data
-    lda, ldb, ldc = 2 * a_length, 2 * PAIR * columns, 4 * columns
-    column = 0
-    while column + 4 * LANES <= columns:
-        b_column_address, c_tile_address = b_address + 2 * PAIR * column, c_address + 4 * column
-        add_rows(
-            a_address,
-            lda,
-            b_column_address,
-            ldb,
-            c_tile_address,
-            ldc,
-            rows,
-            num_pairs,
-            prefetch_address + 4 * column * num_pairs,
-        )
-        column += 4 * LANES
-    while column < columns:  # a multiple of 16, as wherever elements are stored in pairs
-        for row in range(rows):
-            c_tile_address = c_address + row * ldc + 4 * column
-            add_dots(
-                PAIR,
-                1,
-                1,
-                a_address + row * lda,
-                lda,
-                b_address + 2 * PAIR * column,
-                ldb,
-                c_tile_address,
-                ldc,
-                num_pairs,
-                prefetch_address,
-            )
-        column += LANES
+        _add_tiles(a_MK, num_pairs, last_1NW, c_MN, np.int64(1), prefetch_address)
 
 
 def _add_widened(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_address: int) -> None:
     """See `_add_product`."""
     rows, columns = c_MN.shape
-    a_address, lda = a_MK.ctypes.data, a_MK.shape[1]
-    b_address, c_address, like = b_KNW.ctypes.data, c_MN.ctypes.data, b_KNW[0, 0, 0]
-    element_bytes = b_KNW.itemsize
-    column = 0
-    while column + 64 <= columns:
-        row = 0
-        while row + 4 <= rows:
-            for first_column in range(column, column + 64, LANES * _VECTORS_OF_FOUR_ROWS):
-                add_product(
-                    4,
-                    _VECTORS_OF_FOUR_ROWS,
-                    a_address + 4 * row * lda,
-                    lda,
-                    b_address + element_bytes * first_column,
-                    columns,
-                    c_address + 4 * (row * columns + first_column),
-                    columns,
-                    depth,
-                    prefetch_address + element_bytes * depth * first_column,
-                    like,
-                )
-            row += 4
-        while row + 2 <= rows:
-            for first_column in range(column, column + 64, LANES * _VECTORS_OF_TWO_ROWS):
-                add_product(
-                    2,
-                    _VECTORS_OF_TWO_ROWS,
-                    a_address + 4 * row * lda,
-                    lda,
-                    b_address + element_bytes * first_column,
-                    columns,
-                    c_address + 4 * (row * columns + first_column),
-                    columns,
-                    depth,
-                    prefetch_address + element_bytes * depth * first_column,
-                    like,
-                )
-            row += 2
-        if row < rows:
-            add_product(
-                1,
-                4,
-                a_address + 4 * row * lda,
-                lda,
-                b_address + element_bytes * column,
-                columns,
-                c_address + 4 * (row * columns + column),
-                columns,
-                depth,
-                prefetch_address + element_bytes * depth * column,
-                like,
-            )
-        column += 64
-    for row in range(rows):  # columns beyond a multiple of 64
+    _add_tiles(a_MK, 0, b_KNW, c_MN, depth, prefetch_address)
+    for row in range(rows):
         for k in range(depth):
-            for n in range(column, columns):
+            for n in range(columns // LANES * LANES, columns):
                 c_MN[row, n] += a_MK[row, k] * widen(b_KNW[k, n, 0])
+
+
+@fast_jit
+def _add_tiles(
+    a_MK: Array, first_step: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
+) -> None:
+    """c += a @ b for a's elements from step `first_step` on, for whole vectors of columns."""
+    rows, columns = c_MN.shape
+    a = a_MK.ctypes.data + STEP_BYTES * first_step, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
+    b_bytes, c_stride = b_KNW.itemsize * b_KNW.shape[2], c_MN.itemsize * columns
+    column = 0
+    while column + LANES <= columns:
+        b = b_KNW.ctypes.data + b_bytes * column, b_bytes * columns, b_KNW[0, 0, 0]
+        c = c_MN.ctypes.data + c_MN.itemsize * column, c_stride
+        next_address = prefetch_address + b_bytes * num_steps * column
+        if column + 4 * LANES <= columns:
+            add_64_columns(rows, a, b, c, num_steps, next_address)
+            column += 4 * LANES
+        else:
+            add_16_columns(rows, a, b, c, num_steps, next_address)
+            column += LANES
 
 
 @overload(_add_product, jit_options={"fastmath": FAST_MATH})

@@ -9,10 +9,10 @@ import torch
 
 from kernels.cpu import attention, elementwise, few_rows, linear, parallel, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
-from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
 from kernels.cpu.mixed import CpuMixed
+from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_places

@@ -4,7 +4,7 @@ Both read one weight, packed by oneDNN. A processor multiplies unsigned by signe
 codes of the input are stored with 128 added, which adds 128 times the sum of a weight's codes to
 each product; that is subtracted again.
 
-Legend: T tokens, X features in, Y features out, P output features of a panel.
+Legend: T tokens, X features in, Y features out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from kernels.cpu.dot_tile import FOUR, add_int8_rows, has_dot_products
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -27,13 +26,14 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
-from kernels.cpu.packed import PANEL, add_panel, max_rows, packed_address, row_bytes
+from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
+from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
 
 _ZERO_CODE = 128  # the unsigned code of 0
-_ALIGNMENT = 64
 _NO_BIAS = torch.empty(0)
 
 
@@ -79,23 +79,20 @@ class CpuInt8:
         codes_TX = torch.empty(num_rows, size_in, dtype=torch.uint8)
         scale_T = torch.empty(num_rows)
         out_TY = torch.empty(num_rows, size_out, dtype=x_TX.dtype)
-        x, codes, scales = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(scale_T)
-        scale_Y, out_array = as_array(weight.scale_Y), as_array(out_TY)
+        x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
+        scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
         if weight.address is not None and num_rows <= max_rows():
-            row_stride, excess = row_bytes(size_in), as_array(weight.excess_Y)
-            _few_rows(
-                x, codes, scales, weight.address, row_stride, excess, scale_Y, bias, out_array
-            )
+            _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
             return out_TY
-        _quantize(x, codes, scales)
+        _quantize(x, codes, scales[2])
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
             *(None, 1.0, 0, torch.float32),
             *("none", [], ""),
         )
-        _scale(as_array(sums_TY), scales, scale_Y, bias, out_array)
+        _scale(as_array(sums_TY), bias, scales, out)
         return out_TY
 
 
@@ -129,8 +126,9 @@ def _quantize(x_TX: Array, codes_TX: Array, scale_T: Array) -> None:
 
 @exact_jit
 def _scale_token(
-    t: int, sums_TY: Array, scale_T: Array, scale_Y: Array, bias_Y: Array, out_TY: Array
+    t: int, sums_TY: Array, bias_Y: Array, scales: tuple[Array, ...], out_TY: Array
 ) -> None:
+    _, scale_Y, scale_T = scales
     sums_Y, scale_t, out_Y = sums_TY[t], scale_T[t], out_TY[t]
     for y in range(len(out_Y)):
         value = sums_Y[y] * scale_Y[y] * scale_t
@@ -140,67 +138,21 @@ def _scale_token(
 
 
 @exact_entry_jit
-def _scale(sums_TY: Array, scale_T: Array, scale_Y: Array, bias_Y: Array, out_TY: Array) -> None:
-    parallel_for(len(out_TY), _scale_token, (sums_TY, scale_T, scale_Y, bias_Y, out_TY))
-
-
-@exact_jit
-def _multiply_panel(
-    panel: int,
-    codes_TX: Array,
-    scale_T: Array,
-    address: int,
-    row_stride: int,
-    excess_Y: Array,
-    scale_Y: Array,
-    bias_Y: Array,
-    out_TY: Array,
-) -> None:
-    num_rows, size_out = out_TY.shape
-    size_in = codes_TX.shape[1]
-    sums_buffer = np.zeros(num_rows * PANEL + _ALIGNMENT, np.int32)
-    num_skipped = (-sums_buffer.ctypes.data // 4) % (_ALIGNMENT // 4)
-    sums_TP = sums_buffer[num_skipped : num_skipped + num_rows * PANEL].reshape(num_rows, PANEL)
-    panel_address = address + panel * PANEL * row_stride
-    codes_address, sums_address = np.int64(codes_TX.ctypes.data), np.int64(sums_TP.ctypes.data)
-    add_panel(
-        add_int8_rows,
-        codes_address,
-        size_in,
-        panel_address,
-        sums_address,
-        num_rows,
-        size_in // FOUR,
-    )
-    # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-    first_feature = np.uint64(panel * PANEL)
-    num_features = min(np.uint64(PANEL), np.uint64(size_out) - first_feature)
-    for t in range(num_rows):
-        scale_t = scale_T[t]
-        for p in range(num_features):
-            unscaled = np.float32(sums_TP[t, p] - excess_Y[first_feature + p])
-            value = unscaled * scale_Y[first_feature + p] * scale_t
-            if len(bias_Y):
-                value += bias_Y[first_feature + p]
-            out_TY[t, first_feature + p] = narrow(value, out_TY[0, 0])
+def _scale(sums_TY: Array, bias_Y: Array, scales: tuple[Array, ...], out_TY: Array) -> None:
+    parallel_for(len(out_TY), _scale_token, (sums_TY, bias_Y, scales, out_TY))
 
 
 @exact_entry_jit
 def _few_rows(
     x_TX: Array,
     codes_TX: Array,
-    scale_T: Array,
     address: int,
-    row_stride: int,
-    excess_Y: Array,
-    scale_Y: Array,
+    panel_bytes: int,
     bias_Y: Array,
+    scales: tuple[Array, ...],
     out_TY: Array,
 ) -> None:
     for t in range(len(x_TX)):
-        scale_T[t] = _quantize_row(x_TX[t], codes_TX[t])
-    parallel_for(
-        (out_TY.shape[1] + PANEL - 1) // PANEL,
-        _multiply_panel,
-        (codes_TX, scale_T, address, row_stride, excess_Y, scale_Y, bias_Y, out_TY),
-    )
+        scales[2][t] = _quantize_row(x_TX[t], codes_TX[t])
+    arguments = (codes_TX, (address, panel_bytes, np.int8(0)), bias_Y, scales, out_TY)
+    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_int8_panel, arguments)

@@ -9,6 +9,7 @@ once per machine and version.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -70,20 +71,31 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+def _flip_of(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
+    sign_shift, magnitude_mask = integer(8 * integer(0).itemsize - 1), np.iinfo(integer).max
+
+    @inlined_jit
+    def flip(bits: Any) -> Any:
+        return integer(bits ^ integer(integer(bits >> sign_shift) & integer(magnitude_mask)))
+
+    return flip  # type: ignore[no-any-return]
+
+
+# From the bits of a float to an integer that is greater for a greater float, and back. A maximum of
+# integers vectorizes; one of floats does not, because of NaN.
+flip_int16, flip_int32 = _flip_of(np.int16), _flip_of(np.int32)
+
+
 @inlined_jit
 def ordered_bits(value: np.float32) -> np.int32:
-    """An int32 that is greater for a greater float. A maximum of integers vectorizes; one of floats
-    does not, because of NaN.
-    """
-    bits = np.int32(bits_of_float(value))
-    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+    """An int32 that is greater for a greater float."""
+    return flip_int32(np.int32(bits_of_float(value)))  # type: ignore[no-any-return]
 
 
 @inlined_jit
 def float_of_ordered(ordered: np.int32) -> np.float32:
     """The inverse of `ordered_bits`."""
-    bits = np.uint32(ordered ^ ((ordered >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-    return float_of_bits(bits)  # type: ignore[no-any-return]
+    return float_of_bits(np.uint32(flip_int32(ordered)))  # type: ignore[no-any-return]
 
 
 @intrinsic

@@ -2,7 +2,7 @@
 
 Scores then vectorize over the tokens of a block, and the weighted sum over the head dimension;
 neither needs a sum across a vector. Where the processor multiplies pairs of bfloat16
-(`dot_tile.py`), two consecutive dimensions of keys lie side by side, and so do two consecutive
+(`tile.py`), two consecutive dimensions of keys lie side by side, and so do two consecutive
 tokens of values: keys [N, K, D/2, P, 2], values [N, K, P/2, D, 2], in the same memory. Legend: N
 blocks, K KV heads, D head dim, P block size, W elements side by side (1 or 2).
 """
@@ -13,8 +13,7 @@ import functools
 
 import torch
 
-from kernels.cpu.dot_tile import PAIR, has_dot_products
-from kernels.cpu.matmul_tile import LANES
+from kernels.cpu.tile import LANES, PAIR, has_dot_products
 from kernels.interface import Shape
 
 

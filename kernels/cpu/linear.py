@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import few_rows
-from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.tile import has_dot_products
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
 _ROWS_HINT = 16

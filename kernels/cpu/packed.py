@@ -3,8 +3,7 @@
 A packed weight is panels of 64 output features, [Y / 64, X / lane, 64, lane], where a lane is the 4
 bytes of two bfloat16 or four 8-bit numbers; Y is padded with zeros to a multiple of 64, and the
 bytes of X to one of 64. oneDNN does not promise that layout, so `packed_address` checks whether a
-packed weight has it. A panel is read in chunks, each once from memory and then, for every four
-rows, from the first-level cache, while the next one is fetched.
+packed weight has it.
 
 Legend: T tokens, X features in, Y features out.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,12 @@ import numpy as np
 import torch
 from llvmlite import binding as llvm
 
-from kernels.cpu.jit import as_array, inlined_jit
+from kernels.cpu.jit import as_array
 
 PANEL = 64
-ROW_BYTES = 4 * PANEL  # bytes of one row's sums in a panel
 _LANE_BYTES = 4
-_DOT_BYTES = _LANE_BYTES * PANEL  # what one dot product of every output feature reads
+
 _ROW_MULTIPLE_BYTES = 64
-_DOTS_PER_CHUNK = 32  # dot products: 8 KiB of weights
 
 
 @functools.cache
@@ -111,35 +107,3 @@ def _capsule_pointer() -> Any:
     function = ctypes.pythonapi.PyCapsule_GetPointer
     function.restype, function.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     return function
-
-
-@inlined_jit
-def add_panel(
-    add_products: Callable[..., None],
-    x: int,
-    x_bytes: int,
-    panel: int,
-    sums: int,
-    rows: int,
-    num_dots: int,
-) -> None:
-    """Add a panel's products to `sums`: float32 [rows, 64] of bfloat16 if `add_products` is
-    `add_rows`, int32 of 8-bit numbers if it is `add_int8_rows`. `x_bytes` is the distance between
-    rows of x. All arguments but sizes are addresses.
-    """
-    for first_dot in range(0, num_dots, _DOTS_PER_CHUNK):
-        num_chunk_dots = min(_DOTS_PER_CHUNK, num_dots - first_dot)
-        chunk = panel + first_dot * _DOT_BYTES
-        prefetch_address = chunk + num_chunk_dots * _DOT_BYTES
-        x_address = x + _LANE_BYTES * first_dot
-        add_products(
-            x_address,
-            x_bytes,
-            chunk,
-            _DOT_BYTES,
-            sums,
-            ROW_BYTES,
-            rows,
-            num_chunk_dots,
-            prefetch_address,
-        )

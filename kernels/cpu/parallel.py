@@ -35,16 +35,7 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 
     def generate(context: Any, builder: Any, _: Any, argument_values: Any) -> Any:
         task_count, _, argument_tuple = argument_values
-        argument_tuple = context.make_tuple(
-            builder,
-            arguments,
-            [
-                _borrowed(context, builder, argument_type, value)
-                for argument_type, value in zip(
-                    arguments.types, cgutils.unpack_tuple(builder, argument_tuple), strict=True
-                )
-            ],
-        )
+        argument_tuple = _borrowed(context, builder, arguments, argument_tuple)
         intp = context.get_value_type(types.intp)
         num_threads = builder.call(_declare(builder, "get_num_threads", intp, []), [])
         shared_struct = cgutils.alloca_once(
@@ -119,7 +110,13 @@ def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_t
 
 
 def _borrowed(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
-    """An array without its owner, so that threads do not take turns at counting references."""
+    """Arrays, also those in tuples, without their owners, so that threads do not take turns at
+    counting references.
+    """
+    if isinstance(numba_type, types.BaseTuple):
+        items = zip(numba_type.types, cgutils.unpack_tuple(builder, value), strict=True)
+        borrowed_items = [_borrowed(context, builder, *item) for item in items]
+        return context.make_tuple(builder, numba_type, borrowed_items)
     if not isinstance(numba_type, types.Array):
         return value
     array = context.make_array(numba_type)(context, builder, value)

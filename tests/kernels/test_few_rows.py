@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.cpu import few_rows, linear, packed
-from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.tile import has_dot_products
 
 pytestmark = pytest.mark.skipif(
     not has_dot_products(), reason="this processor has no dot products of bfloat16 (AVX-512-BF16)"

@@ -7,9 +7,9 @@ import torch
 
 from kernels.cpu import int8
 from kernels.cpu.capabilities import has_int8
-from kernels.cpu.dot_tile import has_dot_products
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import ReferenceInt8, quantize_rows
 
