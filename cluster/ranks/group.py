@@ -321,7 +321,7 @@ class RankGroup:
                 f"{action} did not finish within {limit_s:g} s on rank {sorted(late_ranks)}"
             ) from None
         except RayError as error:
-            raise _translated(error, refs, action) from error
+            raise _translated(error, refs, action, self._rank_maker.num_ranks) from error
 
 
 class LostCallsError(WorkerError):
@@ -351,9 +351,11 @@ def _checkpoint_id(reports: Seq[WorkerReport]) -> str:
     return ",".join([reports[0].checkpoint, *(report.loaded for report in reports)])
 
 
-def _translated(error: Exception, refs: Seq[ray.ObjectRef[Any]], action: str) -> EaglerayError:
-    """An error of ours with the message of each rank that failed. An error that the user can fix
-    comes first.
+def _translated(
+    error: Exception, refs: Seq[ray.ObjectRef[Any]], action: str, num_ranks: int
+) -> EaglerayError:
+    """An error of ours with the message of each rank that failed, in calls ordered by rank, one or
+    more for each. An error that the user can fix comes first.
     """
     causes = failures(refs, limit_s=0.0)
     if causes and all(kind_of(cause) is ErrorKind.LOST_CALL for cause in causes.values()):
@@ -362,5 +364,8 @@ def _translated(error: Exception, refs: Seq[ray.ObjectRef[Any]], action: str) ->
     for cause in causes.values():
         if isinstance(cause, ClientError):
             return cause
-    messages = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
+    messages = [
+        f"rank {index % num_ranks}: {type(cause).__name__}: {cause}"
+        for index, cause in causes.items()
+    ]
     return WorkerError(f"{action} failed: {'; '.join(messages) or error}")
