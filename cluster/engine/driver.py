@@ -111,7 +111,7 @@ class Driver:
             engine,
             self._deliver_soon,
             self._die,
-            on_lost=self._supervisor.note_failed_step,
+            on_failed_step=self._supervisor.note_failed_step,
             on_applied=self._supervisor.note_applied,
         )
         self._supervisor.watch()

@@ -99,19 +99,20 @@ class StepLoop:
         engine: Engine,
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
-        on_lost: Callable[[int, str], None] = lambda epoch, reason: None,
+        on_failed_step: Callable[[int, str], None] = lambda epoch, reason: None,
         on_applied: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """`deliver` receives the news of each step, `on_failure` the error that ended the loop,
-        `on_lost` the epoch whose ranks failed and why, `on_applied` the epoch of each result. All
-        run on the loop's thread.
+        `on_failed_step` the epoch whose step failed and why, `on_applied` the epoch of each result.
+        All run on the loop's thread.
 
         While there are no ranks, the loop still carries out commands; `RanksReplaced` resumes the
         steps.
         """
         self.engine = engine
         self._deliver = deliver
-        self._on_failure, self._on_lost, self._on_applied = on_failure, on_lost, on_applied
+        self._on_failure, self._on_applied = on_failure, on_applied
+        self._on_failed_step = on_failed_step
         self._has_ranks = True
         self.busy_since_s: float | None = None  # when the wait for the next result began
         self._open_requests: dict[str, _OpenRequest] = {}  # by request id
@@ -176,7 +177,7 @@ class StepLoop:
             if not kind_of(error).is_transient:
                 raise
             if not self._is_stopping:
-                self._on_lost(self.engine.scheduler.epoch, reason_of(error))
+                self._on_failed_step(self.engine.scheduler.epoch, reason_of(error))
                 self._lose_ranks()
             return
         if step_output is None:

@@ -33,7 +33,7 @@ class Filters:
     top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
     top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does
         not.
-    max_gap_R   : float32, -log(min_p), infinite where the row has none.
+    max_gap_R   : float32, `min_p` as a gap, -log(min_p); infinite where the row has none.
     bound_R     : float32, a gap beyond which top-p keeps no token.
     listed      : every row has a top-k of at most `MAX_LISTED`.
     """

@@ -77,7 +77,9 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     lost, died = list[str](), list[Exception]()
     executor = Executor(limits, loses=step_is_lost)
     engine = Engine(Scheduler(limits), executor, grammars=OneIsBad())
-    loop = StepLoop(engine, told.append, died.append, on_lost=lambda epoch, why: lost.append(why))
+    loop = StepLoop(
+        engine, told.append, died.append, on_failed_step=lambda epoch, why: lost.append(why)
+    )
     requests = [make_request(name, [1, 2, 3]) for name in ("good", "bad")]
     requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
     loop.post(Submit(frontend_id="f", requests=requests))
@@ -318,7 +320,7 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
         Engine(Scheduler(limits), NoStore(limits, error)),
         lambda news: None,
         lambda error: None,
-        on_lost=lambda epoch, why: lost.append(why),
+        on_failed_step=lambda epoch, why: lost.append(why),
     )
     loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
     loop.turn()
@@ -333,7 +335,7 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
         engine,
         lambda news: None,
         lambda error: None,
-        on_lost=lambda epoch, why: lost.append(why),
+        on_failed_step=lambda epoch, why: lost.append(why),
     )
     constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
     loop.post(Submit(frontend_id="f", requests=[constrained]))

@@ -227,7 +227,7 @@ class Driver:
             engine,
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
             self.fail,
-            on_lost=self.supervisor.note_failed_step,
+            on_failed_step=self.supervisor.note_failed_step,
             on_applied=self.supervisor.note_applied,
         )
 
