@@ -542,7 +542,7 @@ def test_refusals_are_remembered_for_a_while(
 def test_refusals_take_a_limited_place(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(compiler_module, "_MAX_REMEMBERED", 2)
     for number in range(4):
         with pytest.raises(RequestError):
             compiler.check(source(regex="a" * number + "b{3,1}"))
