@@ -64,7 +64,7 @@ class StepRows:
         self, num_tokens: int, num_decode_rows: int, num_rows: int, max_seq_len: int
     ) -> StepRows:
         """The same step with the shape of a graph: `num_tokens` tokens and `num_rows` rows, of
-        which `num_decode_rows` are at the front, and as many sampling rows as rows.
+        which `num_decode_rows` are at the front, and as many `logits_indices_R` as rows.
 
         A row of padding has no tokens to attend to; it follows the decode rows, or all rows. The
         last row is always padding. It owns the tokens of padding, which follow all others and count
@@ -94,8 +94,6 @@ class StepRows:
             seq_lens_B=seq_lens_B,
             slots_B=spread(self.slots_B),
             logits_indices_R=pad(self.logits_indices_R, num_rows),
-            sampling_slots_R=pad(self.sampling_slots_R, num_rows),
-            sampling_positions_R=pad(self.sampling_positions_R, num_rows),
             num_decode_rows=num_decode_rows,
             max_query_len=num_tokens,
             max_seq_len=max_seq_len,

@@ -1,0 +1,31 @@
+"""What a GPU costs the host, with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kernels.gpu_device import DEVICE
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_call_and_stage_is_timed_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "host.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_host", "--small", "--out", str(out)]
+    environment = os.environ | ({} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    calls = {name: row for name, row in rows.items() if "us" in row}
+    steps = {name: row for name, row in rows.items() if "step_ms" in row}
+    assert calls.keys() | steps.keys() == rows.keys()
+    assert "upload of 4 arrays" in calls and "eager, batch 2, greedy" in steps
+    assert all(0 < row["least"] <= row["us"] for row in calls.values())
+    stages = ("prepare_ms", "forward_ms", "sample_ms")
+    assert all(row[stage] > 0 for row in steps.values() for stage in stages)
