@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -60,6 +61,16 @@ class Terminal:
         self.wait_for(re.escape(line) + "\n")
         return self.wait_for(r"> $").removesuffix("> ").strip()
 
+    def press_ctrl_c_until_it_ends(self) -> int:
+        """The exit code. Python's readline does not notice a signal that comes after it has shown
+        the prompt and before it waits for a key; a user presses again then.
+        """
+        for _ in range(int(LIMIT_S / 5)):
+            self.type("\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(5.0)
+        raise AssertionError(f"still there after {LIMIT_S} s of Ctrl-C")
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -104,8 +115,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(terminal: Terminal) -> None:
     terminal.type("\x03")
     terminal.wait_for(r"\[ended: interrupted\]\n> $")
     assert num_before(terminal.ask("/stats")) > 0, "the engine lives on"
-    terminal.type("\x03")
-    assert terminal.process.wait(LIMIT_S) == 130
+    assert terminal.press_ctrl_c_until_it_ends() == 130
     wait_until(lambda: not family(terminal.process.pid), "the end of all processes", 10.0)
 
 
