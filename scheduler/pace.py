@@ -4,14 +4,18 @@ A sequence that decodes waits for the whole step, including the prompts of other
 differs by processor and model, so it is learned from the steps that have run:
 
     seconds = base(rows that decode) + slope * prompt tokens
-    budget  = (max_decode_slowdown - 1) * base / slope, or no limit for one token in 128
+    longest = max_decode_slowdown * base(usual rows)
+    budget  = (longest - base) / slope, or no limit for one token in 128
 
 `base` is the median of the last steps without prompts, by the number of rows; `slope` that of the
-steps with prompts, after `base` is taken off. Then a step takes `max_decode_slowdown` times as long
-as one that only decodes. While prompts arrive there may be no step without them to learn from, and
-`base` grows with the rows: growth that goes unnoticed would be mistaken for the cost of the
-prompts. So where no number of rows near this one has run without prompts, a step gets few prompt
-tokens, and its time without them is taken as a first guess of `base`.
+steps with prompts, after `base` is taken off. While prompts arrive there may be no step without
+them to learn from, and `base` grows with the rows: growth that goes unnoticed would be mistaken for
+the cost of the prompts. So where no number of rows near this one has run without prompts, a step
+gets few prompt tokens, and its time without them is taken as a first guess of `base`.
+
+The usual rows are the mean of the last few hundred steps. A reader notices the longest gaps, so
+while fewer rows decode than usual prompts may lengthen a step to what is allowed beside more, and
+beside more rows than usual they get less. After a sudden growth the present rows count.
 
 A prompt that comes beside few rows is worth more than their smooth streams: computed at once, it
 delays one token of each of them, once. So one token in `TOKENS_PER_LONG_GAP` may wait for a step
@@ -33,6 +37,7 @@ TOKENS_PER_LONG_GAP = 128
 MAX_LONG_GAP_ROWS = 2
 _NUM_REMEMBERED_STEPS = 9
 _NEAR_RATIO = 1.5  # numbers of rows whose ratio is at most this are near each other
+_USUAL_STEPS = 256
 
 
 class Pace:
@@ -46,6 +51,7 @@ class Pace:
         self._decode_s: dict[int, deque[float]] = {}  # by number of rows
         self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
         self._base_s_by_rows: dict[int, float] = {}
+        self._usual_rows = 0.0  # that decode
         self._num_saved_tokens = 0  # that decoded since the last long gaps
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -105,19 +111,27 @@ class Pace:
         else:
             most_tokens = MAX_LONG_GAP_ROWS * TOKENS_PER_LONG_GAP
             self._num_saved_tokens = min(most_tokens, self._num_saved_tokens + num_decoding)
+        if num_decoding:
+            self._usual_rows = self._usual_rows or num_decoding
+            self._usual_rows += (num_decoding - self._usual_rows) / _USUAL_STEPS
 
     def _smooth_budget(self, num_decoding: int) -> int:
-        """The most prompt tokens with which a step takes `max_decode_slowdown` times as long."""
+        """The most prompt tokens with which a step takes no longer than usual ones may."""
         if not self.max_decode_slowdown or not num_decoding or not self._prompt_token_s:
             return self.max_prompt_tokens
         base_s = self.base_s(num_decoding)
         if base_s is None or self._is_new(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
-        allowed_prompt_s = (self.max_decode_slowdown - 1) * base_s
+        allowed_prompt_s = self._longest_s(num_decoding) - base_s
         token_s = median(self._prompt_token_s)
         if self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
+
+    def _longest_s(self, num_decoding: int) -> float:
+        """Seconds that a step with so many decoding rows may take."""
+        num_rows = max(self._usual_rows, num_decoding / _NEAR_RATIO)
+        return self.max_decode_slowdown * (self.base_s(max(1, round(num_rows))) or 0.0)
 
     def shortest_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last

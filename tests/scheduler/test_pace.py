@@ -215,6 +215,32 @@ def test_the_shortest_time_of_a_step_is_known_once_fewer_rows_and_prompts_have_r
     assert pace.shortest_s(0, 10) == pytest.approx(0.02)
 
 
+def test_beside_fewer_rows_than_usual_a_step_may_take_what_it_may_beside_the_usual() -> None:
+    pace = Pace(3.0, CAP)
+    for num_rows in (4, 8):
+        pace.observe(num_rows, 0, BASE_S + ROW_S * num_rows)
+    pace.observe(8, 100, BASE_S + ROW_S * 8 + 100 * TOKEN_S)
+    for _ in range(1000):
+        pace.spend(8, 0)
+    longest_s = 3.0 * (BASE_S + ROW_S * 8)
+    assert pace.budget(8) == int((longest_s - BASE_S - ROW_S * 8) / TOKEN_S + 1e-6)
+    assert pace.budget(4) == int((longest_s - BASE_S - ROW_S * 4) / TOKEN_S + 1e-6)
+    for _ in range(2000):
+        pace.spend(4, 0)
+    assert pace.budget(4) == int(2.0 * (BASE_S + ROW_S * 4) / TOKEN_S + 1e-6)
+    assert pace.budget(8) < int(2.0 * (BASE_S + ROW_S * 8) / TOKEN_S), "more than usual get less"
+
+
+def test_prompts_go_on_where_rows_suddenly_become_many() -> None:
+    pace = Pace(3.0, CAP)
+    for num_rows in (1, 20, 30):
+        pace.observe(num_rows, 0, 0.006 + 0.001 * num_rows)
+    pace.observe(30, 100, 0.006 + 0.030 + 100 * 0.0001)
+    for _ in range(1000):
+        pace.spend(1, 0)
+    assert pace.budget(30) > 200
+
+
 def scheduler_beside(num_decodes: int) -> Scheduler:
     """So many sequences decode long enough to save up all that can be saved."""
     limits = make_limits(
