@@ -161,7 +161,7 @@ def _line(
 
 
 def _per_token(args: argparse.Namespace, seconds: float) -> float:
-    return round(1e6 * seconds / (args.rows * args.tokens), 1)
+    return float(round(1e6 * seconds / (args.rows * args.tokens), 1))
 
 
 def _profile(session: int, seconds: int) -> Any:

@@ -80,7 +80,9 @@ class TextStream:
         self._num_tokens += len(token_ids)
         self._recent += token_ids
         text = self._tokenizer.decode(self._recent)
-        num_certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
+        num_certain = len(text)
+        if text.endswith(_UNFINISHED):
+            num_certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
         num_dropped = 0  # characters that `_recent` no longer yields
         if len(self._recent) > 2 * CONTEXT:
             del self._recent[:-CONTEXT]
@@ -92,6 +94,9 @@ class TextStream:
     def _extend(self, text: str, *, is_last: bool = False) -> bool:
         """Add decoded text; True if it completes a stop string."""
         self._decoded += text
+        if not self._matchers:
+            self.text = self._decoded
+            return False
         num_new = self._reasoning.feed(text, is_last=is_last)
         if self._num_tokens <= self._min_tokens:
             self._num_unsearched = len(self._decoded)
@@ -105,7 +110,7 @@ class TextStream:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        num_matched = max((matcher.num_matched for matcher in self._matchers), default=0)
+        num_matched = max(matcher.num_matched for matcher in self._matchers)
         first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
         self.text = self._decoded[: max(first_withheld, self._num_unsearched)]
         return False
