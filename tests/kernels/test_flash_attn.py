@@ -698,7 +698,7 @@ def test_the_help_says_the_default_block_size_of_each_backend(
         "reference": REFERENCE.default_block_size,
     }
     [option] = [each for each in fields(EngineConfig) if each.name == "block_size"]
-    stated = {}
+    stated: dict[str, int] = {}
     for part in option.metadata["help"].partition("by default ")[2].split(", "):
         size, _, backends = part.partition(" with ")
         stated |= {name: int(size) for name in defaults if name in backends}
