@@ -190,7 +190,7 @@ def _object(schema: Schema, where: str) -> Schema:
     """
     properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
     required = list(dict.fromkeys(schema.get("required", ())))
-    names = _property_names(schema, where)
+    names = _names_schema(schema, where)
     if names is not None:
         schema["propertyNames"] = names
     else:
@@ -222,7 +222,7 @@ def _object(schema: Schema, where: str) -> Schema:
     return {name: value for name, value in schema.items() if value or name not in optional}
 
 
-def _property_names(schema: Schema, where: str) -> Schema | None:
+def _names_schema(schema: Schema, where: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
     names = schema.get("propertyNames")
     if names is None or names is True or names == {"type": "string"}:
