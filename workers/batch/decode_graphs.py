@@ -80,14 +80,14 @@ class DecodeGraphs:
         """Record every size, the largest first: the others share its memory, or all share that of
         `largest`. Returns the graph whose memory is shared. Waits for the device.
         """
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         self._uploads.send()
         for size in reversed(self.sizes):
             for num_places in {self._num_places(size, bound) for bound in self.bounds}:
                 run = partial(self._run, size, num_places)
                 self._graphs[size, num_places] = self._device.capture(run, largest)
                 largest = largest or self._graphs[size, num_places]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began_s
         logger.info(
             "%d decode graphs captured in %.1f s, for up to %d sequences",
             len(self._graphs),
