@@ -112,31 +112,39 @@ def _store_case(
     angle_LE = check.normal(4096, dim // 2, dtype=torch.float32) * 10
     cos_sin_LD = torch.cat((angle_LE.cos(), angle_LE.sin()), dim=1)
     positions_T = torch.randint(4096, (num_tokens,), device=check.device, dtype=torch.int32)
-    slots_T = torch.randperm(num_blocks * block_size, device=check.device)[:num_tokens]
-    slots_T[::4] = -1
+    places_T = torch.randperm(num_blocks * block_size, device=check.device)[:num_tokens]
+    places_T[::4] = -1
     shape = (num_blocks, block_size, kv_heads, dim)
     k_cache, v_cache = (
         torch.full(shape, torch.nan, dtype=check.dtype, device=check.device) for _ in range(2)
     )
     with poisoned():
         q_THD = kernels.qk_norm_rope_store(
-            qkv_TXD, q_weight_D, k_weight_D, EPS, cos_sin_LD, positions_T, k_cache, v_cache, slots_T
+            qkv_TXD,
+            q_weight_D,
+            k_weight_D,
+            EPS,
+            cos_sin_LD,
+            positions_T,
+            k_cache,
+            v_cache,
+            places_T,
         )
     q, k, v_TKD = qkv_TXD.split((heads, kv_heads, kv_heads), dim=1)
     exact_q, exact_k = qk_norm_rope_reference(
         q.float(), k.float(), q_weight_D.float(), k_weight_D.float(), EPS, cos_sin_LD, positions_T
     )
-    written_T = slots_T >= 0
+    written_T = places_T >= 0
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     others = torch.ones(len(keys), dtype=torch.bool, device=check.device)
-    others[slots_T[written_T]] = False
-    same = torch.equal(values[slots_T[written_T]], v_TKD[written_T])
+    others[places_T[written_T]] = False
+    same = torch.equal(values[places_T[written_T]], v_TKD[written_T])
     untouched = bool(keys[others].isnan().all() and values[others].isnan().all())
     # Two roundings before the rotation, which adds two values, up to sqrt(2) times the larger; one
     # after it.
     row = worst_of(
         judge(q_THD.flatten(0, 1), exact_q.flatten(0, 1), 4),
-        judge(keys[slots_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
+        judge(keys[places_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
     )
     return row | {"passed": row["passed"] and same and untouched}
 

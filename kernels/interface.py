@@ -238,7 +238,7 @@ class Kernels(Protocol):
         positions_T: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
+        kv_places_T: torch.Tensor,
         /,
     ) -> torch.Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""

@@ -94,7 +94,7 @@ def to_device(attn: AttentionMetadata, device: torch.device) -> AttentionMetadat
         seq_start_B1=attn.seq_start_B1.to(device),
         seq_lens_B=attn.seq_lens_B.to(device),
         block_table_BW=attn.block_table_BW.to(device),
-        slot_mapping_T=attn.slot_mapping_T.to(device),
+        kv_places_T=attn.kv_places_T.to(device),
     )
 
 

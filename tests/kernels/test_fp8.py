@@ -216,7 +216,7 @@ def test_every_number_is_read_exactly(kernels: Kernels, dtype: torch.dtype) -> N
         seq_start_B1=count,
         seq_lens_B=torch.ones(8, dtype=torch.int32),
         block_table_BW=count[:8, None].clone(),
-        slot_mapping_T=torch.full((8,), -1),
+        kv_places_T=torch.full((8,), -1),
         max_query_len=1,
         max_seq_len=1,
     )

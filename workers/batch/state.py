@@ -216,7 +216,7 @@ class BatchState:
         )
 
         def inputs() -> StepInputs:
-            token_ids_T, slot_mapping_T = self.look_up(slots_T, positions_T, cached_T)
+            token_ids_T, kv_places_T = self.look_up(slots_T, positions_T, cached_T)
             num_columns = -(-rows.max_seq_len // self.block_size)
             return StepInputs(
                 token_ids_T=token_ids_T,
@@ -226,7 +226,7 @@ class BatchState:
                     seq_start_B1=seq_start_B1,
                     seq_lens_B=seq_lens_B,
                     block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
-                    slot_mapping_T=slot_mapping_T,
+                    kv_places_T=kv_places_T,
                     max_query_len=rows.max_query_len,
                     max_seq_len=rows.max_seq_len,
                     decode=decode,
