@@ -250,7 +250,7 @@ class Kernels(Protocol):
         0 where `paged_attention` does not use them.
         """
 
-    def look_up(
+    def look_up_tokens(
         self,
         tokens_SL: torch.Tensor,
         block_table_SW: torch.Tensor,

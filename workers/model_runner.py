@@ -325,7 +325,7 @@ def warm_up(
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
     zeros = table[0].clone()
-    kernels.look_up(table, table, zeros, zeros, zeros, 1)
+    kernels.look_up_tokens(table, table, zeros, zeros, zeros, 1)
     kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
 
 

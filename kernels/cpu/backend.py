@@ -16,7 +16,7 @@ from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_places
-from kernels.reference.tables import look_up_reference, write_tokens_reference
+from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
 
@@ -37,7 +37,7 @@ class CpuKernels:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
     decode_places = staticmethod(no_decode_places)
-    look_up = staticmethod(look_up_reference)
+    look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
     def set_num_threads(self, num_threads: int, /) -> None:

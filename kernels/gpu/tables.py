@@ -9,7 +9,7 @@ import triton.language as tl
 _TOKENS_PER_PROGRAM = 128
 
 
-def look_up(
+def look_up_tokens(
     tokens_SL: torch.Tensor,
     block_table_SW: torch.Tensor,
     slots_T: torch.Tensor,
@@ -17,10 +17,10 @@ def look_up(
     num_cached_T: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `look_up_reference`; all tensors are contiguous."""
+    """As `look_up_tokens_reference`; all tensors are contiguous."""
     token_ids_T = torch.empty_like(slots_T)
     kv_places_T = torch.empty_like(slots_T, dtype=torch.int64)
-    _look_up[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
+    _look_up_tokens[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
         tokens_SL,
         block_table_SW,
         slots_T,
@@ -59,7 +59,7 @@ _VARYING_INTS = ["num_tokens", "token_stride", "table_stride", "block_size"]
 
 
 @triton.jit(do_not_specialize=_VARYING_INTS)
-def _look_up(
+def _look_up_tokens(
     tokens_SL: tl.tensor,
     block_table_SW: tl.tensor,
     slots_T: tl.tensor,

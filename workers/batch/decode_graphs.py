@@ -125,7 +125,7 @@ class DecodeGraphs:
     def _run(self, size: int, num_places: int) -> None:
         slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in self._inputs[:-1])
         part_start_B1 = self._inputs[-1][: size + 1]
-        token_ids_B, kv_places_B = self._state.look_up(slots_B, positions_B, cached_B)
+        token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
             query_start_B1=starts_B1,

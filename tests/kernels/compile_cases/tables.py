@@ -9,8 +9,8 @@ _TOKENS = {"TOKENS": tables._TOKENS_PER_PROGRAM}
 
 CASES = [
     CompileCase(
-        name="look_up",
-        kernel=tables._look_up,
+        name="look_up_tokens",
+        kernel=tables._look_up_tokens,
         signature=dict.fromkeys(
             ("tokens_SL", "block_table_SW", "slots_T", "positions_T", "num_cached_T"), "*i32"
         )
