@@ -1,12 +1,13 @@
 """The counters of an API process, in the format of Prometheus.
 
-The numbers of several processes are added up by name and labels (`merge`), so that one answer
-covers all of them.
+The numbers of several processes and engines are added up by name and labels (`merge`), so that one
+answer covers all of them; of those in `LARGEST` it has the largest.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -36,10 +37,15 @@ ENGINE = {
         "Prompt tokens found in the prefix cache.",
         "num_cached_tokens",
     ),
-    "eagleray_ready": ("Whether the ranks answer and work moves.", "is_ready"),
-    "eagleray_step_age_seconds": ("Since the last result, while steps are run.", "step_age_s"),
+    "eagleray_ready": ("Engines whose ranks answer and whose work moves.", "is_ready"),
+    "eagleray_step_age_seconds": (
+        "Since the last result, while steps are run; of the engine that waits longest.",
+        "step_age_s",
+    ),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
 }
+# Of several engines, the largest: a sum of these says nothing about any of them.
+LARGEST = frozenset({"eagleray_step_age_seconds"})
 PART_HELP = "Time of steps by part, on rank 0."
 RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
@@ -179,15 +185,16 @@ class Timing:
 
 
 def merge(by_process: Iterable[list[Family]]) -> list[Family]:
-    """The families of several processes, added up by name and labels."""
+    """The families of several processes, added up by name and labels, or the largest value."""
     kinds: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in by_process:
         for family in families:
             kinds.setdefault(family.name, family)
+            combine = max if family.name in LARGEST else operator.add
             of_family = values.setdefault(family.name, {})
             for name, labels, value in family.samples:
-                of_family[name, labels] = of_family.get((name, labels), 0.0) + value
+                of_family[name, labels] = combine(of_family.get((name, labels), 0.0), value)
     return [
         Family(
             name=name,

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.api.metrics import TOKEN_SECONDS, ApiMetrics, Timing, merge, render
+from cluster.api.metrics import (
+    TOKEN_SECONDS,
+    ApiMetrics,
+    Family,
+    Timing,
+    engine_families,
+    merge,
+    render,
+)
+from scheduler.messages import EngineStats
 
 
 def samples_of(*processes: ApiMetrics) -> dict[tuple[str, str], float]:
     """Values by name and bucket."""
-    text = render(merge([metrics.families() for metrics in processes])).decode()
+    return merged_samples([metrics.families() for metrics in processes])
+
+
+def merged_samples(by_process: list[list[Family]]) -> dict[tuple[str, str], float]:
+    """Values by name and bucket, as Prometheus reads them from the answer for all processes."""
+    text = render(merge(by_process)).decode()
     return {
         (sample.name, sample.labels.get("le", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -53,3 +67,25 @@ def test_processes_are_added_up() -> None:
     assert samples["eagleray_output_tokens_total", ""] == 4
     assert samples["eagleray_inter_token_seconds_bucket", "0.025"] == 4
     assert samples["eagleray_inter_token_seconds_bucket", "0.01"] == 0
+
+
+def stats_of_engine(step_age_s: float) -> EngineStats:
+    return EngineStats(
+        num_running=3,
+        num_waiting=0,
+        num_free_blocks=10,
+        num_blocks=20,
+        num_steps=7,
+        num_preemptions=0,
+        num_prompt_tokens=100,
+        num_cached_tokens=50,
+        step_age_s=step_age_s,
+    )
+
+
+def test_the_age_of_a_step_is_that_of_the_engine_that_waits_longest() -> None:
+    engines = [engine_families(stats_of_engine(step_age_s)) for step_age_s in (0.5, 2.0, 0.25)]
+    samples = merged_samples(engines)
+    assert samples["eagleray_step_age_seconds", ""] == 2.0
+    assert samples["eagleray_steps_total", ""] == 3 * 7, "what is counted is added up"
+    assert samples["eagleray_ready", ""] == 3, "the number of engines that are ready"
