@@ -5,8 +5,8 @@ bfloat16 logits are read as they are. A block whose largest logit lies beyond a 
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
 thread. Compiled without reassociation or contraction: a gap or a weight has the same bits in a
 vector loop, in its tail and alone; sums are integer sums.
-Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK_COLUMNS` columns, the last one
-shorter.
+Legend: as `kernels/reference/sampling.py`, and S parts of a row, each counted by one task; a block
+is a row's `BLOCK_COLUMNS` columns, the last one shorter.
 """
 
 from __future__ import annotations

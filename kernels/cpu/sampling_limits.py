@@ -1,7 +1,7 @@
 """How far from the best token a token may lie, by lists of the nearest or by histograms, and what a
 grammar forbids: compiled parts of `sampling.py`.
 
-Legend: as `kernels/reference/sampling.py`.
+Legend: as `kernels/reference/sampling.py`; S parts of a row, each counted by one task.
 """
 
 from __future__ import annotations

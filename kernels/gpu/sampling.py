@@ -6,9 +6,9 @@ waits for the device and grids depend on shapes alone. All arguments are contigu
 Bits: a subtraction, then a division rounded as IEEE 754 says; a product that is added to something
 is an explicit fused operation, and no other operation is fused. So a gap or a weight is the same in
 every kernel and on every chip.
-Legend: as `kernels/reference/sampling.py`; a block is `BLOCK_COLUMNS` columns of a row, the last
-one shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or
-the entries of a list.
+Legend: as `kernels/reference/sampling.py`, and S copies of a row's histogram; a block is
+`BLOCK_COLUMNS` columns of a row, the last one shorter. Inside a program X is the blocks of a tile
+or of the row, C the columns of a block or the entries of a list.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ decode rows at the front and for prompts behind them, the longest possible row, 
 programs find their row on the device. A step is padded to the next larger size (`StepRows.padded`).
 Larger steps are launched kernel by kernel, while the GPU computes the ones before. What follows the
 hidden states is in `workers/sampling/next_tokens.py`. Owns its static tensors. Legend: T tokens of
-a captured step, B its rows with padding, R sampling rows, E hidden size.
+a captured step, B its rows with padding, S rows of the largest, R sampling rows, E hidden size.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the engine may run a step ahead. `batch` picks the rows of a step and gathers th
 same stages into one draw: a stage that no row uses is absent from the batch and costs nothing. All
 ranks build the same draws, so that their all-reduces pair up; only the entries of `bias` and
 `masked_N` differ, because each rank holds those of its own shard. Legend: B sampling rows of the
-step, R rows of one draw, L rows that report logprobs, N flat entries.
+step, R rows of one draw, L rows that report logprobs, N flat entries, S rows of the largest batch
+that graphs sample.
 """
 
 from __future__ import annotations
