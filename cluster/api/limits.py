@@ -70,7 +70,7 @@ class Admission:
         if self.num_open + num_outputs > self.limits.max_open:
             raise OverloadedError(
                 f"{self.num_open} outputs are running or waiting, of {self.limits.max_open}"
-                " possible; try again later"
+                " possible (--max-open-requests for each engine); try again later"
             )
 
 
