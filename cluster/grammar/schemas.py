@@ -127,7 +127,7 @@ class _Rewriter:
         if _has_type_alone(schema):
             return {"type": schema["type"]}
         if self._drops and isinstance(schema, Mapping):
-            schema = self._with_honored(schema)
+            schema = self._without_unhonored(schema)
         try:
             merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
             if isinstance(merged, bool):
@@ -167,7 +167,7 @@ class _Rewriter:
                 remaining = {name: schema[name] for name in schema if name != error.keyword}
                 schema = self._references.copied(schema, remaining)
 
-    def _with_honored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_unhonored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
         modern = _modern(schema)
         rest = {name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)}
