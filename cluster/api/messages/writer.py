@@ -120,20 +120,20 @@ class MessageWriter:
     def _parts_events(self, parts: Parts) -> list[bytes]:
         events: list[bytes] = []
         for kind, text in _texts(parts):
-            events += self._opening_events(kind, _EMPTY[kind])
+            events += self._switch_block_events(kind, _EMPTY[kind])
             events.append(self._text_event(kind)(text))
             if kind == "thinking":
                 self._thinking_hash.update(text.encode())
         for call in parts.calls:
             self._has_calls = True
-            events += self._closing_events() + self._opening_events(
+            events += self._closing_events() + self._switch_block_events(
                 "tool_use", _tool_use(call) | {"input": {}}
             )
             arguments = {"type": "input_json_delta", "partial_json": _input_json(call)}
             events += [self._delta(arguments), *self._closing_events()]
         return events
 
-    def _opening_events(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+    def _switch_block_events(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         if self._open_kind == kind:
             return []
         events = self._closing_events()
