@@ -180,7 +180,7 @@ class Supervisor:
                 recovery.note_progress()
             elif self._watch.all_answer and not self._has_work():
                 recovery.note_idle()
-            reason = self._step_failure() or self._watch.check(self._busy_since_s())
+            reason = self._take_step_failure() or self._watch.check(self._busy_since_s())
             if reason is None:
                 self._spares.prepare(is_busy=self._has_work())
             else:
@@ -192,7 +192,7 @@ class Supervisor:
         elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
 
-    def _step_failure(self) -> str | None:
+    def _take_step_failure(self) -> str | None:
         """Why a step of the present epoch failed, if one did. Each failure is returned once."""
         failed_step, self._failed_step = self._failed_step, None
         assert self._group is not None
