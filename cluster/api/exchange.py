@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.api.errors import HttpError
 from cluster.api.limits import Upload
 from cluster.api.replies import Writer, encode_json, json_pieces
-from cluster.api.workers import Workers
+from cluster.api.threads import ThreadQueue
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,10 +37,10 @@ class JsonResponse(JSONResponse):
 
 
 async def json_response(
-    make: Callable[[], object], workers: Workers, *, at_once: bool = False
+    make: Callable[[], object], threads: ThreadQueue, *, at_once: bool = False
 ) -> Response:
-    """An answer with what `make` returns, made and written as `Workers.run` does it."""
-    data = await workers.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
+    """An answer with what `make` returns, made and written as `ThreadQueue.run` does it."""
+    data = await threads.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
     return Response(data, media_type="application/json")
 
 

@@ -26,8 +26,8 @@ from cluster.api.reading import read
 from cluster.api.replies import Writer
 from cluster.api.schema import Model
 from cluster.api.structure import loosened_headers
+from cluster.api.threads import ThreadQueue
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
-from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.client.outputs import Generation
 from cluster.client.streams import Item
@@ -53,9 +53,9 @@ class Runner:
         self, client: Client, served: Served, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
-        self.tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
-        self._reading = Workers("reading", 2)
-        self._writing = Workers("writing", 2)
+        self.tokenizing = ThreadQueue("tokenizing", TOKENIZERS, MAX_TOKENIZING)
+        self._reading = ThreadQueue("reading", 2)
+        self._writing = ThreadQueue("writing", 2)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
