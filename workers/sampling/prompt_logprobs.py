@@ -5,7 +5,8 @@ probabilities of the prompt tokens that follow each of its own. The last of them
 of the next chunk, which the token table has had since the row was admitted. Logits of at most
 `POSITIONS_AT_ONCE` positions exist at a time. A step without such rows costs nothing.
 Legend: P positions to be scored, S those of one slice, V this rank's shard of the vocabulary, M
-alternatives, E hidden size, T tokens of the step.
+alternatives, E hidden size, T tokens of the step. In tables of the batch S is its slots and L their
+tokens, as in `workers/batch/state.py`, and R is the scored rows.
 """
 
 from __future__ import annotations
