@@ -19,8 +19,10 @@ from kernels.cpu import sampling_limits, sampling_weights
 from kernels.cpu.jit import as_array
 from kernels.cpu.sampling_weights import GapArrays
 from kernels.interface import GapRows
-from kernels.reference import sampling
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES
+from kernels.reference.sampling import draw_index as draw_index
+from kernels.reference.sampling import pack_value_and_id as pack_value_and_id
+from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_id
 
 
 def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,21 +106,6 @@ def mask_columns(
     sampling_limits.mask_columns(
         logits, as_array(rows_R), as_array(mask_words_RW), first_bit, minus_infinity
     )
-
-
-class CpuSampling:
-    """`SamplingKernels` on a CPU."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
-    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(sampling.draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(mask_columns)
 
 
 def run_each_once(dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ from kernels.reference.sampling import (
     RADIX_PASSES,
     TOP_P_ONE,
 )
+from kernels.reference.sampling import mask_columns as mask_columns
 
 # 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16.
 _BLOCKS_PER_TILE = 8
@@ -231,21 +232,6 @@ def gap_histogram(
         TILE=_BLOCKS_PER_TILE,
     )
     return histogram_RSX.sum(dim=1)
-
-
-class GpuSampling:
-    """`SamplingKernels` in Triton."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(pack_value_and_id)
-    unpack_value_and_id = staticmethod(unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(sampling.mask_columns)
 
 
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:

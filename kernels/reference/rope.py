@@ -41,8 +41,8 @@ def qk_norm_rope_store_reference(
     eps: float,
     cos_sin_LD: torch.Tensor,
     positions_T: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
     """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
@@ -50,14 +50,14 @@ def qk_norm_rope_store_reference(
 
     The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device.
     """
-    kv_heads = k_cache.shape[2]
+    kv_heads = k_cache_NPKD.shape[2]
     q_THD, k_TKD, v_TKD = qkv_TXD.split(
         (qkv_TXD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1
     )
     q_THD, k_TKD = qk_norm_rope_reference(
         q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T
     )
-    store_kv_reference(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+    store_kv_reference(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
     return q_THD
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from kernels.gpu import sampling
-from kernels.gpu.sampling import GpuSampling
+from kernels.gpu import sampling as GPU
 from kernels.interface import GapRows, SamplingKernels
-from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference import sampling as reference
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
@@ -75,7 +75,6 @@ def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: moved(kernel(*moved(arguments, DEVICE)), torch.device("cpu"))
 
 
-GPU = GpuSampling()
 gpu: Any = Replaced(
     GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)}
 )
