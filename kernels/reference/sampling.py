@@ -22,8 +22,6 @@ id minus the start of the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernels.interface import GapRows
@@ -81,10 +79,9 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     """
     logits_BV = logits_BV.to(torch.float32)
     logits_BV = torch.where(logits_BV.isnan(), -torch.inf, logits_BV)
-    block_max_BX = _block_reduce(logits_BV, torch.amax)
-    columns_BX = _block_columns(block_max_BX.argmax(dim=1), logits_BV.shape[1])
-    columns_B1 = columns_BX.gather(1, logits_BV.gather(1, columns_BX).argmax(dim=1, keepdim=True))
-    return logits_BV.gather(1, columns_B1).squeeze(1), columns_B1.squeeze(1), block_max_BX
+    column_B1 = logits_BV.argmax(dim=1, keepdim=True)
+    max_B = logits_BV.gather(1, column_B1).squeeze(1)
+    return max_B, column_B1.squeeze(1), _blocks(logits_BV, -torch.inf).amax(dim=2)
 
 
 def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -157,7 +154,7 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
     """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
     int64.
     """
-    sums_RX = _block_reduce(token_weights(_all_gaps(gaps), limit_R), torch.sum)
+    sums_RX = _blocks(token_weights(_all_gaps(gaps), limit_R), 0).sum(dim=2)
     return sums_RX, sums_RX.sum(dim=1)
 
 
@@ -321,61 +318,19 @@ def pick_column(
 ) -> torch.Tensor:
     """The column where the running sum of the weights within the limit first exceeds `index_R`,
     int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
-    `sums_RX`: from `block_weights`.
-
-    The weights of one block are computed again: the same exponentials of the same logits.
+    `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
-    columns_RX, index_in_block_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
-    logits_RX = gaps.logits_BV[gaps.rows_R[:, None], columns_RX].to(torch.float32)
-    weights_RX = token_weights(token_gaps(logits_RX, gaps.max_R, gaps.temperature_R), limit_R)
-    in_shard_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
-    return torch.where(in_shard_R, find_in_block(weights_RX, columns_RX, index_in_block_R), -1)
+    reached_RV = token_weights(_all_gaps(gaps), limit_R).cumsum(dim=1)
+    column_R = (reached_RV <= index_R[:, None]).sum(dim=1)
+    in_shard_R = (index_R >= 0) & (column_R < reached_RV.shape[1])
+    return torch.where(in_shard_R, column_R, -1)
 
 
-def find_block(
-    sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns of the block where the running sum first exceeds the index, remainder of the index
-    within it).
-    """
-    reached_RX = sums_RX.cumsum(dim=1)
-    block_R1 = (
-        (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
-    )
-    sum_before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
-    return _block_columns(block_R1.squeeze(1), num_columns), index_R - sum_before_R1.squeeze(1)
-
-
-def find_in_block(
-    weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
-    """The column where the running sum of the block's weights first exceeds the index.
-
-    Where a short block repeats its last column, the sum exceeds it at the first occurrence.
-    """
-    place_R1 = (weights_RX.cumsum(dim=1) <= index_R[:, None]).sum(dim=1, keepdim=True)
-    return columns_RX.gather(1, place_R1.clamp_(max=columns_RX.shape[1] - 1)).squeeze(1)
-
-
-def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """`reduce` over blocks of columns, the last one shorter."""
-    whole_blocks_end = values_RC.shape[1] // BLOCK_COLUMNS * BLOCK_COLUMNS
-    reduced = (
-        [reduce(values_RC[:, :whole_blocks_end].view(len(values_RC), -1, BLOCK_COLUMNS), dim=2)]
-        if whole_blocks_end
-        else []
-    )
-    if whole_blocks_end < values_RC.shape[1]:
-        reduced.append(reduce(values_RC[:, whole_blocks_end:], dim=1, keepdim=True))
-    return reduced[0] if len(reduced) == 1 else torch.cat(reduced, dim=1)
-
-
-def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """[R, X], the columns of one block per row; a short last block repeats its last column."""
-    columns_RX = block_R[:, None] * BLOCK_COLUMNS + torch.arange(
-        BLOCK_COLUMNS, device=block_R.device
-    )
-    return columns_RX.clamp_(max=num_columns - 1)
+def _blocks(values_RC: torch.Tensor, padding: float) -> torch.Tensor:
+    """[R, X, `BLOCK_COLUMNS`]: the values by block, with padding at the end of the last one."""
+    num_missing = -values_RC.shape[1] % BLOCK_COLUMNS
+    padded_RC = torch.nn.functional.pad(values_RC, (0, num_missing), value=padding)
+    return padded_RC.unflatten(1, (-1, BLOCK_COLUMNS))
 
 
 def mask_columns(
