@@ -10,9 +10,10 @@ step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabul
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,6 +41,7 @@ from workers.sampling.prompt_logprobs import (
     score_slice,
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
+from workers.sampling.shard import TokenColumns
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
@@ -56,7 +58,6 @@ class PendingStep:
     """
 
     device: Device
-    num_rows: int = 0
     token_ids_R: torch.Tensor | None = None
     logprobs: SampledLogprobs | None = None
     scored: ScoredTokens | None = None
@@ -74,7 +75,7 @@ class PendingStep:
         if self.token_ids_R is None:
             return ints(), None
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
-        return token_ids, to_logprobs(self.logprobs, self.num_rows)
+        return token_ids, to_logprobs(self.logprobs, len(token_ids))
 
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
         """Those of the scored rows. After `finish`."""
@@ -176,12 +177,12 @@ class ModelRunner:
     def check(self) -> None:
         """Raise unless the laws of batch state and sampler hold."""
         self.state.check()
-        self.sampler.check()
+        self.sampler.state.check()
 
     def _apply(self, plan: StepPlan) -> None:
         self.state.apply(plan)
         for slot in plan.released:
-            self.sampler.release(slot)
+            self.sampler.state.release(slot)
         rows = plan.admitted
         if rows is None:
             return
@@ -237,35 +238,29 @@ class ModelRunner:
         seconds: dict[str, float],
     ) -> PendingStep:
         logprobs = None if sampled is None else sampled.logprobs
-        tokens = [] if sampled is None else [sampled.token_ids_B]
-        wanted = (
-            []
-            if logprobs is None
-            else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
-        )
-        scores = [] if scored is None else scored.tensors
-        if not tokens and not scores:
-            ended = self.device.event()
-            return PendingStep(device=self.device, began=began, ended=ended, seconds=seconds)
-        copies, ended = self.device.to_host(*tokens, *wanted, *scores)
+        tensors = [] if sampled is None else [sampled.token_ids_B]
+        tensors += [] if logprobs is None else logprobs.columns
+        tensors += [] if scored is None else (*scored.columns, scored.rank_P)
+        copies, ended = self.device.to_host(*tensors)
+        copied = iter(copies)
+        token_ids_R = None if sampled is None else next(copied)
         if logprobs is not None:
-            logprob_L, top_ids_LM, top_logprobs_LM = copies[1:4]
-            logprobs = replace(
-                logprobs,
-                logprob_L=logprob_L,
-                top_ids_LM=top_ids_LM,
-                top_logprobs_LM=top_logprobs_LM,
-            )
+            logprobs = replace(logprobs, columns=_next_columns(copied))
+        if scored is not None:
+            scored = replace(scored, columns=_next_columns(copied), rank_P=next(copied))
         return PendingStep(
             device=self.device,
-            num_rows=len(copies[0]) if tokens else 0,
-            token_ids_R=copies[0] if tokens else None,
+            token_ids_R=token_ids_R,
             logprobs=logprobs,
-            scored=None if scored is None else scored.on_host(copies[-len(scores) :]),
+            scored=scored,
             began=began,
             ended=ended,
             seconds=seconds,
         )
+
+
+def _next_columns(tensors: Iterator[torch.Tensor]) -> TokenColumns:
+    return TokenColumns._make(itertools.islice(tensors, len(TokenColumns._fields)))
 
 
 def make_sampler(
@@ -375,7 +370,7 @@ def _run_step(
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_sampled])
-    sampler.sample(logits_BV, sampler.batch(range(num_sampled), [1] * num_sampled))
+    sampler.sample(logits_BV, sampler.state.batch(range(num_sampled), [1] * num_sampled))
     hidden_SE = hidden_TE[:POSITIONS_AT_ONCE]
     ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
     num_top = min(MAX_LOGPROBS, config.model.vocab_size)

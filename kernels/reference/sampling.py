@@ -330,7 +330,7 @@ def _blocks(values_RC: torch.Tensor, padding: float) -> torch.Tensor:
     """[R, X, `BLOCK_COLUMNS`]: the values by block, with padding at the end of the last one."""
     num_missing = -values_RC.shape[1] % BLOCK_COLUMNS
     padded_RC = torch.nn.functional.pad(values_RC, (0, num_missing), value=padding)
-    return padded_RC.unflatten(1, (-1, BLOCK_COLUMNS))
+    return padded_RC.view(len(values_RC), -1, BLOCK_COLUMNS)
 
 
 def mask_columns(

@@ -351,7 +351,7 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
             sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)
         for position in (1, 2):
             drawn.append(
-                sampler.sample(logits, sampler.batch(range(7), [position] * 7)).token_ids_B
+                sampler.sample(logits, sampler.state.batch(range(7), [position] * 7)).token_ids_B
             )
     assert torch.equal(drawn[0], drawn[2])
     assert torch.equal(drawn[1], drawn[3])

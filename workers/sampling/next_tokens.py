@@ -92,16 +92,17 @@ class NextTokens:
         """
         num_rows = len(rows.sampling_slots_R)
         slots_R = rows.sampling_slots_R.astype(np.int64)
+        positions_R = rows.sampling_positions_R.astype(np.int64)
         self._slots_S[:num_rows] = slots_R
-        self._positions_S[:num_rows] = rows.sampling_positions_R
+        self._positions_S[:num_rows] = positions_R
         may_replay = bool(self.graphs) and wait_for_mask is None
-        kind = self._sampler.usual_kind(slots_R) if may_replay else None
+        kind = self._sampler.state.usual_kind(slots_R) if may_replay else None
         if kind is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
             self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing
-            self._sampler.fill(self._kept, slots_R, rows.sampling_positions_R.astype(np.int64))
+            self._sampler.state.fill(self._kept, slots_R, positions_R)
             return partial(self._replay, size, kind, num_rows)
-        batch = self._sampler.batch(slots_R, rows.sampling_positions_R.astype(np.int64), put)
+        batch = self._sampler.state.batch(slots_R, positions_R, put)
         return partial(self._launch, batch, wait_for_mask)
 
     def _replay(

@@ -24,13 +24,11 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
-from workers.device import Put
-from workers.sampling.shard import Group, VocabularyShard
+from workers.sampling.shard import Group, TokenColumns, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
     Ints,
-    KeptRows,
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
@@ -42,15 +40,11 @@ from workers.sampling.state import (
 class SampledLogprobs:
     """Logprobs of the rows that asked for them. `rows` (places in the batch) and `num_top` (numbers
     of alternatives) are on the host.
-
-    logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
     """
 
     rows: tuple[int, ...]
     num_top: tuple[int, ...]
-    logprob_L: torch.Tensor
-    top_ids_LM: torch.Tensor
-    top_logprobs_LM: torch.Tensor
+    columns: TokenColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +73,8 @@ def to_logprobs(
     if logprobs is None:
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
-    columns = (
-        logprobs.logprob_L.tolist(),
-        logprobs.top_ids_LM.tolist(),
-        logprobs.top_logprobs_LM.tolist(),
-    )
-    for row, num, logprob, ids, values in zip(
+    columns = [tensor.tolist() for tensor in logprobs.columns]
+    for row, num, logprob, ids, values, _ in zip(
         logprobs.rows, logprobs.num_top, *columns, strict=True
     ):
         out[row] = TokenLogprobs(
@@ -116,9 +106,9 @@ class Sampler:
         place = torch.device(device)
         self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, place)
         self._vocab_start, self._num_columns = vocab_start, self.shard.num_columns
-        self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, place)
+        self.state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, place)
         self._counts = _TokenCounts(
-            max_num_seqs, vocab_start, self._num_columns, place, self._state.upload
+            max_num_seqs, vocab_start, self._num_columns, place, self.state.upload
         )
 
     def admit(
@@ -131,37 +121,13 @@ class Sampler:
         """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its
         prompt.
         """
-        self._state.admit(slot, sampling, num_prompt_tokens)
+        self.state.admit(slot, sampling, num_prompt_tokens)
         if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
             1,
             0,
             0,
         ):
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
-
-    def release(self, slot: int) -> None:
-        """Forget the row in `slot`."""
-        self._state.release(slot)
-
-    def batch(
-        self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints, put: Put | None = None
-    ) -> SamplingBatch:
-        """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier
-        step still runs.
-        """
-        return self._state.batch(slots, positions, put)
-
-    def usual_kind(self, slots_B: Ints) -> int | None:
-        """See `SamplingState.usual_kind`."""
-        return self._state.usual_kind(slots_B)
-
-    def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
-        """See `SamplingState.fill`."""
-        self._state.fill(kept, slots_B, positions_B)
-
-    def check(self) -> None:
-        """See `SamplingState.check`."""
-        self._state.check()
 
     def row_masks(self, mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
@@ -173,8 +139,8 @@ class Sampler:
             [np.frombuffer(of_row, np.int32)[first_word:last_word] for of_row in mask.masks]
         )
         return RowMasks(
-            rows_R=self._state.upload(np.asarray(mask.rows, np.int64)),
-            words_RW=self._state.upload(words_RW),
+            rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),
+            words_RW=self.state.upload(words_RW),
             first=first,
         )
 
@@ -213,13 +179,7 @@ class Sampler:
             token_ids_B.index_select(0, rows.rows_L),
             max(1, *rows.num_top),
         )
-        return SampledLogprobs(
-            rows=rows.rows,
-            num_top=rows.num_top,
-            logprob_L=columns.logprob_L,
-            top_ids_LM=columns.top_ids_LM,
-            top_logprobs_LM=columns.top_logprobs_LM,
-        )
+        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, columns=columns)
 
     def _adjust(
         self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None

@@ -8,8 +8,7 @@ Legend: L rows, V columns of this rank's shard, M alternatives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,8 +34,7 @@ class Group(Protocol):
 _COLUMNS_AT_ONCE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenColumns:
+class TokenColumns(NamedTuple):
     """Natural-log probabilities under the raw logits: of one token per row, and of the best tokens,
     best first.
 
