@@ -33,7 +33,7 @@ from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.fingerprint import LoadedHash, fingerprint
-from workers.models.loader import LoadingBar, held_dtype, load_weights
+from workers.models.loader import held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -318,12 +318,9 @@ class Worker:
             config.quantization,
             held_dtype(model_dir, config.model, dtype, torch_dtype(config.weight_dtype)),
         )
-        bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
-        def progress(done: int, total: int) -> None:
+        def progress(done: int) -> None:
             self.progress.loaded_bytes = done
-            if bar is not None:
-                bar(done, total)
 
         with LoadedHash() as loaded:
             load_weights(model.slices(), model_dir, config.model, progress, loaded)

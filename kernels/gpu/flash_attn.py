@@ -116,10 +116,6 @@ class FlashAttn:
                 f" {head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}. Choose another"
                 " attention_backend"
             )
-        self.check_block_size(block_size)
-
-    def check_block_size(self, block_size: int) -> None:
-        """Raise `ValueError` for a block size that it cannot use."""
         if block_size < 1 or block_size % self.block_multiple:
             raise ValueError(
                 f"block_size {block_size} is not possible with {self.version}; possible are"

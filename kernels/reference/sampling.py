@@ -266,18 +266,6 @@ def next_digit(
     return digit_R1.squeeze(1), target_R - sum_before_R1.squeeze(1)
 
 
-def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int) -> torch.Tensor:
-    """The digits found so far with one more; after the last pass, the bits of the limit (see
-    `limit_of`).
-    """
-    return (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R.to(torch.int32)
-
-
-def limit_of(prefix_R: torch.Tensor) -> torch.Tensor:
-    """The gap with these digits; infinite if there were fewer tokens than wanted."""
-    return prefix_R.clamp(max=INFINITY_BITS).view(torch.float32)
-
-
 def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Least kept weight, ceil(mass * top_p / 2**30) and at least 1, exactly; `top_p_R` is in units
     of 2**-30.

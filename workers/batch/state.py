@@ -138,11 +138,10 @@ class BatchState:
         )
         self._arrived_SK = torch.zeros(slots, kv_heads, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
-        self.num_tokens_S = np.zeros(slots, np.int32)  # known or in flight
-        self.num_prompt_S = np.zeros(slots, np.int32)
-        self.num_cached_S = np.zeros(slots, np.int32)
-        self.num_computed_S = np.zeros(slots, np.int32)
-        self.num_table_S = np.zeros(slots, np.int32)
+        # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
+        self._counts_NS = np.zeros((5, slots), np.int32)
+        self.num_tokens_S, self.num_prompt_S, self.num_cached_S = self._counts_NS[:3]
+        self.num_computed_S, self.num_table_S = self._counts_NS[3:]
 
     def apply(self, plan: StepPlan) -> None:
         """Release rows, admit rows, then append blocks."""
@@ -288,14 +287,7 @@ class BatchState:
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
         used, table = self.used_S, self.block_table_SW.cpu().numpy()
-        counts = (
-            self.num_tokens_S,
-            self.num_prompt_S,
-            self.num_cached_S,
-            self.num_computed_S,
-            self.num_table_S,
-        )
-        _demand([not count[~used].any() for count in counts], "a free slot holds nothing")
+        _demand(self._counts_NS[:, ~used] == 0, "a free slot holds nothing")
         _demand(self.num_computed_S <= self.num_tokens_S, "a row computes only tokens it has")
         _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len tokens")
         _demand(self.num_prompt_S[used] >= 1, "a row in use has a prompt")
@@ -310,14 +302,7 @@ class BatchState:
         self._check_slots(slots_N, "released")
         _demand(self.used_S[slots_N], "a released slot is in use", slots_N)
         self.used_S[slots_N] = False
-        for counts in (
-            self.num_tokens_S,
-            self.num_prompt_S,
-            self.num_cached_S,
-            self.num_computed_S,
-            self.num_table_S,
-        ):
-            counts[slots_N] = 0
+        self._counts_NS[:, slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> _Entries:
         """Admit rows. Returns the entries to write to the token table. The caller appends the

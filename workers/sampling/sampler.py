@@ -273,13 +273,14 @@ class Sampler:
         ranks.
         """
         prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
-        for radix_pass in range(len(sampling.RADIX_PASSES)):
+        for radix_pass, (_, num_bits) in enumerate(sampling.RADIX_PASSES):
             histogram_RX = self._kernels.gap_histogram(
                 gaps, within_R, prefix_R, radix_pass, by_weight
             )
             digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
-            prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)
-        return sampling.limit_of(prefix_R)
+            prefix_R = (prefix_R << num_bits) + digit_R.to(torch.int32)
+        # Infinite where there are fewer tokens than wanted.
+        return prefix_R.clamp(max=sampling.INFINITY_BITS).view(torch.float32)
 
 
 def _gap_rows(

@@ -190,9 +190,7 @@ class SamplingState:
         self._stop_columns: dict[int, Ints] = {}
         self._penalized: set[int] = set()
         self._reporting: set[int] = set()
-        self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
-        self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
-        self._tables: dict[str, npt.NDArray[Any]] = {**self._ints, **self._floats}
+        self._table = np.zeros(max_num_seqs, _PARAMETERS)
 
     def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
         """Give `slot` the parameters of a new row, whatever it held before."""
@@ -202,25 +200,14 @@ class SamplingState:
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
         kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
-        ints = (
-            sampling.seed,
-            top_k,
-            top_p,
-            kind,
-            sampling.min_tokens,
-            num_prompt_tokens,
-            sampling.logprobs,
-        )
-        for name, value in zip(_INT_FIELDS, ints, strict=True):
-            self._ints[name][slot] = value
+        counts = sampling.min_tokens, num_prompt_tokens, sampling.logprobs
         penalties = (
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        floats = (sampling.temperature, max_gap, self._bound(top_p), *penalties)
-        for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
-            self._floats[name][slot] = number
+        floats = sampling.temperature, max_gap, self._bound(top_p)
+        self._table[slot] = sampling.seed, top_k, top_p, kind, *counts, *floats, *penalties
         if penalties != (1, 0, 0):
             self._penalized.add(slot)
         if sampling.logprobs >= 0:
@@ -250,7 +237,7 @@ class SamplingState:
         put = put or self.upload
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
-        kind_B = self._ints["kind"][slots_B]
+        kind_B = self._table["kind"][slots_B]
         kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY]
         return SamplingBatch(
             num_rows=len(slots_B),
@@ -268,19 +255,19 @@ class SamplingState:
         """
         if self._penalized or self._bias or self._stop_columns or self._reporting:
             return None
-        kind_B = self._ints["kind"][slots_B]
+        kind_B = self._table["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
         has_kind_B = kind_B == kind
         is_usual = kind in USUAL_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
         if kind == LISTED and is_usual:
-            is_usual = self._ints["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
+            is_usual = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
         return kind if is_usual else None
 
     def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
         """Write the parameters of these rows, which have a `usual_kind`."""
         num_rows = len(slots_B)
         for name, values_S in kept.parameters.items():
-            values_S[:num_rows] = self._tables[name][slots_B]
+            values_S[:num_rows] = self._table[name][slots_B]
         kept.positions_S[:num_rows] = positions_B
         is_drawn_B = kept.parameters["temperature"][:num_rows] > 0
         kept.is_drawn_S[:num_rows] = is_drawn_B
@@ -309,9 +296,9 @@ class SamplingState:
                 raise AssertionError(
                     f"free slot {slot} is recorded as having penalties or logprobs"
                 )
-            if sampling is not None and self._ints["seed"][slot] != sampling.seed:
+            if sampling is not None and self._table["seed"][slot] != sampling.seed:
                 raise AssertionError(
-                    f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with"
+                    f"slot {slot} has seed {self._table['seed'][slot]}, admitted with"
                     f" {sampling.seed}"
                 )
 
@@ -337,21 +324,21 @@ class SamplingState:
         slots = slots_B if is_all else slots_B[rows]
         return DrawRows(
             rows_R=None if is_all else put(rows),
-            seeds_R=put(self._ints["seed"][slots]),
+            seeds_R=put(self._table["seed"][slots]),
             positions_R=put(positions_B if is_all else positions_B[rows]),
-            temperature_R=put(self._floats["temperature"][slots]),
+            temperature_R=put(self._table["temperature"][slots]),
             filters=None if kind == PLAIN else self._filters(slots, kind == LISTED, put),
         )
 
     def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
-        top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
+        top_k, top_p = self._table["top_k"][slots], self._table["top_p"][slots]
         return Filters(
             top_k_R=put(top_k),
             max_top_k=int(top_k.max()),
             top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_gap_R=put(self._floats["max_gap"][slots]),
-            bound_R=put(self._floats["bound"][slots]),
+            max_gap_R=put(self._table["max_gap"][slots]),
+            bound_R=put(self._table["bound"][slots]),
             listed=listed,
         )
 
@@ -359,7 +346,7 @@ class SamplingState:
         if not self._penalized:
             return None
         repetition, presence, frequency = (
-            self._floats[n][slots_B] for n in ("repetition", "presence", "frequency")
+            self._table[n][slots_B] for n in ("repetition", "presence", "frequency")
         )
         rows = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[0]
         if not len(rows):
@@ -395,8 +382,8 @@ class SamplingState:
         if not self._stop_columns:
             return None
         short_B = (
-            positions_B - self._ints["num_prompt_tokens"][slots_B]
-            < self._ints["min_tokens"][slots_B]
+            positions_B - self._table["num_prompt_tokens"][slots_B]
+            < self._table["min_tokens"][slots_B]
         )
         return self._places(
             [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()],
@@ -412,7 +399,7 @@ class SamplingState:
     def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
         if not self._reporting:
             return None
-        num_top = self._ints["logprobs"][slots_B]
+        num_top = self._table["logprobs"][slots_B]
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
             return None
@@ -446,5 +433,9 @@ GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 # Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
 USUAL_KINDS = (GREEDY, PLAIN, LISTED)
 MAX_KEPT_TOP_K = 32
-_INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")
+_INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
+_FLOATS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")
+# What is kept of each slot.
+_PARAMETERS = np.dtype(
+    [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]
+)
