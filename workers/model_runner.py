@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
@@ -48,7 +49,7 @@ from workers.sampling.shard import TokenColumns
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
 _BYTES_PER_ROW = 288
-_Forward = Callable[[], tuple[torch.Tensor, ScoredTokens | None]]
+_Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class PendingStep:
     """
 
     device: Device
-    token_ids_R: torch.Tensor | None = None
+    token_ids_R: Tensor | None = None
     logprobs: SampledLogprobs | None = None
     scored: ScoredTokens | None = None
     began: Event | None = None
@@ -202,14 +203,14 @@ class ModelRunner:
         if scoring is None and (replay := self._graph_of(rows)) is not None:
             hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
 
-            def replayed() -> tuple[torch.Tensor, None]:
+            def replayed() -> tuple[Tensor, None]:
                 replay()
                 return hidden_RE, None
 
             return replayed
         make_inputs = self.state.stage(rows, self.uploads.put)
 
-        def forward() -> tuple[torch.Tensor, ScoredTokens | None]:
+        def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.model.forward(
                 inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
@@ -259,7 +260,7 @@ class ModelRunner:
         )
 
 
-def _next_columns(tensors: Iterator[torch.Tensor]) -> TokenColumns:
+def _next_columns(tensors: Iterator[Tensor]) -> TokenColumns:
     return TokenColumns._make(itertools.islice(tensors, len(TokenColumns._fields)))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu import sampling_limits, sampling_weights
 from kernels.cpu.jit import as_array
@@ -25,7 +26,7 @@ from kernels.reference.sampling import pack_value_and_id as pack_value_and_id
 from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_id
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
@@ -36,7 +37,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return max_B, column_B, block_max_BX
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gaps: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
     sums_RX = torch.empty(len(gaps.rows_R), gaps.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gaps.rows_R), dtype=torch.int64)
@@ -44,9 +45,7 @@ def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, t
     return sums_RX, total_R
 
 
-def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gaps: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(index_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, index_R, column_R))
@@ -54,7 +53,7 @@ def pick_column(
     return column_R
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gaps: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`."""
     list_RK = torch.empty(len(gaps.rows_R), max_top_k, dtype=torch.int64)
     sampling_limits.list_nearest(_arrays(gaps), top_k_R.numpy(), list_RK.numpy())
@@ -62,8 +61,8 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = (
         torch.empty_like(max_gap_R),
@@ -77,8 +76,8 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
-) -> torch.Tensor:
+    gaps: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
+) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gaps.rows_R)
@@ -97,9 +96,7 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
-) -> None:
+def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int) -> None:
     """See `kernels.reference.sampling.mask_columns`."""
     logits = as_array(logits_BV)
     minus_infinity = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels, Shape
@@ -60,7 +61,7 @@ class ReferenceKernels:
         """Nothing, as above."""
         return []
 
-    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight, unchanged."""
         return weight_YE
 

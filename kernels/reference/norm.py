@@ -8,9 +8,10 @@ with E features.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def rms_norm_reference(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x**2) + eps)` over the last dimension, in the dtype of `x`. On any
     device.
     """
@@ -20,8 +21,8 @@ def rms_norm_reference(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> t
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """(`rms_norm(x + residual)`, `x + residual`). Neither input is changed."""
     total = x + residual
     return rms_norm_reference(total, weight_E, eps), total

@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
@@ -57,7 +58,7 @@ class DecodeGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row. `hidden_SE` gets
         the hidden states.

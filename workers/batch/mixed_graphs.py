@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
@@ -63,7 +64,7 @@ class MixedGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
         `hidden_SE`, of `max_rows`, gets the hidden states.

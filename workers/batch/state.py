@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.decode_parts import part_starts
@@ -108,10 +109,10 @@ class StepInputs:
     token_ids_T, positions_T : int32. logits_indices_R : int32.
     """
 
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
+    token_ids_T: Tensor
+    positions_T: Tensor
     attn: AttentionMetadata
-    logits_indices_R: torch.Tensor
+    logits_indices_R: Tensor
 
 
 class BatchState:
@@ -261,7 +262,7 @@ class BatchState:
         starts = part_starts(seq_lens_B, num_free)
         return np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
 
-    def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
+    def decode_parts(self, num_rows: int, num_places: int, start_B1: Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""
         return DecodeParts(
             num_rows=num_rows,
@@ -271,16 +272,14 @@ class BatchState:
         )
 
     def look_up(
-        self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, slots_T: Tensor, positions_T: Tensor, cached_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(token ids, where each token's KV goes), see `Kernels.look_up`."""
         return self._kernels.look_up(
             self.tokens_SL, self.block_table_SW, slots_T, positions_T, cached_T, self.block_size
         )
 
-    def write_sampled(
-        self, slots_R: torch.Tensor, positions_R: torch.Tensor, token_ids_R: torch.Tensor
-    ) -> None:
+    def write_sampled(self, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor) -> None:
         """Write the tokens of a step where the next step reads them, without a trip to the host."""
         self._kernels.write_tokens(self.tokens_SL, slots_R, positions_R, token_ids_R)
 
@@ -361,7 +360,7 @@ class BatchState:
         _demand(columns_N < width, f"a block table has at most {width} blocks", slots_N)
         return slots_N, columns_N, block_ids_N
 
-    def _write(self, *changes: tuple[torch.Tensor, list[_Entries]]) -> None:
+    def _write(self, *changes: tuple[Tensor, list[_Entries]]) -> None:
         """Write entries to tables on the device, with one upload."""
         changed = [(table, entries) for table, entries in changes if entries]
         if not changed:

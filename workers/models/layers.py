@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
@@ -83,7 +83,7 @@ class QKVParallelLinear(_ColumnParallel):
         heads = self.num_heads + 2 * self.num_kv_heads
         super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, form)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, H + 2K, D]: the queries, then the keys, then the values."""
         return self.weight.product(x_TE, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
@@ -119,7 +119,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
         self.shard = size_out // group.size
         super().__init__(len(names) * self.shard, size_in, False, form)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
         return self.weight.product(x_TE, None)
 
@@ -148,7 +148,7 @@ class RowParallelLinear(_Matrix):
         self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
         super().__init__(size_out, self.shard, bias, form)
 
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank."""
         if self.group.size == 1:
             return self.weight.product(x_TX, self.bias_Y)
@@ -194,7 +194,7 @@ class VocabParallelEmbedding(_VocabParallel):
     sum is the embedding.
     """
 
-    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
         """[T, E], the same on every rank."""
         if self.group.size == 1:
             return self.weight.rows(token_ids_T)
@@ -229,7 +229,7 @@ class ParallelLMHead(_VocabParallel):
         else:
             super().__init__(name, embedding.vocab_size, embedding.hidden_size, group, form)
 
-    def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
         them out.
         """

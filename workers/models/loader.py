@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
@@ -125,7 +126,7 @@ def _fill_by_rows(
         _copy(piece.scale[first:last], scales, loaded)
 
 
-def _copy(target: torch.Tensor, values: torch.Tensor, loaded: LoadedHash | None) -> None:
+def _copy(target: Tensor, values: Tensor, loaded: LoadedHash | None) -> None:
     """Fill the target, and hash what it got: on a GPU the values that were copied to it."""
     target.copy_(values)
     if loaded is not None:

@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepMask
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 WaitForMask = Callable[[], StepMask]
 # From the hidden states of the R rows to their tokens.
-Sample = Callable[[torch.Tensor], SampledTokens]
+Sample = Callable[[Tensor], SampledTokens]
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _SIZE_STEP = 64
@@ -69,11 +70,11 @@ class NextTokens:
         self._kept = KeptRows(max_rows, uploads.keep)
         self.sizes = sampling_sizes(max_rows)
         self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
-        self._tokens: dict[tuple[int, int], torch.Tensor] = {}
-        self._hidden_SE: torch.Tensor | None = None
+        self._tokens: dict[tuple[int, int], Tensor] = {}
+        self._hidden_SE: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, hidden_SE: torch.Tensor, largest: Graph | None = None) -> None:
+    def capture(self, hidden_SE: Tensor, largest: Graph | None = None) -> None:
         """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
         `largest`. Waits for the device.
         """
@@ -105,9 +106,7 @@ class NextTokens:
         batch = self._sampler.state.batch(slots_R, positions_R, put)
         return partial(self._launch, batch, wait_for_mask)
 
-    def _replay(
-        self, size: int, kind: int, num_rows: int, hidden_RE: torch.Tensor
-    ) -> SampledTokens:
+    def _replay(self, size: int, kind: int, num_rows: int, hidden_RE: Tensor) -> SampledTokens:
         faults.reach("sample", self._model.group.rank)
         assert self._hidden_SE is not None
         if hidden_RE.data_ptr() != self._hidden_SE.data_ptr():
@@ -116,7 +115,7 @@ class NextTokens:
         return SampledTokens(token_ids_B=self._tokens[size, kind][:num_rows], logprobs=None)
 
     def _launch(
-        self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: torch.Tensor
+        self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: Tensor
     ) -> SampledTokens:
         faults.reach("sample", self._model.group.rank)
         logits_RV = self._model.logits(hidden_RE)
@@ -132,6 +131,6 @@ class NextTokens:
         self._write(sampled.token_ids_B)
         self._tokens[size, kind] = sampled.token_ids_B
 
-    def _write(self, token_ids_B: torch.Tensor) -> None:
+    def _write(self, token_ids_B: Tensor) -> None:
         size = len(token_ids_B)
         self._state.write_sampled(self._slots[:size], self._positions[:size], token_ids_B)

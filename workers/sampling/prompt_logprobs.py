@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from scheduler.messages import PromptLogprobs, StepPlan
 from scheduler.params import Sampling
@@ -30,7 +31,7 @@ POSITIONS_AT_ONCE = 64
 class Head(Protocol):
     """The part of the model that is used."""
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden_BE: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class ScoredRows:
     firsts: tuple[int, ...]
     counts: tuple[int, ...]
     num_top: tuple[int, ...]
-    indices_P: torch.Tensor
-    slots_P: torch.Tensor
-    places_P: torch.Tensor
+    indices_P: Tensor
+    slots_P: Tensor
+    places_P: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class ScoredTokens:
 
     rows: ScoredRows
     columns: TokenColumns
-    rank_P: torch.Tensor
+    rank_P: Tensor
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
@@ -111,7 +112,7 @@ class PromptScorer:
             places_P=put(np.repeat(first_R, count_R) + within_P),
         )
 
-    def score(self, hidden_TE: torch.Tensor, rows: ScoredRows) -> ScoredTokens:
+    def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:
         """The scores of a step, from the hidden states of all its tokens."""
         ids_P = self._state.tokens_SL[rows.slots_P, rows.places_P].to(torch.int64)
         num_top = max(1, *rows.num_top)
@@ -135,19 +136,19 @@ class PromptScorer:
 def score_slice(
     head: Head,
     shard: VocabularyShard,
-    hidden_SE: torch.Tensor,
-    ids_S: torch.Tensor,
+    hidden_SE: Tensor,
+    ids_S: Tensor,
     num_top: int,
-) -> tuple[TokenColumns, torch.Tensor]:
+) -> tuple[TokenColumns, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
     columns = shard.logprobs(logits_SV, ids_S, num_top)
     return columns, shard.ranks(logits_SV, columns.logit_L)
 
 
-def _floats(tensor: torch.Tensor) -> array[float]:
+def _floats(tensor: Tensor) -> array[float]:
     return array("f", np.ascontiguousarray(tensor.numpy(), np.float32).tobytes())
 
 
-def _ints(tensor: torch.Tensor) -> array[int]:
+def _ints(tensor: Tensor) -> array[int]:
     return array("i", np.ascontiguousarray(tensor.numpy(), np.int32).tobytes())

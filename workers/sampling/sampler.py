@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
@@ -51,8 +52,8 @@ class SampledLogprobs:
 class RowMasks:
     """Which tokens rows of the batch may choose, in the form that `mask_columns` takes."""
 
-    rows_R: torch.Tensor
-    words_RW: torch.Tensor
+    rows_R: Tensor
+    words_RW: Tensor
     first: int
 
 
@@ -60,7 +61,7 @@ class RowMasks:
 class SampledTokens:
     """Tokens of the batch, int64 [B], on the device and equal on every rank."""
 
-    token_ids_B: torch.Tensor
+    token_ids_B: Tensor
     logprobs: SampledLogprobs | None
 
 
@@ -115,7 +116,7 @@ class Sampler:
         self,
         slot: int,
         sampling: Sampling,
-        token_ids: Sequence[int] | Ints | torch.Tensor,
+        token_ids: Sequence[int] | Ints | Tensor,
         num_prompt_tokens: int,
     ) -> None:
         """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its
@@ -145,7 +146,7 @@ class Sampler:
         )
 
     def sample(
-        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None = None
+        self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None = None
     ) -> SampledTokens:
         """One token per row. `logits_BV`: this rank's shard of the raw logits, any float dtype,
         left unchanged.
@@ -172,7 +173,7 @@ class Sampler:
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _logprobs(
-        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
+        self, logits_BV: Tensor, token_ids_B: Tensor, rows: LogprobRows
     ) -> SampledLogprobs:
         columns = self.shard.logprobs(
             logits_BV.index_select(0, rows.rows_L),
@@ -181,9 +182,7 @@ class Sampler:
         )
         return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, columns=columns)
 
-    def _adjust(
-        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None
-    ) -> torch.Tensor:
+    def _adjust(self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None) -> Tensor:
         """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
         are only masks, whose minus infinity any dtype has.
         """
@@ -205,7 +204,7 @@ class Sampler:
             self._kernels.mask_columns(logits_BV, masks.rows_R, masks.words_RW, masks.first)
         return logits_BV
 
-    def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _best(self, logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(largest logit, its token, lowest id among equals) over all ranks, then the largest of
         each block of this rank.
         """
@@ -215,7 +214,7 @@ class Sampler:
         )
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
-    def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
+    def _draw(self, gaps: GapRows, rows: DrawRows) -> Tensor:
         limit_R, kept_NR = self._limits(gaps, rows.filters)
         sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
         if kept_NR is None:
@@ -228,9 +227,7 @@ class Sampler:
             torch.where(column_R >= 0, column_R + self._vocab_start, -1)
         )
 
-    def _limits(
-        self, gaps: GapRows, filters: Filters | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _limits(self, gaps: GapRows, filters: Filters | None) -> tuple[Tensor, Tensor | None]:
         """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
             return torch.full_like(gaps.max_R, torch.inf), None
@@ -242,7 +239,7 @@ class Sampler:
             lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R
         )
 
-    def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
+    def _descend(self, gaps: GapRows, filters: Filters) -> Tensor:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
@@ -266,9 +263,7 @@ class Sampler:
             limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
         return torch.minimum(limit_R, within_R)
 
-    def _limit(
-        self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
-    ) -> torch.Tensor:
+    def _limit(self, gaps: GapRows, within_R: Tensor, wanted_R: Tensor, by_weight: bool) -> Tensor:
         """The smallest gap within which there are `wanted_R` tokens, or that much weight, over all
         ranks.
         """
@@ -283,9 +278,7 @@ class Sampler:
         return prefix_R.clamp(max=sampling.INFINITY_BITS).view(torch.float32)
 
 
-def _gap_rows(
-    logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.Tensor, rows: DrawRows
-) -> GapRows:
+def _gap_rows(logits_BV: Tensor, block_max_BX: Tensor, max_B: Tensor, rows: DrawRows) -> GapRows:
     rows_R = rows.rows_R
     return GapRows(
         logits_BV=logits_BV,
@@ -307,14 +300,14 @@ class _TokenCounts:
         vocab_start: int,
         num_columns: int,
         device: torch.device,
-        upload: Callable[[Ints], torch.Tensor],
+        upload: Callable[[Ints], Tensor],
     ) -> None:
         self._upload = upload
         self._shape = (max_num_seqs, max(1, num_columns))
         self._vocab_start = vocab_start
         self._num_columns = num_columns
         self._device = device
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
         """Reset `slot` to these tokens."""
@@ -333,7 +326,7 @@ class _TokenCounts:
             0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32)
         )
 
-    def add(self, rows: PenaltyRows, token_ids_B: torch.Tensor) -> None:
+    def add(self, rows: PenaltyRows, token_ids_B: Tensor) -> None:
         """Count the sampled tokens, each on the rank that has it in its shard."""
         assert self._tables is not None
         columns_R = token_ids_B.index_select(0, rows.rows_R) - self._vocab_start
@@ -341,7 +334,7 @@ class _TokenCounts:
         places_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
         self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
-    def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
+    def penalize(self, logits_BV: Tensor, rows: PenaltyRows, part: slice) -> Tensor:
         """Penalized logits of some of the rows, [R, V]."""
         assert self._tables is not None
         return sampling.penalize(
@@ -353,7 +346,7 @@ class _TokenCounts:
             rows.frequency_R[part],
         )
 
-    def _columns(self, token_ids: Ints) -> torch.Tensor:
+    def _columns(self, token_ids: Ints) -> Tensor:
         """The columns of those tokens that are in this shard, int64, on the device."""
         columns = token_ids - self._vocab_start
         return self._upload(columns[(columns >= 0) & (columns < self._num_columns)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
@@ -24,9 +25,9 @@ class Group(Protocol):
     rank: int
     size: int
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+    def all_reduce_max(self, tensor: Tensor) -> Tensor: ...
+    def all_gather(self, tensor: Tensor) -> Tensor: ...
 
 
 # With more, the allocator takes fresh pages for every intermediate result, which is three times
@@ -42,10 +43,10 @@ class TokenColumns(NamedTuple):
     the token.
     """
 
-    logprob_L: torch.Tensor
-    top_ids_LM: torch.Tensor
-    top_logprobs_LM: torch.Tensor
-    logit_L: torch.Tensor
+    logprob_L: Tensor
+    top_ids_LM: Tensor
+    top_logprobs_LM: Tensor
+    logit_L: Tensor
 
 
 class VocabularyShard:
@@ -69,7 +70,7 @@ class VocabularyShard:
         self._kernels = kernels
         self._device = device
 
-    def real_columns(self, logits_LV: torch.Tensor) -> torch.Tensor:
+    def real_columns(self, logits_LV: Tensor) -> Tensor:
         """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
         one column that nothing chooses.
         """
@@ -87,7 +88,7 @@ class VocabularyShard:
             step = max(1, _COLUMNS_AT_ONCE // max(1, self.num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def logprobs(self, logits_LV: torch.Tensor, ids_L: torch.Tensor, num_top: int) -> TokenColumns:
+    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> TokenColumns:
         """Log probabilities of the tokens `ids_L`, and of the `num_top` best ones, at least 1.
         `logits_LV`: the real columns. The sum of exponentials is the same integer sum as in a draw.
         """
@@ -120,11 +121,11 @@ class VocabularyShard:
             logit_L=logit_L,
         )
 
-    def ranks(self, logits_LV: torch.Tensor, logit_L: torch.Tensor) -> torch.Tensor:
+    def ranks(self, logits_LV: Tensor, logit_L: Tensor) -> Tensor:
         """How many tokens of each row have at least this logit, over all ranks, int64."""
         return self._group.all_reduce((logits_LV >= logit_L[:, None]).sum(dim=1))
 
-    def _top(self, logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _top(self, logits_LV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
         """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first
         of equals.
         """

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kernels.reference.sampling import MAX_LISTED, TOP_P_ONE
 from scheduler.params import Sampling
@@ -38,12 +39,12 @@ class Filters:
     listed      : every row has a top-k of at most `MAX_LISTED`.
     """
 
-    top_k_R: torch.Tensor
+    top_k_R: Tensor
     max_top_k: int
-    top_p_R: torch.Tensor
+    top_p_R: Tensor
     uses_top_p: bool
-    max_gap_R: torch.Tensor
-    bound_R: torch.Tensor
+    max_gap_R: Tensor
+    bound_R: Tensor
     listed: bool
 
 
@@ -57,12 +58,12 @@ class DrawRows:
     temperature_R: float32.
     """
 
-    rows_R: torch.Tensor | None
-    seeds_R: torch.Tensor
-    positions_R: torch.Tensor
-    temperature_R: torch.Tensor
+    rows_R: Tensor | None
+    seeds_R: Tensor
+    positions_R: Tensor
+    temperature_R: Tensor
     filters: Filters | None
-    is_drawn_R: torch.Tensor | None = None
+    is_drawn_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +72,11 @@ class PenaltyRows:
     (float32).
     """
 
-    rows_R: torch.Tensor
-    slots_R: torch.Tensor
-    repetition_R: torch.Tensor
-    presence_R: torch.Tensor
-    frequency_R: torch.Tensor
+    rows_R: Tensor
+    slots_R: Tensor
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,8 @@ class LogitBias:
     times the number of columns, plus the column.
     """
 
-    places_N: torch.Tensor
-    values_N: torch.Tensor
+    places_N: Tensor
+    values_N: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class LogprobRows:
     alternatives each.
     """
 
-    rows_L: torch.Tensor
+    rows_L: Tensor
     rows: tuple[int, ...]
     num_top: tuple[int, ...]
 
@@ -111,7 +112,7 @@ class SamplingBatch:
     draws: tuple[DrawRows, ...]
     penalties: PenaltyRows | None
     bias: LogitBias | None
-    masked_N: torch.Tensor | None
+    masked_N: Tensor | None
     logprobs: LogprobRows | None
 
 
@@ -375,7 +376,7 @@ class SamplingState:
             values_N=put(np.concatenate([values for *_, values in bias_of_rows])),
         )
 
-    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> torch.Tensor | None:
+    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> Tensor | None:
         """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
         from its position.
         """
@@ -390,7 +391,7 @@ class SamplingState:
             put,
         )
 
-    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> torch.Tensor | None:
+    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
         """Places of columns in rows of the batch; None if there are no columns."""
         width = self._vocab_end - self._vocab_start
         places = [row * width + columns for row, columns in columns_of_rows]
@@ -408,7 +409,7 @@ class SamplingState:
             rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_listed.tolist())
         )
 
-    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """An asynchronous copy on the device."""
         tensor = torch.from_numpy(values)
         return (
