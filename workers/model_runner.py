@@ -339,7 +339,8 @@ def _run_step(
     """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
     block, which is never written.
     """
-    device, num_tokens = group.device, num_rows * row_len
+    device = group.device
+    num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
     num_places = 0
@@ -367,7 +368,8 @@ def _run_step(
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
     if not samplings:
         return
-    sampler, num_sampled = make_sampler(config, model, group, kernels), len(samplings)
+    sampler = make_sampler(config, model, group, kernels)
+    num_sampled = len(samplings)
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_sampled])

@@ -34,7 +34,10 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.roofline import Machine, probe_cpu, report, works_of
 
-DEFAULT_NUM_SEQS, DEFAULT_MAX_INPUT, DEFAULT_MAX_OUTPUT, DEFAULT_TEMPERATURE = 256, 1024, 1024, 0.6
+DEFAULT_NUM_SEQS = 256
+DEFAULT_MAX_INPUT = 1024
+DEFAULT_MAX_OUTPUT = 1024
+DEFAULT_TEMPERATURE = 0.6
 MAX_SYNTHETIC_TOKEN_ID = 10000
 
 logger = logging.getLogger("eagleray")

@@ -16,7 +16,6 @@ from cluster.grammar import patterns
 from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
 from cluster.grammar.schemas import ANY_OBJECT, honored
 from scheduler.bounds import shown
-from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]

@@ -93,7 +93,9 @@ class _Rewriter:
         self.has_dropped = False
         self._has_references = False
         self._num_parts = 0
-        self._root, self._where, self._drops = root, where, drops
+        self._root = root
+        self._where = where
+        self._drops = drops
         self._references = References(root)
         self._merger = Merger(self._references)
         self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to

@@ -76,7 +76,9 @@ class QKVParallelLinear(_ColumnParallel):
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.model, self.rank = name, model, group.rank
+        self.name = name
+        self.model = model
+        self.rank = group.rank
         self.num_heads = model.num_attention_heads // group.size
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
@@ -115,7 +117,9 @@ class MergedColumnParallelLinear(_ColumnParallel):
         form: WeightFormat,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
-        self.names, self.full, self.rank = names, size_out, group.rank
+        self.names = names
+        self.full = size_out
+        self.rank = group.rank
         self.shard = size_out // group.size
         super().__init__(len(names) * self.shard, size_in, False, form)
 
@@ -145,7 +149,10 @@ class RowParallelLinear(_Matrix):
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
+        self.name = name
+        self.group = group
+        self.full = size_in
+        self.shard = size_in // group.size
         super().__init__(size_out, self.shard, bias, form)
 
     def __call__(self, x_TX: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ class NextTokens:
         uploads: StepUploads,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row."""
-        self._model, self._sampler, self._state, self._device = model, sampler, state, device
+        self._model = model
+        self._sampler = sampler
+        self._state = state
+        self._device = device
         max_rows = config.max_num_seqs
         self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
         self._slots = uploads.keep(self._slots_S)
@@ -78,7 +81,8 @@ class NextTokens:
         """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
         `largest`. Waits for the device.
         """
-        began, self._hidden_SE = time.perf_counter(), hidden_SE
+        began = time.perf_counter()
+        self._hidden_SE = hidden_SE
         for size in reversed(self.sizes):
             for kind in USUAL_KINDS:
                 run = partial(self._run, size, kind)

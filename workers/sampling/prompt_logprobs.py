@@ -83,7 +83,9 @@ class PromptScorer:
     """Scores the rows of steps over one batch."""
 
     def __init__(self, head: Head, shard: VocabularyShard, state: BatchState) -> None:
-        self._head, self._shard, self._state = head, shard, state
+        self._head = head
+        self._shard = shard
+        self._state = state
         self._num_top_S = np.zeros(len(state.used_S), np.int32)
 
     def admit(self, slot: int, sampling: Sampling) -> None:
