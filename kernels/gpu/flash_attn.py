@@ -239,7 +239,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     and only if it expects more rows than a tile has. `max_seqlen_q` is a bound, so a larger value
     is always allowed.
     """
-    operator = getattr(torch.ops, _NAMESPACES[module.__name__]).fwd.default
+    operator = _operator(module.__name__)
     disabled_features = _disabled_features(module)
     only_tma = "PAGEDKV" in disabled_features
 
@@ -303,6 +303,12 @@ def may_split(
     num_join_programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
     keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * kv_heads < _NUM_SMS
     return keeps_few_busy and num_join_programs <= _MAX_JOIN_PROGRAMS
+
+
+def _operator(name: str) -> Callable[..., object]:
+    """The forward operator of a FlashAttention-3 whose module has been imported."""
+    operator: Callable[..., object] = getattr(torch.ops, _NAMESPACES[name]).fwd.default
+    return operator
 
 
 def _disabled_features(module: ModuleType) -> set[str]:
