@@ -25,11 +25,10 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
-from workers.sampling.shard import Group, TokenColumns, VocabularyShard
+from workers.sampling.shard import Group, Ints, TokenColumns, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
-    Ints,
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
@@ -103,14 +102,10 @@ class Sampler:
     ) -> None:
         self._group = group
         self._kernels = kernels
-        self._vocab_size = vocab_size
         place = torch.device(device)
         self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, place)
-        self._vocab_start, self._num_columns = vocab_start, self.shard.num_columns
-        self.state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, place)
-        self._counts = _TokenCounts(
-            max_num_seqs, vocab_start, self._num_columns, place, self.state.upload
-        )
+        self.state = SamplingState(self.shard, max_num_seqs, place)
+        self._counts = _TokenCounts(self.shard, max_num_seqs, place, self.state.upload)
 
     def admit(
         self,
@@ -132,10 +127,10 @@ class Sampler:
 
     def row_masks(self, mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
-        if not mask.masks or self._num_columns == 0:
+        if not mask.masks or self.shard.num_columns == 0:
             return None
-        first_word, first = divmod(self._vocab_start, 32)
-        last_word = -(-(self._vocab_start + self._num_columns) // 32)
+        first_word, first = divmod(self.shard.start, 32)
+        last_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
             [np.frombuffer(of_row, np.int32)[first_word:last_word] for of_row in mask.masks]
         )
@@ -164,7 +159,7 @@ class Sampler:
             else:
                 token_ids_B = drawn_R
         # NaN logits must not end the engine.
-        token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
+        token_ids_B = token_ids_B.clamp(0, self.shard.vocab_size - 1)
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
         logprobs = None
@@ -187,7 +182,7 @@ class Sampler:
         are only masks, whose minus infinity any dtype has.
         """
         adjustments = (batch.penalties, batch.bias, batch.masked_N, masks)
-        if self._num_columns == 0 or all(adjustment is None for adjustment in adjustments):
+        if self.shard.num_columns == 0 or all(adjustment is None for adjustment in adjustments):
             return logits_BV
         only_masked = batch.penalties is None and batch.bias is None
         logits_BV = logits_BV.to(logits_BV.dtype if only_masked else torch.float32, copy=True)
@@ -210,7 +205,7 @@ class Sampler:
         """
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
         best_B = self._group.all_reduce_max(
-            self._kernels.pack_value_and_id(max_B, columns_B + self._vocab_start)
+            self._kernels.pack_value_and_id(max_B, columns_B + self.shard.start)
         )
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
@@ -224,7 +219,7 @@ class Sampler:
         )
         column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
         return self._group.all_reduce_max(
-            torch.where(column_R >= 0, column_R + self._vocab_start, -1)
+            torch.where(column_R >= 0, column_R + self.shard.start, -1)
         )
 
     def _limits(self, gaps: GapRows, filters: Filters | None) -> tuple[Tensor, Tensor | None]:
@@ -296,16 +291,14 @@ class _TokenCounts:
 
     def __init__(
         self,
+        shard: VocabularyShard,
         max_num_seqs: int,
-        vocab_start: int,
-        num_columns: int,
         device: torch.device,
         upload: Callable[[Ints], Tensor],
     ) -> None:
+        self._shard = shard
         self._upload = upload
-        self._shape = (max_num_seqs, max(1, num_columns))
-        self._vocab_start = vocab_start
-        self._num_columns = num_columns
+        self._shape = (max_num_seqs, max(1, shard.num_columns))
         self._device = device
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -329,8 +322,8 @@ class _TokenCounts:
     def add(self, rows: PenaltyRows, token_ids_B: Tensor) -> None:
         """Count the sampled tokens, each on the rank that has it in its shard."""
         assert self._tables is not None
-        columns_R = token_ids_B.index_select(0, rows.rows_R) - self._vocab_start
-        here_R = (columns_R >= 0) & (columns_R < self._num_columns)
+        columns_R = token_ids_B.index_select(0, rows.rows_R) - self._shard.start
+        here_R = (columns_R >= 0) & (columns_R < self._shard.num_columns)
         places_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
         self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
@@ -348,5 +341,4 @@ class _TokenCounts:
 
     def _columns(self, token_ids: Ints) -> Tensor:
         """The columns of those tokens that are in this shard, int64, on the device."""
-        columns = token_ids - self._vocab_start
-        return self._upload(columns[(columns >= 0) & (columns < self._num_columns)])
+        return self._upload(self._shard.columns_of(token_ids)[0])

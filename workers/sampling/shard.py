@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
+
+Ints = npt.NDArray[np.int64]
 
 
 class Group(Protocol):
@@ -69,6 +73,11 @@ class VocabularyShard:
         self._group = group
         self._kernels = kernels
         self._device = device
+
+    def columns_of(self, token_ids: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """(columns of those tokens that are in this shard, mask of those tokens)."""
+        inside = (token_ids >= self.start) & (token_ids < self.start + self.num_columns)
+        return token_ids[inside] - self.start, inside
 
     def real_columns(self, logits_LV: Tensor) -> Tensor:
         """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps

@@ -23,8 +23,7 @@ from torch import Tensor
 from kernels.reference.sampling import MAX_LISTED, TOP_P_ONE
 from scheduler.params import Sampling
 from workers.device import Put
-
-Ints = npt.NDArray[np.int64]
+from workers.sampling.shard import Ints, VocabularyShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,21 +168,10 @@ class KeptRows:
 
 
 class SamplingState:
-    """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from
-    `vocab_size` on are padding.
-    """
+    """Parameters by slot. `shard` is this rank's."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        vocab_start: int,
-        vocab_end: int,
-        max_num_seqs: int,
-        device: torch.device,
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._vocab_start = vocab_start
-        self._vocab_end = min(vocab_end, vocab_size)
+    def __init__(self, shard: VocabularyShard, max_num_seqs: int, device: torch.device) -> None:
+        self._shard = shard
         self._device = device
         self._sampling: list[Sampling | None] = [None] * max_num_seqs
         # Slots with rare parameters, so that a step without them costs nothing.
@@ -197,7 +185,7 @@ class SamplingState:
         """Give `slot` the parameters of a new row, whatever it held before."""
         self.release(slot)
         self._sampling[slot] = sampling
-        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+        top_k = sampling.top_k if sampling.top_k < self._shard.vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
         kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
@@ -215,10 +203,11 @@ class SamplingState:
             self._reporting.add(slot)
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
-            columns, inside = self._columns(ids)
+            columns, inside = self._shard.columns_of(np.asarray(ids, np.int64))
             self._bias[slot] = columns, np.asarray(values, np.float32)[inside]
         if sampling.min_tokens > 0:
-            self._stop_columns[slot] = self._columns(sorted(sampling.stop_token_ids))[0]
+            stop_token_ids = np.asarray(sorted(sampling.stop_token_ids), np.int64)
+            self._stop_columns[slot] = self._shard.columns_of(stop_token_ids)[0]
 
     def release(self, slot: int) -> None:
         """Forget what `slot` held."""
@@ -282,7 +271,7 @@ class SamplingState:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
         shard; tables agree with the parameters they were made from.
         """
-        width = self._vocab_end - self._vocab_start
+        width = self._shard.num_columns
         for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(
             self._stop_columns.items()
         ):
@@ -309,13 +298,7 @@ class SamplingState:
         """
         if top_p >= TOP_P_ONE:
             return math.inf
-        return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
-
-    def _columns(self, ids: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """(columns of those ids that are in this shard, mask of those ids)."""
-        array = np.asarray(ids, np.int64)
-        inside = (array >= self._vocab_start) & (array < self._vocab_end)
-        return array[inside] - self._vocab_start, inside
+        return math.log(self._shard.vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
 
     def _draw_rows(
         self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int, put: Put
@@ -393,7 +376,7 @@ class SamplingState:
 
     def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
         """Places of columns in rows of the batch; None if there are no columns."""
-        width = self._vocab_end - self._vocab_start
+        width = self._shard.num_columns
         places = [row * width + columns for row, columns in columns_of_rows]
         return put(np.concatenate(places)) if sum(map(len, places)) else None
 
@@ -404,7 +387,7 @@ class SamplingState:
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
             return None
-        num_listed = np.minimum(num_top[rows], self._vocab_size)
+        num_listed = np.minimum(num_top[rows], self._shard.vocab_size)
         return LogprobRows(
             rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_listed.tolist())
         )
