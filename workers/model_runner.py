@@ -146,7 +146,8 @@ class ModelRunner:
         launched. Raises `WorkerError` when the plan breaks a law of `BatchState`, and whatever
         `wait_for_mask` raises.
         """
-        started, began = time.perf_counter(), self.device.event()
+        started = time.perf_counter()
+        began = self.device.event()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -187,7 +188,8 @@ class ModelRunner:
         rows = plan.admitted
         if rows is None:
             return
-        token_ids, start = np.asarray(rows.token_ids), 0
+        token_ids = np.asarray(rows.token_ids)
+        start = 0
         for slot, num_tokens, num_prompt, sampling in zip(
             rows.slots, rows.num_tokens, rows.num_prompt_tokens, rows.sampling, strict=True
         ):

@@ -102,7 +102,8 @@ def synthetic_requests(
     For each request `random.Random(seed)` draws with `randint` the prompt's length, its ids and the
     output's length, in this order.
     """
-    rng, last_token_id = random.Random(seed), min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
+    rng = random.Random(seed)
+    last_token_id = min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
 
     def draw_length(max_length: int) -> int:
         return rng.randint(max(1, max_length // 10), max_length)
@@ -196,7 +197,9 @@ def _result(
     stats_before: EngineStats,
     machine: Machine | None,
 ) -> dict[str, Any]:
-    stats, engine, device = llm.stats(), config.engine, llm.report.device
+    stats = llm.stats()
+    engine = config.engine
+    device = llm.report.device
     generations = run.generations
     completions = [completion for g in generations for completion in g.completions]
     works = works_of(

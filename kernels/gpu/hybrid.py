@@ -36,7 +36,8 @@ def hybrid_attention(attend_rows: AttendRows) -> PagedAttention:
         assert q_THD.stride(2) == 1 and attn.block_table_BW.stride(1) == 1
         assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        inputs, first_row = (q_THD, k_cache_NPKD, v_cache_NPKD), 0
+        inputs = (q_THD, k_cache_NPKD, v_cache_NPKD)
+        first_row = 0
         if attn.decode is not None:
             attend_decode(*inputs, out_THD, attn, attn.decode, scale * math.log2(math.e))
             first_row = attn.decode.num_rows

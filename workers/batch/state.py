@@ -166,7 +166,8 @@ class BatchState:
         start_B = self.num_computed_S[slots_B]
         seq_lens_B = start_B + new_B
         query_start_B1 = _running_sum(new_B)
-        num_cached_B, max_query_len = self.num_cached_S[slots_B], int(new_B.max())
+        num_cached_B = self.num_cached_S[slots_B]
+        max_query_len = int(new_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
             slots_T, positions_T, num_cached_T = slots_B, start_B, num_cached_B
@@ -336,7 +337,8 @@ class BatchState:
         _demand(int(tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.used_S[slots_A] = True
-        self.num_tokens_S[slots_A], self.num_prompt_S[slots_A] = tokens_A, prompt_A
+        self.num_tokens_S[slots_A] = tokens_A
+        self.num_prompt_S[slots_A] = prompt_A
         self.num_cached_S[slots_A] = cached_A
         # If even the last token is cached, it runs again, as a query only.
         self.num_computed_S[slots_A] = np.minimum(cached_A, tokens_A - 1)

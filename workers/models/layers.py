@@ -183,8 +183,11 @@ class _VocabParallel:
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.group, self.vocab_size = name, group, vocab_size
-        self.hidden_size, self.shard = hidden_size, -(-vocab_size // group.size)
+        self.name = name
+        self.group = group
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.shard = -(-vocab_size // group.size)
         self.first_id = group.rank * self.shard
         self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
         self.weight = form.vocabulary_matrix(self.shard, hidden_size)
@@ -226,7 +229,9 @@ class ParallelLMHead(_VocabParallel):
     ) -> None:
         self.tied = tied
         if tied:
-            self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
+            self.name = name
+            self.group = group
+            self.vocab_size = embedding.vocab_size
             self.first_id, self.num_ids, self.shard = (
                 embedding.first_id,
                 embedding.num_ids,
