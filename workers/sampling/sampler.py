@@ -118,11 +118,7 @@ class Sampler:
         prompt.
         """
         self.state.admit(slot, sampling, num_prompt_tokens)
-        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
-            1,
-            0,
-            0,
-        ):
+        if slot in self.state.penalized:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
     def row_masks(self, mask: StepMask) -> RowMasks | None:

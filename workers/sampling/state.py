@@ -177,7 +177,7 @@ class SamplingState:
         # Slots with rare parameters, so that a step without them costs nothing.
         self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
         self._stop_columns: dict[int, Ints] = {}
-        self._penalized: set[int] = set()
+        self.penalized: set[int] = set()
         self._reporting: set[int] = set()
         self._table = np.zeros(max_num_seqs, _PARAMETERS)
 
@@ -198,7 +198,7 @@ class SamplingState:
         floats = sampling.temperature, max_gap, self._bound(top_p)
         self._table[slot] = sampling.seed, top_k, top_p, kind, *counts, *floats, *penalties
         if penalties != (1, 0, 0):
-            self._penalized.add(slot)
+            self.penalized.add(slot)
         if sampling.logprobs >= 0:
             self._reporting.add(slot)
         if sampling.logit_bias:
@@ -214,7 +214,7 @@ class SamplingState:
         self._sampling[slot] = None
         self._bias.pop(slot, None)
         self._stop_columns.pop(slot, None)
-        self._penalized.discard(slot)
+        self.penalized.discard(slot)
         self._reporting.discard(slot)
 
     def batch(
@@ -243,7 +243,7 @@ class SamplingState:
         top-k of at most `MAX_KEPT_TOP_K`. None if they are of several or of others, or if any slot
         in use has penalties, a bias, a minimum of tokens or logprobs.
         """
-        if self._penalized or self._bias or self._stop_columns or self._reporting:
+        if self.penalized or self._bias or self._stop_columns or self._reporting:
             return None
         kind_B = self._table["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
@@ -282,7 +282,7 @@ class SamplingState:
                     f"slot {slot} holds columns {columns} outside a shard of {width}"
                 )
         for slot, sampling in enumerate(self._sampling):
-            if sampling is None and slot in self._penalized | self._reporting:
+            if sampling is None and slot in self.penalized | self._reporting:
                 raise AssertionError(
                     f"free slot {slot} is recorded as having penalties or logprobs"
                 )
@@ -327,7 +327,7 @@ class SamplingState:
         )
 
     def _penalty_rows(self, slots_B: Ints, put: Put) -> PenaltyRows | None:
-        if not self._penalized:
+        if not self.penalized:
             return None
         repetition, presence, frequency = (
             self._table[n][slots_B] for n in ("repetition", "presence", "frequency")
