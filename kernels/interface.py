@@ -138,7 +138,7 @@ class SamplingKernels(Protocol):
     def unpack_value_and_id(self, packed: Tensor, /) -> tuple[Tensor, Tensor]:
         """(values, ids) of `pack_value_and_id`."""
 
-    def block_weights(self, gaps: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
+    def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
         """Weights within the limit, summed per block and per row."""
 
     def draw_index(
@@ -147,11 +147,16 @@ class SamplingKernels(Protocol):
         """Where each row's drawn token lies in the running sum of this rank's weights."""
 
     def pick_column(
-        self, gaps: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor, /
+        self,
+        gap_rows: GapRows,
+        limit_R: Tensor,
+        sums_RX: Tensor,
+        index_R: Tensor,
+        /,
     ) -> Tensor:
         """The column at that place in the running sum; -1 where another rank has it."""
 
-    def list_nearest(self, gaps: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
+    def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""
 
     def listed_limits(
@@ -178,7 +183,7 @@ class SamplingKernels(Protocol):
 
     def gap_histogram(
         self,
-        gaps: GapRows,
+        gap_rows: GapRows,
         limit_R: Tensor,
         prefix_R: Tensor,
         radix_pass: int,
@@ -231,7 +236,7 @@ class Kernels(Protocol):
         positions_T: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping_T: Tensor,
+        kv_places_T: Tensor,
         /,
     ) -> Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
@@ -243,7 +248,7 @@ class Kernels(Protocol):
         0 where `paged_attention` does not use them.
         """
 
-    def look_up(
+    def look_up_tokens(
         self,
         tokens_SL: Tensor,
         block_table_SW: Tensor,

@@ -29,6 +29,6 @@ def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
 
 
-def widened(stored: Tensor) -> Tensor:
+def cache_as_float32(stored: Tensor) -> Tensor:
     """Elements of a cache, as float32."""
     return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)

@@ -44,7 +44,7 @@ def qk_norm_rope_store_reference(
     positions_T: Tensor,
     k_cache_NPKD: Tensor,
     v_cache_NPKD: Tensor,
-    slot_mapping_T: Tensor,
+    kv_places_T: Tensor,
 ) -> Tensor:
     """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
     the caches, in place.
@@ -58,7 +58,7 @@ def qk_norm_rope_store_reference(
     q_THD, k_TKD = qk_norm_rope_reference(
         q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T
     )
-    store_kv_reference(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
+    store_kv_reference(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, kv_places_T)
     return q_THD
 
 

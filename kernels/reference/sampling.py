@@ -149,31 +149,31 @@ def token_weights(gaps_RC: Tensor, limit_R: Tensor | None = None) -> Tensor:
     )
 
 
-def block_weights(gaps: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
     int64.
     """
-    sums_RX = _blocks(token_weights(_all_gaps(gaps), limit_R), 0).sum(dim=2)
+    sums_RX = _blocks(token_weights(_all_gaps(gap_rows), limit_R), 0).sum(dim=2)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def _all_gaps(gaps: GapRows) -> Tensor:
+def _all_gaps(gap_rows: GapRows) -> Tensor:
     """Gaps of the whole rows [R, V]. The gap of a NaN logit is NaN and lies within no limit."""
-    logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
-    return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
+    logits_RV = gap_rows.logits_BV.index_select(0, gap_rows.rows_R).to(torch.float32)
+    return token_gaps(logits_RV, gap_rows.max_R, gap_rows.temperature_R)
 
 
 # Limits from a list of the nearest tokens
 
 
-def list_nearest(gaps: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """The k smallest gaps per row, int64 [R, K], ascending: the high half holds the bits of the
     gap, the low half the number of tokens it stands for, which is 1, except that entry k also
     counts further tokens with the same gap. (infinity, 0) stands for no token.
 
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     nearest_RK = gaps_RV.topk(
         min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True
     ).values
@@ -230,13 +230,17 @@ def _first_gap(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Tensor:
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows,
+    limit_R: Tensor,
+    prefix_R: Tensor,
+    radix_pass: int,
+    by_weight: bool,
 ) -> Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
     `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
     """
     shift, num_bits = RADIX_PASSES[radix_pass]
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
     counted_RV = (gaps_RV <= limit_R[:, None]) & (
@@ -294,12 +298,12 @@ def pick_index(bits_R: Tensor, total_R: Tensor) -> Tensor:
     return total_high * bits_high + (middle >> 31)
 
 
-def pick_column(gaps: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """The column where the running sum of the weights within the limit first exceeds `index_R`,
     int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
     `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
-    reached_RV = token_weights(_all_gaps(gaps), limit_R).cumsum(dim=1)
+    reached_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
     column_R = (reached_RV <= index_R[:, None]).sum(dim=1)
     in_shard_R = (index_R >= 0) & (column_R < reached_RV.shape[1])
     return torch.where(in_shard_R, column_R, -1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def look_up_reference(
+def look_up_tokens_reference(
     tokens_SL: Tensor,
     block_table_SW: Tensor,
     slots_T: Tensor,
