@@ -19,8 +19,8 @@ from benchmarks.gpu_check_attention import attention
 from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
 from kernels.interface import GapRows, Kernels, SamplingKernels
+from kernels.reference import sampling as SAMPLING_REFERENCE
 from kernels.reference.activation import silu_and_mul_reference
-from kernels.reference.backend import REFERENCE_SAMPLING as SAMPLING_REFERENCE
 from kernels.reference.norm import rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_reference
 from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE

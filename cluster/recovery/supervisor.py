@@ -56,8 +56,11 @@ class Supervisor:
         self._rank_maker = rank_maker
         self._options = rank_maker.config.engine
         self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
-        self._busy_since_s, self._has_work = busy_since_s, has_work
-        self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
+        self._busy_since_s = busy_since_s
+        self._has_work = has_work
+        self._on_group = on_group
+        self._on_lost = on_lost
+        self._on_dead = on_dead
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
@@ -212,7 +215,8 @@ class Supervisor:
         """End every process of this epoch; only then may the next begin. May be called again after
         a failure.
         """
-        group, began_s = self._group, time.monotonic()
+        group = self._group
+        began_s = time.monotonic()
         assert group is not None
         group.close()  # if the engine thread waits for one of its steps, that fails now
         if self._assembly is not None:
@@ -260,7 +264,8 @@ class Supervisor:
                 self._lose(reason)
 
     def _serve(self, group: RankGroup) -> None:
-        self._assembly, self._is_serving = None, True
+        self._assembly = None
+        self._is_serving = True
         if self._watch is None:
             self._watch = self._watch_of(group)
         self.recovery.note_assembled()

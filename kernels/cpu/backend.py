@@ -25,7 +25,7 @@ class CpuKernels:
     """`Kernels` in numba, with oneDNN for the products."""
 
     capabilities = CPU
-    sampling: SamplingKernels = sampling.CpuSampling()
+    sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
     mixed: MixedKernels | None = CpuMixed()
     kv_cache_shapes = staticmethod(head_major_shapes)

@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu.fp8 import stored_as
 from kernels.cpu.jit import (
@@ -31,7 +32,7 @@ from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension."""
     out = torch.empty_like(x)
     rows_shape = (-1, x.shape[-1])
@@ -45,8 +46,8 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`."""
     out_TE, total_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
     _add_rms_norm(
@@ -61,16 +62,16 @@ def add_rms_norm(
 
 
 def qk_norm_rope_store(
-    qkv_TXD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
     eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_places_T: torch.Tensor,
-) -> torch.Tensor:
+    cos_sin_LD: Tensor,
+    positions_T: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_places_T: Tensor,
+) -> Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
@@ -90,7 +91,7 @@ def qk_norm_rope_store(
     return q_THD
 
 
-def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     """As `silu_and_mul_reference`."""
     num_tokens, width = gate_up_T2F.shape
     out_TF = torch.empty(num_tokens, width // 2, dtype=gate_up_T2F.dtype)

@@ -14,16 +14,19 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu import sampling_limits, sampling_weights
 from kernels.cpu.jit import as_array
 from kernels.cpu.sampling_weights import GapArrays
 from kernels.interface import GapRows
-from kernels.reference import sampling
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES
+from kernels.reference.sampling import draw_index as draw_index
+from kernels.reference.sampling import pack_value_and_id as pack_value_and_id
+from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_id
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
@@ -34,7 +37,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return max_B, column_B, block_max_BX
 
 
-def block_weights(gap_rows: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
     sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
@@ -44,9 +47,7 @@ def block_weights(gap_rows: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tenso
     return sums_RX, total_R
 
 
-def pick_column(
-    gap_rows: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(index_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, index_R, column_R))
@@ -54,7 +55,7 @@ def pick_column(
     return column_R
 
 
-def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`."""
     list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
     sampling_limits.list_nearest(_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
@@ -62,8 +63,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> to
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = (
         torch.empty_like(max_gap_R),
@@ -78,11 +79,11 @@ def listed_limits(
 
 def gap_histogram(
     gap_rows: GapRows,
-    limit_R: torch.Tensor,
-    prefix_R: torch.Tensor,
+    limit_R: Tensor,
+    prefix_R: Tensor,
     radix_pass: int,
     by_weight: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
@@ -101,30 +102,13 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
-) -> None:
+def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int) -> None:
     """See `kernels.reference.sampling.mask_columns`."""
     logits = as_array(logits_BV)
     minus_infinity = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
     sampling_limits.mask_columns(
         logits, as_array(rows_R), as_array(mask_words_RW), first_bit, minus_infinity
     )
-
-
-class CpuSampling:
-    """`SamplingKernels` on a CPU."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
-    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(sampling.draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(mask_columns)
 
 
 def run_each_once(dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GapRows
@@ -27,6 +28,7 @@ from kernels.reference.sampling import (
     RADIX_PASSES,
     TOP_P_ONE,
 )
+from kernels.reference.sampling import mask_columns as mask_columns
 
 # 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16.
 _BLOCKS_PER_TILE = 8
@@ -50,7 +52,7 @@ _NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
@@ -66,7 +68,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return max_B, column_B, block_max_BX
 
 
-def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pack_value_and_id`; of one dimension."""
     packed = torch.empty_like(ids)
     _pack_value_and_id[(triton.cdiv(len(ids), _ROWS_PER_PROGRAM),)](
@@ -75,7 +77,7 @@ def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
     values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
     _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
@@ -84,15 +86,13 @@ def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return values, ids
 
 
-def block_weights(gap_rows: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
     sums_RX = _sums_within(gap_rows, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def draw_index(
-    seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int
-) -> torch.Tensor:
+def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
     """See `kernels.reference.sampling.draw_index`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
@@ -111,9 +111,7 @@ def draw_index(
     return index_R
 
 
-def pick_column(
-    gap_rows: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
@@ -132,7 +130,7 @@ def pick_column(
     return column_R
 
 
-def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`.
 
     The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere, so
@@ -179,8 +177,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> to
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
@@ -206,11 +204,11 @@ def listed_limits(
 
 def gap_histogram(
     gap_rows: GapRows,
-    limit_R: torch.Tensor,
-    prefix_R: torch.Tensor,
+    limit_R: Tensor,
+    prefix_R: Tensor,
     radix_pass: int,
     by_weight: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
@@ -237,21 +235,6 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-class GpuSampling:
-    """`SamplingKernels` in Triton."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(pack_value_and_id)
-    unpack_value_and_id = staticmethod(unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(sampling.mask_columns)
-
-
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
     """(rows, programs that share the tiles of a row)."""
     return num_rows, min(
@@ -263,7 +246,7 @@ def _width(length: int) -> int:
     return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
-def _sums_within(gap_rows: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
+def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
     num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TOKENS_PER_PROGRAM = 128
 
 
 def look_up_tokens(
-    tokens_SL: torch.Tensor,
-    block_table_SW: torch.Tensor,
-    slots_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    num_cached_T: torch.Tensor,
+    tokens_SL: Tensor,
+    block_table_SW: Tensor,
+    slots_T: Tensor,
+    positions_T: Tensor,
+    num_cached_T: Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """As `look_up_tokens_reference`; all tensors are contiguous."""
     token_ids_T = torch.empty_like(slots_T)
     kv_places_T = torch.empty_like(slots_T, dtype=torch.int64)
@@ -38,10 +39,10 @@ def look_up_tokens(
 
 
 def write_tokens(
-    tokens_SL: torch.Tensor,
-    slots_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    token_ids_R: torch.Tensor,
+    tokens_SL: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+    token_ids_R: Tensor,
 ) -> None:
     """As `write_tokens_reference`; all tensors are contiguous."""
     _write_tokens[(triton.cdiv(len(slots_R), _TOKENS_PER_PROGRAM),)](

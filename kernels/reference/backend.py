@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels, Shape
@@ -33,29 +34,11 @@ def no_decode_places(num_rows: int, kv_heads: int, max_seq_len: int, device: tor
     return 0
 
 
-class ReferenceSampling:
-    """`SamplingKernels` in plain PyTorch."""
-
-    row_best = staticmethod(sampling.row_best)
-    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
-    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
-    block_weights = staticmethod(sampling.block_weights)
-    draw_index = staticmethod(sampling.draw_index)
-    pick_column = staticmethod(sampling.pick_column)
-    list_nearest = staticmethod(sampling.list_nearest)
-    listed_limits = staticmethod(sampling.listed_limits)
-    gap_histogram = staticmethod(sampling.gap_histogram)
-    mask_columns = staticmethod(sampling.mask_columns)
-
-
-REFERENCE_SAMPLING: SamplingKernels = ReferenceSampling()
-
-
 class ReferenceKernels:
     """`Kernels` in plain PyTorch."""
 
     capabilities = REFERENCE
-    sampling = REFERENCE_SAMPLING
+    sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
     mixed: MixedKernels | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
@@ -78,7 +61,7 @@ class ReferenceKernels:
         """Nothing, as above."""
         return []
 
-    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight, unchanged."""
         return weight_YE
 

@@ -8,17 +8,17 @@ writes nothing. Entries are int64: a cache may hold more than 2**31 elements.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from kernels.reference.fp8 import stored_as
 
 
 def store_kv_reference(
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    kv_places_T: torch.Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    kv_places_T: Tensor,
 ) -> None:
     """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
     written_T = kv_places_T >= 0

@@ -151,7 +151,7 @@ def test_flash_attn_3_takes_blocks_of_any_size(
     monkeypatch: pytest.MonkeyPatch, batch: str, block_size: int
 ) -> None:
     library = find(monkeypatch, FA3)
-    library.check_block_size(block_size)
+    library.check(128, block_size)
     assert_matches_reference(library, make_device_case(*BATCHES[batch], block_size=block_size))
 
 
@@ -330,7 +330,7 @@ def test_build_that_does_not_tell_what_it_is_without_has_all(
     library = find_flash_attn()
     assert library is not None
     assert library.dtypes == ("bfloat16", "float16")
-    library.check_block_size(16)
+    library.check(128, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -344,8 +344,8 @@ def test_without_a_gpu_there_is_no_capability() -> None:
 @pytest.mark.parametrize("name", STAND_INS)
 def test_own_block_size_is_possible(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     library = find(monkeypatch, name)
-    library.check_block_size(library.default_block_size)
-    library.check_block_size(3 * library.default_block_size)
+    library.check(128, library.default_block_size)
+    library.check(128, 3 * library.default_block_size)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_block_size_that_cannot_be_is_refused_with_what_can(
     monkeypatch: pytest.MonkeyPatch, name: str, block_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        find(monkeypatch, name).check_block_size(block_size)
+        find(monkeypatch, name).check(128, block_size)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from kernels.gpu import sampling
-from kernels.gpu.sampling import GpuSampling
+from kernels.gpu import sampling as GPU
 from kernels.interface import GapRows, SamplingKernels
-from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference import sampling as reference
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
@@ -75,7 +75,6 @@ def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: moved(kernel(*moved(arguments, DEVICE)), torch.device("cpu"))
 
 
-GPU = GpuSampling()
 gpu: Any = Replaced(
     GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)}
 )
@@ -352,7 +351,7 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
             sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)
         for position in (1, 2):
             drawn.append(
-                sampler.sample(logits, sampler.batch(range(7), [position] * 7)).token_ids_B
+                sampler.sample(logits, sampler.state.batch(range(7), [position] * 7)).token_ids_B
             )
     assert torch.equal(drawn[0], drawn[2])
     assert torch.equal(drawn[1], drawn[3])

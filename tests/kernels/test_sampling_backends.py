@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels.interface import GapRows, SamplingKernels
-from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference import sampling as reference
 from kernels.reference.sampling import (
     BLOCK_COLUMNS,
     MAX_LISTED,

@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
@@ -57,12 +58,15 @@ class DecodeGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row. `hidden_SE` gets
         the hidden states.
         """
-        self._model, self._cache, self._state, self._device = model, cache, state, device
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._device = device
         self._hidden_SE = hidden_SE
         self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
         self.sizes = graph_sizes(config.max_num_seqs)

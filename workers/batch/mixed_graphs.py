@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
@@ -63,14 +64,19 @@ class MixedGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
         `hidden_SE`, of `max_rows`, gets the hidden states.
         """
-        self._model, self._cache, self._state, self._device = model, cache, state, device
-        self._uploads, self._hidden_SE = uploads, hidden_SE
-        self._max_seqs, self._max_seq_len = config.max_num_seqs, config.max_model_len
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._device = device
+        self._uploads = uploads
+        self._hidden_SE = hidden_SE
+        self._max_seqs = config.max_num_seqs
+        self._max_seq_len = config.max_model_len
         self._num_prompts = _most_prompts(config)
         self.sizes = mixed_sizes(
             config.model, config.engine.tensor_parallel_size, config.max_num_batched_tokens

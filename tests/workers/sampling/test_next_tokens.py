@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.reference import sampling
 from scheduler.params import Sampling
 from tests.workers.batch.graph_pair import MakeRunner, Pair, sampling_graphs
 from tests.workers.planner import Row
+from workers.parallel.group import TensorParallelGroup
 from workers.sampling import state
 from workers.sampling.next_tokens import sampling_sizes
+from workers.sampling.sampler import Sampler
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 0.8}
@@ -130,7 +133,8 @@ def test_a_parameter_is_known_to_graphs_or_keeps_its_row_away_from_them(name: st
 
 def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
     """All that the graph of one row reads of these parameters; None if no graph samples it."""
-    shard = state.SamplingState(100, 0, 100, 4, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    shard = Sampler(TensorParallelGroup(0, 1, cpu), sampling, 100, 0, 100, 4, cpu).state
     shard.admit(2, Sampling(**row), 3)
     slots, kept = np.array([2]), state.KeptRows(4, torch.from_numpy)
     if (kind := shard.usual_kind(slots)) is None:
@@ -191,10 +195,12 @@ def test_all_ranks_sample_a_step_the_same_way(name: str) -> None:
     """Else their sums would not pair up: even where only one shard has the tokens that a row names,
     and where a shard is all padding.
     """
-    shards = [
-        state.SamplingState(100, start, start + 40, 4, torch.device("cpu"))
-        for start in (0, 40, 80, 120)
+    cpu = torch.device("cpu")
+    samplers = [
+        Sampler(TensorParallelGroup(rank, 4, cpu), sampling, 100, 40 * rank, 40 * rank + 40, 4, cpu)
+        for rank in range(4)
     ]
+    shards = [sampler.state for sampler in samplers]
     for shard in shards:
         shard.admit(2, Sampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
     kinds = [shard.usual_kind(np.array([2])) for shard in shards]
