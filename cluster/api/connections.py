@@ -33,11 +33,12 @@ _FRAME = 8
 
 
 class _Cycle(RequestResponseCycle):
-    """An exchange."""
+    """An exchange of HTTP/1.1."""
 
     def write_now(self, data: bytes) -> bool:
         """Write a part of the body of an answer that has begun, as one chunk. False, with nothing
-        written, where that would have to wait for the client. Without data: whether it would.
+        written, where the answer has not begun, or would have to wait for the client, or the client
+        has left. Without data: whether it could be written.
         """
         if self.flow.write_paused or self.disconnected or not self.chunked_encoding:
             return False
