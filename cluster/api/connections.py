@@ -33,11 +33,12 @@ _FRAME = 8
 
 
 class _Cycle(RequestResponseCycle):
-    """An exchange."""
+    """An exchange of HTTP/1.1."""
 
     def write_now(self, data: bytes) -> bool:
         """Write a part of the body of an answer that has begun, as one chunk. False, with nothing
-        written, where that would have to wait for the client. Without data: whether it would.
+        written, where the answer has not begun, or would have to wait for the client, or the client
+        has left. Without data: whether it could be written.
         """
         if self.flow.write_paused or self.disconnected or not self.chunked_encoding:
             return False
@@ -72,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
+        self._running_cycle: RequestResponseCycle | None = None  # `cycle` is the one read last
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
@@ -104,6 +106,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.without_request.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
+        # The base tells only the exchange whose request was read last.
+        if self._running_cycle is not None:
+            self._running_cycle.disconnected = True
+            self._running_cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._is_answering):
@@ -181,6 +187,8 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle: Any = self.cycle
             cycle.__class__ = _Cycle
             cycle.scope[WRITE_NOW] = cycle.write_now
+        if not self.pipeline:
+            self._running_cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)
@@ -197,6 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._running_cycle = self.pipeline[-1][0] if self.pipeline else None
         if not self._is_answering:
             self.without_request[self] = None
             # What is left of a body is read, so that the client sees the answer, but not forever.

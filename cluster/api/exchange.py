@@ -57,6 +57,9 @@ class Exchange:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
+        # Of a server that can, see `connections.py`. What it belongs to has the scope, so the scope
+        # must not keep it.
+        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW, _cannot_write)
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         # With "app", Starlette's routes raise what they refuse.
@@ -76,8 +79,6 @@ class Exchange:
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
         self.receive, self._send = receive, send
-        # Of a server that can, see `connections.py`. Not left in the scope, which it keeps itself.
-        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW, _cannot_write)
 
     async def body(self) -> bytes:
         """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too

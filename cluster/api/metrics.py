@@ -179,6 +179,10 @@ class Timing:
         self._last_s[choice] = now_s
         self._metrics.tokens.add(count)
 
+    def has_begun(self, choice: int) -> bool:
+        """Whether an output has tokens."""
+        return choice in self._last_s
+
     def end(self) -> None:
         """The answer is complete."""
         self._metrics.duration.observe(time.perf_counter() - self._began_s)

@@ -29,7 +29,7 @@ from cluster.api.structure import loosened_headers
 from cluster.api.threads import ThreadQueue
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.client.client import Client
-from cluster.client.outputs import Generation
+from cluster.client.outputs import Chunk, Generation
 from cluster.client.streams import Item
 
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
@@ -158,11 +158,17 @@ class Runner:
                 for place, chunk in items:
                     timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
 
+            def begins_output(place: int, chunk: Chunk) -> bool:
+                return not timing.has_begun(place * num_outputs + chunk.index)
+
             def take_now(items: list[Item]) -> bool:
-                """What streams bring most often, without a turn of this task."""
+                """What streams bring most often, without a turn of this task. Not how outputs
+                begin: each may repeat a long prompt, and the scores of its tokens.
+                """
                 num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
-                has_scores = any(chunk.prompt_logprobs is not None for _, chunk in items)
-                if num_tokens > MAX_NOW or has_scores or not exchange.can_write_now:
+                if num_tokens > MAX_NOW or not exchange.can_write_now:
+                    return False
+                if any(begins_output(place, chunk) for place, chunk in items):
                     return False
                 note_tokens(items)
                 if data := b"".join(writer.events(place, chunk) for place, chunk in items):

@@ -129,6 +129,9 @@ class ChunkStream:
             finally:
                 self._take_now = None
             if self._failure is not None:
-                raise self._failure
+                try:
+                    raise self._failure
+                finally:
+                    self._failure = None  # its traceback has frames that keep this stream
         items, self._items = self._items, []
         return items

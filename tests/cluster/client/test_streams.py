@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -131,6 +133,31 @@ def test_an_error_of_a_stream_that_takes_reaches_its_reader_and_no_other() -> No
         assert await reading[1] == []
 
     run(work())
+
+
+def test_a_stream_does_not_keep_what_failed_to_take_its_chunks() -> None:
+    """Through the traceback of the error: nobody knows when the collector comes for cycles."""
+
+    class Request:
+        def take(self, items: list[Item]) -> bool:
+            raise ValueError("of this stream")
+
+    async def work() -> None:
+        way, request = Way(), Request()
+        reading = asyncio.ensure_future(way.streams[0].next(request.take))
+        await settled()
+        await way.bring("a", ends=True)
+        await asyncio.wait([reading])
+        assert isinstance(reading.exception(), ValueError)
+        weak = weakref.ref(request)
+        del reading, request
+        assert weak() is None
+
+    gc.disable()
+    try:
+        run(work())
+    finally:
+        gc.enable()
 
 
 def test_a_reader_that_is_canceled_takes_nothing_any_more() -> None:
