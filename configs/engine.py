@@ -134,7 +134,7 @@ class EngineConfig:
     max_decode_slowdown: float = option(
         3.0,
         help="Prompts beside sequences that decode may lengthen a step to so many times one that"
-        " only decodes; 0: no limit.",
+        " usually decodes, except for one token in 128; 0: no limit.",
         above=1,
         or_zero=True,
         at_most=1000,
