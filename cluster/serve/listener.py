@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import Sequence as Seq
 
 import uvicorn
 
 from cluster.api.app import Api
 from cluster.api.connections import server_config
 from cluster.resources.addresses import bound_sockets
-from cluster.serve.port import QUEUE_LENGTH, PortShare, taken_at_a_time
+from cluster.serve.accepting import Acceptor
+from cluster.serve.port import PortShare
 from configs.serve import ServeConfig
 
 
@@ -27,28 +26,32 @@ class HttpListener:
 
     def __init__(self, api: Api, config: ServeConfig) -> None:
         """Raises `ConfigError` or `EngineError` if it cannot listen there."""
-        sockets: Seq[socket.socket]
-        num_taken_at_a_time = QUEUE_LENGTH
-        if config.shared_port is not None:
-            self._port_share = PortShare(config.shared_port)
-            api.admission.open_outputs = self._port_share.open_outputs
-            sockets = self._port_share.listeners
-            num_taken_at_a_time = taken_at_a_time(asyncio.get_running_loop())
-        else:
-            assert config.listen is not None
-            sockets = bound_sockets(*config.listen)
-        options = server_config(api, log_level="warning", backlog=num_taken_at_a_time)
-        self._server = uvicorn.Server(options)
+        port_share = PortShare(config.shared_port) if config.shared_port is not None else None
+        sockets = [] if config.listen is None else bound_sockets(*config.listen)
+        self._server = uvicorn.Server(server_config(api, log_level="warning"))
         # Ray Serve has signal handlers of its own.
         setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
-        self._task = asyncio.create_task(self._server.serve(sockets=[*sockets]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=sockets))
+        self._acceptor: Acceptor | None = None
+        if port_share is not None:
+            api.admission.open_outputs = port_share.open_outputs
+            num_connections = self._server.server_state.connections.__len__
+            self._acceptor = Acceptor(port_share, self._make_protocol, num_connections)
 
     def check(self) -> None:
         """Raise why it has ended, if it has."""
-        if self._task.done():
-            self._task.result()
+        if self._serving.done():
+            self._serving.result()
 
     def take_no_more(self) -> None:
-        """Leave new connections to the others; those that there are stay."""
-        for server in self._server.servers:
-            server.close()
+        """Leave new connections to the other processes, if there are any."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """As uvicorn does for sockets of its own."""
+        config = self._server.config
+        protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self._server.server_state, app_state={}
+        )
+        return protocol

@@ -4,14 +4,13 @@
 each connection to a process that is ready to take it: one that hangs or has died gets none, and
 what waits when a process dies is taken by the others (docs/decisions/0031-shared-port.md). The
 processes are not children of the command, so the socket reaches them through a Unix socket. With it
-goes the memory in which they count their open outputs, each at a place of its own.
+goes the memory in which they count their connections and open outputs, each at a place of its own.
 
     SharedPort (in the command) ──sockets, memory, place──▶ PortShare (in each process)
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import mmap
 import os
@@ -22,7 +21,6 @@ import threading
 from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from cluster.api.limits import OpenOutputs
 from cluster.resources.addresses import bound_sockets
@@ -32,6 +30,10 @@ QUEUE_LENGTH = 2048  # connections that wait until a process takes them; as many
 # A process that is lost keeps its place until it is dead, beside the one that replaces it.
 NUM_SPARE_PLACES = 16
 JOIN_TIMEOUT_S = 10.0
+# By how many connections a process may have more than another before it lets others take the next
+# one: a share of the mean, and at least so many.
+MARGIN_SHARE, MIN_MARGIN = 0.125, 2
+ABSENT = -1  # instead of a number of connections: nobody has this place
 _MAX_SOCKETS = 16  # a host name has few addresses
 _PLACE = struct.Struct("=I")
 
@@ -56,9 +58,12 @@ class SharedPort:
             self.path = str(Path(folder) / "port")
             num_places = num_processes + NUM_SPARE_PLACES
             file = undo_stack.enter_context(tempfile.TemporaryFile())
-            file.truncate(8 * num_places)
+            file.truncate(2 * 8 * num_places)
             self._memory_fd = file.fileno()
-            self._counts = memoryview(mmap.mmap(self._memory_fd, 0)).cast("q")
+            counts = memoryview(mmap.mmap(self._memory_fd, 0)).cast("q")
+            self._open_outputs, self._connections = counts[:num_places], counts[num_places:]
+            for place in range(num_places):
+                self._connections[place] = ABSENT
             self._free_places = deque(range(num_places))
             self._joining = undo_stack.enter_context(socket.socket(socket.AF_UNIX))
             self._joining.bind(self.path)
@@ -94,18 +99,21 @@ class SharedPort:
             except OSError as error:
                 logger.debug("a process has left the port: %s", error)
             finally:
-                self._counts[place] = 0
+                self._open_outputs[place], self._connections[place] = 0, ABSENT
                 self._free_places.append(place)
 
     def _share(self, process: socket.socket, place: int) -> None:
         for listener in self._listeners:
             listener.listen(QUEUE_LENGTH)
+        self._connections[place] = 0
         fds = [*(listener.fileno() for listener in self._listeners), self._memory_fd]
         socket.send_fds(process, [_PLACE.pack(place)], fds)
 
 
 class PortShare:
-    """One process's side. listeners: to take connections from; open_outputs: of all processes."""
+    """One process's side. listeners: to take connections from, without waiting; open_outputs: of
+    all processes.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises `EngineError` if the command does not share its port."""
@@ -120,24 +128,21 @@ class PortShare:
         if not data:
             raise EngineError("the port is shared with too many processes")
         *listener_fds, memory_fd = fds
-        self.listeners = [_Listener(fileno=fd) for fd in listener_fds]
+        self.listeners = [socket.socket(fileno=fd) for fd in listener_fds]
+        for listener in self.listeners:
+            listener.setblocking(False)
         counts = memoryview(mmap.mmap(memory_fd, 0)).cast("q")
         os.close(memory_fd)
-        [place] = _PLACE.unpack(data)
-        self.open_outputs = OpenOutputs(counts, place)
+        [self._place] = _PLACE.unpack(data)
+        num_places = len(counts) // 2
+        self.open_outputs = OpenOutputs(counts[:num_places], self._place)
+        self._connections = counts[num_places:]
 
-
-def taken_at_a_time(loop: asyncio.AbstractEventLoop) -> int:
-    """The `backlog` with which `loop` serves a `PortShare`.
-
-    For asyncio it is the number of connections taken at a time: with 1, the others of a burst are
-    left to processes that are less busy. uvloop sets the length of the queue to it.
-    """
-    return 1 if isinstance(loop, asyncio.BaseEventLoop) else QUEUE_LENGTH
-
-
-class _Listener(socket.socket):
-    """A socket that listens already, whoever serves it."""
-
-    def listen(self, backlog: Any = None) -> None:
-        """asyncio would also set the length of the queue to the `backlog` it is given."""
+    def is_ahead(self, num_connections: int) -> bool:
+        """Whether this process, which has so many connections, has clearly more than the one that
+        has fewest.
+        """
+        self._connections[self._place] = num_connections
+        present = [number for number in self._connections if number != ABSENT]
+        margin = max(MIN_MARGIN, MARGIN_SHARE * sum(present) / len(present))
+        return num_connections > min(present) + margin
