@@ -47,12 +47,15 @@ class EnginePool:
         answer_limit_s: float,
         lease_limit_s: float,
         holder: Any | None = None,
+        *,
+        is_only_one: bool = True,
     ) -> None:
         """`answer_limit_s`: how long an engine may take to answer, `lease_limit_s`: how long a
         request may wait for an engine. `holder`: the actor in which this is, if it is one.
+        `is_only_one`: no other process leases these engines for the same clients.
         """
         self._engines = engines
-        self._leases = EngineLeases(engines, block_size, holder)
+        self._leases = EngineLeases(engines, block_size, holder, is_only_one=is_only_one)
         self._answer_limit_s = answer_limit_s
         self._lease_limit_s = lease_limit_s
         self._loop = asyncio.get_running_loop()

@@ -113,6 +113,7 @@ class ApiReplica:
             timeouts.stuck_s,
             timeouts.lease_s,
             holder=ray.get_runtime_context().current_actor,
+            is_only_one=config.api_replicas == 1,
         )
         return Client(setup.request_builder(limits), self._pool, self._pool.send)
 
