@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,6 +99,23 @@ def quantile(values: list[float], q: float) -> float:
     """The `q`-quantile of the values, q from 0 to 1; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+def processor_s(session: int) -> dict[str, float]:
+    """Seconds of processor time so far of the processes of a session, by name."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    used_s: dict[str, float] = defaultdict(float)
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                if os.getsid(int(path.name)) != session:
+                    continue
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode().split("/")[-1]
+            except OSError:
+                continue
+            used_s[name[:40]] += (int(fields[11]) + int(fields[12])) / ticks
+    return used_s
 
 
 def free_port() -> int:

@@ -24,13 +24,27 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, body_of, http_error
-from cluster.api.exchange import JsonResponse
+from cluster.api.exchange import WRITE_NOW, JsonResponse
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
 # Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
 _FRAME = 8
+
+
+class _Cycle(RequestResponseCycle):
+    """An exchange."""
+
+    def write_now(self, data: bytes) -> bool:
+        """Write a part of the body of an answer that has begun, as one chunk. False, with nothing
+        written, where that would have to wait for the client. Without data: whether it would.
+        """
+        if self.flow.write_paused or self.disconnected or not self.chunked_encoding:
+            return False
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class _OldCycle(RequestResponseCycle):
@@ -207,9 +221,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
+        # The base makes the cycle, whose task has not begun.
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _OldCycle  # the base makes it, and its task has not begun
+            self.cycle.__class__ = _OldCycle
             self.cycle.waiting_for_100_continue = False
+        else:
+            cycle: Any = self.cycle
+            cycle.__class__ = _Cycle
+            cycle.scope[WRITE_NOW] = cycle.write_now
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)

@@ -24,6 +24,8 @@ _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+# In an ASGI scope: what writes a part of the body of an answer at once, or says that it cannot.
+WRITE_NOW = "eagleray.write_now"
 _STREAM_START = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
 
 
@@ -74,6 +76,8 @@ class Exchange:
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
         self.receive, self._send = receive, send
+        # Of a server that can, see `connections.py`. Not left in the scope, which it keeps itself.
+        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW, _cannot_write)
 
     async def body(self) -> bytes:
         """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
@@ -110,19 +114,32 @@ class Exchange:
         await self._send(message)
 
     async def event(self, data: bytes, *, more: bool = True) -> None:
-        """Send events of a stream, and begin the stream with the first ones.
-
-        Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
-        take what follows for a part of it. So what follows begins with another comment, which ends
-        the first.
-        """
+        """Send events of a stream, and begin the stream with the first ones."""
         self.written_s = time.monotonic()
         if self.status is None:
             await self.send(_STREAM_START)
-        if self._commented:
-            self._commented = False
-            data = b":\n\n" + data
+        data = self._after_comment(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @property
+    def can_write_now(self) -> bool:
+        """Whether `event_now` may be called: a stream has begun, and nothing waits before it."""
+        return self.status is not None and self._write_now(b"")
+
+    def event_now(self, data: bytes) -> None:
+        """As `event`, without waiting, where `can_write_now`."""
+        self.written_s = time.monotonic()
+        self._write_now(self._after_comment(data))
+
+    def _after_comment(self, data: bytes) -> bytes:
+        """Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
+        take what follows for a part of it. So what follows begins with another comment, which ends
+        the first.
+        """
+        if not self._commented:
+            return data
+        self._commented = False
+        return b":\n\n" + data
 
     async def keep_alive(self, pause_s: float) -> None:
         """While the stream is silent, send a line that clients ignore after each pause, so that no
@@ -155,6 +172,10 @@ class Exchange:
     async def _left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+
+def _cannot_write(data: bytes) -> bool:
+    return False
 
 
 def _cancel(task: asyncio.Future[None], _: object) -> None:

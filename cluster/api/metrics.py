@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from scheduler.messages import EngineStats
 
@@ -81,20 +84,13 @@ class ApiMetrics:
             buckets=SECONDS,
             registry=self._registry,
         )
-        self.inter_token = Histogram(
-            "eagleray_inter_token_seconds",
-            "Between the tokens of an output that streams.",
-            buckets=TOKEN_SECONDS,
-            registry=self._registry,
-        )
+        self.tokens = _TokenCounts()
+        self._registry.register(self.tokens)
         self.duration = Histogram(
             "eagleray_request_seconds",
             "From a request's arrival to the end of its answer.",
             buckets=SECONDS,
             registry=self._registry,
-        )
-        self.output_tokens = Counter(
-            "eagleray_output_tokens", "Tokens generated.", registry=self._registry
         )
 
     def families(self) -> list[Family]:
@@ -128,6 +124,34 @@ def engine_families(stats: EngineStats) -> list[Family]:
     return families
 
 
+class _TokenCounts(Collector):
+    """What is counted per token, without the locks of Prometheus' own counters."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_gaps = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket
+        self._gaps_s = 0.0
+
+    def add(self, count: int) -> None:
+        """Count output tokens."""
+        self._num_tokens += count
+
+    def observe(self, gap_s: float, count: int) -> None:
+        """Count gaps of this length between tokens."""
+        self._num_gaps[bisect_left(TOKEN_SECONDS, gap_s)] += count
+        self._gaps_s += gap_s * count
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("eagleray_output_tokens", "Tokens generated.", self._num_tokens)
+        bounds = [*(floatToGoString(bound_s) for bound_s in TOKEN_SECONDS), "+Inf"]
+        yield HistogramMetricFamily(
+            "eagleray_inter_token_seconds",
+            "Between the tokens of an output that streams.",
+            list(zip(bounds, accumulate(self._num_gaps), strict=True)),
+            self._gaps_s,
+        )
+
+
 class Timing:
     """Measures the times of one request for the metrics."""
 
@@ -143,12 +167,11 @@ class Timing:
         now_s = time.perf_counter()
         last_s = self._last_s.get(choice)
         if last_s is not None:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now_s - last_s) / count)
+            self._metrics.tokens.observe((now_s - last_s) / count, count)
         elif not self._last_s:
             self._metrics.ttft.observe(now_s - self._began_s)
         self._last_s[choice] = now_s
-        self._metrics.output_tokens.inc(count)
+        self._metrics.tokens.add(count)
 
     def end(self) -> None:
         """The answer is complete."""

@@ -40,6 +40,7 @@ READ_INLINE_BYTES = 16_384
 WRITE_INLINE_TOKENS = 1024
 TOKENIZERS = 1  # threads of `/tokenize` and its like
 MAX_TOKENIZING = 16  # requests that may wait for them
+MAX_NOW = 64  # tokens and chunks that a stream takes without a turn of its task
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 # Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
@@ -141,7 +142,8 @@ class Runner:
         for output in outputs:
             if output.error is not None:
                 raise output.error
-            self._metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
+            num_tokens = sum(len(done.token_ids) for done in output.outputs)
+            self._metrics.tokens.add(num_tokens)
         timing.end()
         is_short = job.num_written(generations) <= WRITE_INLINE_TOKENS
         await exchange.answer(await json_response(writer.body, self._writing, at_once=is_short))
@@ -151,11 +153,26 @@ class Runner:
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = self._writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
+
+            def note_tokens(items: list[Item]) -> None:
+                for place, chunk in items:
+                    timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+
+            def take_now(items: list[Item]) -> bool:
+                """What streams bring most often, without a turn of this task."""
+                num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
+                has_scores = any(chunk.prompt_logprobs is not None for _, chunk in items)
+                if num_tokens > MAX_NOW or has_scores or not exchange.can_write_now:
+                    return False
+                note_tokens(items)
+                if data := b"".join(writer.events(place, chunk) for place, chunk in items):
+                    exchange.event_now(data)
+                return True
+
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))
             try:
-                while items := await chunks.next():
-                    for place, chunk in items:
-                        timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+                while items := await chunks.next(take_now):
+                    note_tokens(items)
                     data = await _in_turns(writer, items)
                     if data:
                         await exchange.event(data)
