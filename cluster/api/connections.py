@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, body_of, http_error
 from cluster.api.exchange import WRITE_NOW, JsonResponse
+from cluster.client.streams import SmallEvent
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
 
@@ -222,6 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
         # The base makes the cycle, whose task has not begun.
+        self.cycle.message_event = SmallEvent()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = _OldCycle
             self.cycle.waiting_for_100_continue = False
