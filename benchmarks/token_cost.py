@@ -30,11 +30,10 @@ from unittest import mock
 
 from benchmarks.common import alternate, median, write_result
 from benchmarks.dispatch_actors import sleeping_driver
-from benchmarks.http_load import free_port, processor_s, running
+from benchmarks.http_load import free_port, processor_s, run_chats, running
 from configs.paths import DEFAULT_MODEL_DIR
 
 PROMPT = "Count on from 17."
-_CHAT = {"messages": [{"role": "user", "content": PROMPT}], "stream": True, "ignore_eos": True}
 _NAMES = {"ray::SleepingDriver": "driver", "ray::SleepingRank": "rank", "python": "api"}
 
 
@@ -94,48 +93,15 @@ def run_in_process(args: argparse.Namespace) -> None:
         print(json.dumps(_line(args, seconds, before, processor_s(os.getsid(0)))), flush=True)
 
 
-class _Chat(asyncio.Protocol):
-    """One streamed chat: counts events, and looks at nothing else."""
-
-    def __init__(self, request: bytes, done: asyncio.Future[int]) -> None:
-        self._request, self._done = request, done
-        self._num_events, self._tail = 0, b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._num_events += (self._tail[-8:] + data).count(b'"content":"')
-        self._tail = data[-16:]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._done.done():
-            self._done.set_result(self._num_events if b"[DONE]" in self._tail else 0)
-
-
-async def _chats(port: int, num_chats: int, num_tokens: int) -> int:
-    """How many events with text came."""
-    body = json.dumps(_CHAT | {"max_tokens": num_tokens}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    loop = asyncio.get_running_loop()
-    ends = [loop.create_future() for _ in range(num_chats)]
-    for done in ends:
-        await loop.create_connection(partial(_Chat, head.encode() + body, done), "127.0.0.1", port)
-    num_events: int = sum(await asyncio.gather(*ends))
-    return num_events
-
-
-def run_chats(args: argparse.Namespace) -> dict[str, Any]:
+def run_served(args: argparse.Namespace) -> dict[str, Any]:
     """The line of `chats`."""
     port = free_port()
     with running(_child(args, "serve", port), port) as session:
-        asyncio.run(_chats(port, 16, 8))
+        run_chats(port, PROMPT, 16, 8)
         profile = _profile(session, args.profile) if args.profile else None
         before, began_s = processor_s(session), time.perf_counter()
         own_before_s = time.process_time()
-        num_events = asyncio.run(_chats(port, args.rows, args.tokens))
+        num_events = run_chats(port, PROMPT, args.rows, args.tokens)
         seconds = time.perf_counter() - began_s
         line = _line(args, seconds, before, processor_s(session))
         line["events_per_token"] = round(num_events / (args.rows * args.tokens), 3)
@@ -161,7 +127,7 @@ def _line(
 
 
 def _per_token(args: argparse.Namespace, seconds: float) -> float:
-    return round(1e6 * seconds / (args.rows * args.tokens), 1)
+    return float(round(1e6 * seconds / (args.rows * args.tokens), 1))
 
 
 def _profile(session: int, seconds: int) -> Any:
@@ -243,7 +209,7 @@ def main() -> None:
         (serve if args.way == "serve" else run_in_process)(args)
         return
     runs = {
-        way: partial(run_chats, args) if way == "chats" else partial(_in_process, args, way)
+        way: partial(run_served, args) if way == "chats" else partial(_in_process, args, way)
         for way in args.ways.split(",")
     }
     lines = alternate(runs, args.rounds)
