@@ -22,6 +22,7 @@ from configs.quantization import QUANTIZATIONS, Quantization
 from scheduler.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+# "auto" and the names in `kernels/select.py`, which this package does not import.
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "hybrid", "reference")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -89,13 +90,15 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        help="On GPUs flash_attn, triton, hybrid (FlashAttention-3 for prompts and Triton for"
-        " decoding, on Hopper) or reference; on CPU cpu, reference, or triton in its interpreter.",
+        help="Which kernels run, not only those of attention: on GPUs flash_attn, triton, hybrid"
+        " (FlashAttention-3 for prompts and Triton for decoding, on Hopper) or reference; on CPU"
+        " cpu, reference, or triton in its interpreter.",
         choices=ATTENTION_BACKENDS,
     )
     block_size: int | None = option(
         None,
-        help="Tokens per KV block; by default 64 on CPU, 16 with Triton, 128 with flash-attn 3.",
+        help="Tokens per KV block; by default 64 with cpu and triton, 128 with FlashAttention-3"
+        " (hybrid too), 256 with FlashAttention-2, 16 with reference.",
         at_least=1,
         at_most=2**20,
     )

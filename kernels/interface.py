@@ -142,7 +142,7 @@ class SamplingKernels(Protocol):
         """(values, ids) of `pack_value_and_id`."""
 
     def block_weights(
-        self, gaps: GapRows, limit_R: torch.Tensor, /
+        self, gap_rows: GapRows, limit_R: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights within the limit, summed per block and per row."""
 
@@ -152,11 +152,18 @@ class SamplingKernels(Protocol):
         """Where each row's drawn token lies in the running sum of this rank's weights."""
 
     def pick_column(
-        self, gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor, /
+        self,
+        gap_rows: GapRows,
+        limit_R: torch.Tensor,
+        sums_RX: torch.Tensor,
+        index_R: torch.Tensor,
+        /,
     ) -> torch.Tensor:
         """The column at that place in the running sum; -1 where another rank has it."""
 
-    def list_nearest(self, gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int, /) -> torch.Tensor:
+    def list_nearest(
+        self, gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int, /
+    ) -> torch.Tensor:
         """The top_k smallest gaps of each row."""
 
     def listed_limits(
@@ -183,7 +190,7 @@ class SamplingKernels(Protocol):
 
     def gap_histogram(
         self,
-        gaps: GapRows,
+        gap_rows: GapRows,
         limit_R: torch.Tensor,
         prefix_R: torch.Tensor,
         radix_pass: int,
@@ -238,7 +245,7 @@ class Kernels(Protocol):
         positions_T: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
+        kv_places_T: torch.Tensor,
         /,
     ) -> torch.Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
@@ -250,7 +257,7 @@ class Kernels(Protocol):
         0 where `paged_attention` does not use them.
         """
 
-    def look_up(
+    def look_up_tokens(
         self,
         tokens_SL: torch.Tensor,
         block_table_SW: torch.Tensor,

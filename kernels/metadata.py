@@ -39,7 +39,7 @@ class AttentionMetadata:
         last query sees).
     block_table_BW : int32 [B, W], block ids of each sequence; entries past its length are arbitrary
         valid ids.
-    slot_mapping_T : int64 [T], block_id * block_size + offset where the token's KV is written; -1
+    kv_places_T    : int64 [T], block_id * block_size + offset where the token's KV is written; -1
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
     decode         : for backends that ask for it with `Kernels.decode_places`; others ignore it.
@@ -49,7 +49,7 @@ class AttentionMetadata:
     seq_start_B1: torch.Tensor
     seq_lens_B: torch.Tensor
     block_table_BW: torch.Tensor
-    slot_mapping_T: torch.Tensor
+    kv_places_T: torch.Tensor
     max_query_len: int
     max_seq_len: int
     decode: DecodeParts | None = None

@@ -8,11 +8,13 @@ published with. Called by the scheduler, from one thread.
 A block is *published* when its content is known and every step that fills it has been submitted:
 steps run in order and a layer stores KV before it attends, so every step planned later may read it.
 Publishing gives a *serial*; a second copy of the same content takes the serial of the first. So a
-block's tokens, the serial of its parent and, in a first block, the salt name a whole prefix
-exactly: a match is compared by these, and the hash only has to be fast. The salt is the request's
-`cache_salt`: requests with different salts share nothing, so nobody can tell by a faster answer
-what others have asked. A free block keeps its content and stays findable until it is taken for
-something new.
+block's tokens, the serial of its parent and the salt name a whole prefix exactly: a match is
+compared by these, and the hash only has to be fast. The salt is the request's `cache_salt`:
+requests with different salts share nothing, so nobody can tell by a faster answer what others have
+asked. Every block is compared with it, although only first blocks need that: the parent of a later
+one has it. It is in the hash too, so that equal prompts with different salts do not push each other
+out of the index. A free block keeps its content and stays findable until it is taken for something
+new.
 """
 
 from __future__ import annotations

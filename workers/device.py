@@ -205,7 +205,7 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         torch.cuda.set_device(torch_device)
-        self._capturing = torch.cuda.Stream(torch_device)
+        self._capture_stream = torch.cuda.Stream(torch_device)
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         room = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
@@ -239,8 +239,8 @@ class CudaDevice(Device):
         return float(first.elapsed_time(last)) / 1e3
 
     def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
-        self._capturing.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(self._capturing):
+        self._capture_stream.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(self._capture_stream):
             # compiles kernels, creates handles and connects ranks, none of which may happen during
             # a capture
             run()
@@ -249,7 +249,7 @@ class CudaDevice(Device):
         # Only this thread must not synchronize: NCCL's watchdog queries its events all the time.
         pool = beside.pool() if beside is not None else None
         with torch.cuda.graph(
-            graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"
+            graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"
         ):
             run()
         return graph

@@ -325,7 +325,7 @@ def warm_up(
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
     zeros = table[0].clone()
-    kernels.look_up(table, table, zeros, zeros, zeros, 1)
+    kernels.look_up_tokens(table, table, zeros, zeros, zeros, 1)
     kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
 
 
@@ -362,7 +362,7 @@ def _run_step(
         block_table_BW=torch.zeros(
             num_rows, -(-max_seq_len // config.block_size), dtype=torch.int32, device=device
         ),
-        slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        kv_places_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,
         decode=decode if num_places else None,

@@ -151,17 +151,17 @@ class Supervisor:
             self._wake_event.clear()
             try:
                 if not self._is_stopping:
-                    self.turn()
+                    self.check_group()
             except Exception as error:  # a process that does not die, or a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(reason_of(error))
 
-    def turn(self) -> None:
+    def check_group(self) -> None:
         """Check the group once and act on the result. What may pass by itself, such as a node that
-        does not answer, is tried again with a later turn.
+        does not answer, is tried again with a later check.
         """
         try:
-            self._turn()
+            self._check_group()
         except Exception as error:
             if not kind_of(error).is_transient:
                 raise
@@ -172,7 +172,7 @@ class Supervisor:
             elif self.recovery.is_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
 
-    def _turn(self) -> None:
+    def _check_group(self) -> None:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._watch is not None
@@ -185,7 +185,7 @@ class Supervisor:
                 self._spares.prepare(is_busy=self._has_work())
             else:
                 self._lose(reason)
-        elif recovery.state is RecoveryState.FENCING:  # an earlier turn could not finish that
+        elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that
             self._fence()
         elif recovery.state is RecoveryState.ASSEMBLING:
             self._check_assembly()

@@ -111,7 +111,7 @@ class ApiReplica:
             engines,
             limits.block_size,
             timeouts.stuck_s,
-            timeouts.lease_s,
+            timeouts.lease_wait_s,
             holder=ray.get_runtime_context().current_actor,
             is_only_one=config.api_replicas == 1,
         )

@@ -69,7 +69,7 @@ def qk_norm_rope_store(
     positions_T: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
+    kv_places_T: torch.Tensor,
 ) -> torch.Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
@@ -84,7 +84,7 @@ def qk_norm_rope_store(
         positions_T.numpy(),
         as_array(k_laid_out),
         as_array(v_laid_out),
-        slot_mapping_T.numpy(),
+        kv_places_T.numpy(),
         as_array(q_THD),
     )
     return q_THD
@@ -185,13 +185,13 @@ def _store_token(
     positions_T: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
-    slots_T: Array,
+    kv_places_T: Array,
     q_THD: Array,
 ) -> None:
-    """All heads of one token: queries to `q_THD`, keys and values to the token's slot of the
+    """All heads of one token: queries to `q_THD`, keys and values to the token's place of the
     caches, nowhere if it is -1.
     """
-    qkv_XD, q_HD, slot = qkv_TXD[t], q_THD[t], slots_T[t]
+    qkv_XD, q_HD, place = qkv_TXD[t], q_THD[t], kv_places_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, head_dim = q_HD.shape
     kv_heads, _, block_size, width = k_NKDPW.shape[1:]
@@ -200,9 +200,9 @@ def _store_token(
         _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, rotated_D)
         for d in range(head_dim):
             q_HD[h, d] = narrow(rotated_D[d], q_HD[h, d])
-    if slot < 0:
+    if place < 0:
         return
-    block, place_in_block = slot // block_size, slot % block_size
+    block, place_in_block = place // block_size, place % block_size
     for k in range(kv_heads):
         _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, rotated_D)
         for feature_group in range(head_dim // width):
@@ -229,11 +229,11 @@ def _qk_norm_rope_store(
     positions_T: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
-    slots_T: Array,
+    kv_places_T: Array,
     q_THD: Array,
 ) -> None:
     weights, rotary = (q_weight_D, k_weight_D, eps), (cos_sin_LD, positions_T)
-    caches = (k_NKDPW, v_NKPDW, slots_T)
+    caches = (k_NKDPW, v_NKPDW, kv_places_T)
     parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 
 

@@ -553,8 +553,8 @@ def _attend(
             block_C = tl.load(table_W + tile_start // BLOCK_SIZE)
         else:
             block_C = _load(table_W + token_C // BLOCK_SIZE, token_C < end, MASKED)
-        slot_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
-        offset_CD = ((slot_C * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d_D[None, :]
+        kv_place_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
+        offset_CD = ((kv_place_C * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d_D[None, :]
         mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)

@@ -33,7 +33,7 @@ class TritonKernels:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
     decode_places = staticmethod(attention.places_of)
-    look_up = staticmethod(tables.look_up)
+    look_up_tokens = staticmethod(tables.look_up_tokens)
     write_tokens = staticmethod(tables.write_tokens)
 
     def set_num_threads(self, num_threads: int, /) -> None:

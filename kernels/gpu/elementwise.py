@@ -91,7 +91,7 @@ def qk_norm_rope_store(
     positions_T: torch.Tensor,
     k_cache_NPKD: torch.Tensor,
     v_cache_NPKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
+    kv_places_T: torch.Tensor,
 ) -> torch.Tensor:
     """As `qk_norm_rope_store_reference`, with a contiguous table and caches. One program per
     `_HEADS_PER_PROGRAM` heads of a token.
@@ -111,7 +111,7 @@ def qk_norm_rope_store(
         positions_T,
         k_cache_NPKD,
         v_cache_NPKD,
-        slot_mapping_T,
+        kv_places_T,
         q_THD,
         _row_stride(qkv_TXD),
         eps,
@@ -225,7 +225,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     positions_T,
     k_cache,
     v_cache,
-    slots_T,
+    kv_places_T,
     q_THD,
     row_stride,
     eps,
@@ -247,7 +247,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     is_k = mask & (head >= H) & (head < H + K)
     is_v = mask & (head >= H + K) & (head < H + 2 * K)
 
-    slot = tl.load(slots_T + token).to(tl.int64)
+    place = tl.load(kv_places_T + token).to(tl.int64)
     cos_sin = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
     x = qkv_TXD + token * row_stride + head * D + d
     low = tl.load(x, mask=is_q | is_k | is_v, other=0.0)
@@ -270,9 +270,9 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     tl.store(q_out, rotated_low, mask=is_q)
     tl.store(q_out + D // 2, rotated_high, mask=is_q)
     dtype: tl.constexpr = k_cache.dtype.element_ty
-    k_out = k_cache + (slot * K + head - H) * D + d
-    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (slot >= 0))
-    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (slot >= 0))
-    v_out = v_cache + (slot * K + head - H - K) * D + d
-    tl.store(v_out, stored_as(low, dtype), mask=is_v & (slot >= 0))
-    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (slot >= 0))
+    k_out = k_cache + (place * K + head - H) * D + d
+    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (place >= 0))
+    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (place >= 0))
+    v_out = v_cache + (place * K + head - H - K) * D + d
+    tl.store(v_out, stored_as(low, dtype), mask=is_v & (place >= 0))
+    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (place >= 0))

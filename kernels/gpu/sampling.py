@@ -84,9 +84,9 @@ def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return values, ids
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
-    sums_RX = _sums_within(gaps, limit_R, by_weight=True)
+    sums_RX = _sums_within(gap_rows, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
@@ -112,36 +112,36 @@ def draw_index(
 
 
 def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
+    gap_rows: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
     _pick_column[(len(index_R),)](
-        gaps.logits_BV,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         sums_RX,
         index_R,
         column_R,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         WIDTH=_width(sums_RX.shape[1]),
     )
     return column_R
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """See `kernels.reference.sampling.list_nearest`.
 
     The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere, so
     these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
     may lie elsewhere; they are counted separately.
     """
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     near_RX = (
-        gaps.block_max_BX.index_select(0, gaps.rows_R)
+        gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
         .topk(min(max_top_k, num_blocks), sorted=False)
         .indices
     )
@@ -150,20 +150,20 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
         num_rows, num_near * BLOCK_COLUMNS, dtype=torch.float32, device=near_RX.device
     )
     _near_gaps[(num_rows, triton.cdiv(num_near, _BLOCKS_PER_TILE))](
-        gaps.logits_BV,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         near_RX,
         gaps_RC,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         num_near,
         TILE=_BLOCKS_PER_TILE,
     )
     nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
     nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
     limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    counts_RX = _sums_within(gaps, limit_R, by_weight=False)
+    counts_RX = _sums_within(gap_rows, limit_R, by_weight=False)
     list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
     _make_list[(num_rows,)](
         nearest_RK,
@@ -205,25 +205,29 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows,
+    limit_R: torch.Tensor,
+    prefix_R: torch.Tensor,
+    radix_pass: int,
+    by_weight: bool,
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
         num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
     )
     _gap_histogram[_grid(num_rows, num_blocks)](
-        gaps.logits_BV,
-        gaps.block_max_BX,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.block_max_BX,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         prefix_R,
         histogram_RSX,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         shift,
         num_bits,
         num_copies,
@@ -259,19 +263,19 @@ def _width(length: int) -> int:
     return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
-def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
+def _sums_within(gap_rows: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
-        gaps.logits_BV,
-        gaps.block_max_BX,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.block_max_BX,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         sums_RX,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         BY_WEIGHT=by_weight,
         TILE=_BLOCKS_PER_TILE,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.metadata import AttentionMetadata
-from kernels.reference.fp8 import widened
+from kernels.reference.fp8 import cache_as_float32
 
 
 def paged_attention_reference(
@@ -35,7 +35,7 @@ def paged_attention_reference(
         if first_query == end_query:
             continue
         k_SHD, v_SHD = (
-            widened(
+            cache_as_float32(
                 _gather(cache, attn.block_table_BW[row : row + 1], seq_len)[0]
             ).repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
             for cache in (k_cache_NPKD, v_cache_NPKD)

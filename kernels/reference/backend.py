@@ -17,7 +17,7 @@ from kernels.reference.capabilities import REFERENCE
 from kernels.reference.int8 import ReferenceInt8
 from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
-from kernels.reference.tables import look_up_reference, write_tokens_reference
+from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
 
 def token_major_shapes(
@@ -67,7 +67,7 @@ class ReferenceKernels:
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
     decode_places = staticmethod(no_decode_places)
-    look_up = staticmethod(look_up_reference)
+    look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:

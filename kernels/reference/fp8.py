@@ -28,6 +28,6 @@ def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
 
 
-def widened(stored: torch.Tensor) -> torch.Tensor:
+def cache_as_float32(stored: torch.Tensor) -> torch.Tensor:
     """Elements of a cache, as float32."""
     return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)

@@ -43,7 +43,7 @@ def qk_norm_rope_store_reference(
     positions_T: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
+    kv_places_T: torch.Tensor,
 ) -> torch.Tensor:
     """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
     the caches, in place.
@@ -57,7 +57,7 @@ def qk_norm_rope_store_reference(
     q_THD, k_TKD = qk_norm_rope_reference(
         q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T
     )
-    store_kv_reference(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+    store_kv_reference(k_TKD, v_TKD, k_cache, v_cache, kv_places_T)
     return q_THD
 
 

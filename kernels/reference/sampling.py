@@ -153,31 +153,31 @@ def token_weights(gaps_RC: torch.Tensor, limit_R: torch.Tensor | None = None) ->
     )
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
     int64.
     """
-    sums_RX = _block_reduce(token_weights(_all_gaps(gaps), limit_R), torch.sum)
+    sums_RX = _block_reduce(token_weights(_all_gaps(gap_rows), limit_R), torch.sum)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def _all_gaps(gaps: GapRows) -> torch.Tensor:
+def _all_gaps(gap_rows: GapRows) -> torch.Tensor:
     """Gaps of the whole rows [R, V]. The gap of a NaN logit is NaN and lies within no limit."""
-    logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
-    return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
+    logits_RV = gap_rows.logits_BV.index_select(0, gap_rows.rows_R).to(torch.float32)
+    return token_gaps(logits_RV, gap_rows.max_R, gap_rows.temperature_R)
 
 
 # Limits from a list of the nearest tokens
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """The k smallest gaps per row, int64 [R, K], ascending: the high half holds the bits of the
     gap, the low half the number of tokens it stands for, which is 1, except that entry k also
     counts further tokens with the same gap. (infinity, 0) stands for no token.
 
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     nearest_RK = gaps_RV.topk(
         min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True
     ).values
@@ -236,13 +236,17 @@ def _first_gap(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows,
+    limit_R: torch.Tensor,
+    prefix_R: torch.Tensor,
+    radix_pass: int,
+    by_weight: bool,
 ) -> torch.Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
     `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
     """
     shift, num_bits = RADIX_PASSES[radix_pass]
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
     counted_RV = (gaps_RV <= limit_R[:, None]) & (
@@ -317,7 +321,7 @@ def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
 
 
 def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
+    gap_rows: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
 ) -> torch.Tensor:
     """The column where the running sum of the weights within the limit first exceeds `index_R`,
     int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
@@ -325,9 +329,11 @@ def pick_column(
 
     The weights of one block are computed again: the same exponentials of the same logits.
     """
-    columns_RX, index_in_block_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
-    logits_RX = gaps.logits_BV[gaps.rows_R[:, None], columns_RX].to(torch.float32)
-    weights_RX = token_weights(token_gaps(logits_RX, gaps.max_R, gaps.temperature_R), limit_R)
+    columns_RX, index_in_block_R = find_block(sums_RX, index_R, gap_rows.logits_BV.shape[1])
+    logits_RX = gap_rows.logits_BV[gap_rows.rows_R[:, None], columns_RX].to(torch.float32)
+    weights_RX = token_weights(
+        token_gaps(logits_RX, gap_rows.max_R, gap_rows.temperature_R), limit_R
+    )
     in_shard_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
     return torch.where(in_shard_R, find_in_block(weights_RX, columns_RX, index_in_block_R), -1)
 

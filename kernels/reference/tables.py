@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 
-def look_up_reference(
+def look_up_tokens_reference(
     tokens_SL: torch.Tensor,
     block_table_SW: torch.Tensor,
     slots_T: torch.Tensor,

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from configs.engine import EngineConfig
+from kernels.cpu.capabilities import CPU
 from kernels.gpu import flash_attn
+from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn, find_flash_attn, may_split
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
+from kernels.reference.capabilities import REFERENCE
 from tests.kernels import flash_attn_stand_in as stand_in
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
@@ -90,7 +94,7 @@ def to_device(attn: AttentionMetadata, device: torch.device) -> AttentionMetadat
         seq_start_B1=attn.seq_start_B1.to(device),
         seq_lens_B=attn.seq_lens_B.to(device),
         block_table_BW=attn.block_table_BW.to(device),
-        slot_mapping_T=attn.slot_mapping_T.to(device),
+        kv_places_T=attn.kv_places_T.to(device),
     )
 
 
@@ -681,3 +685,21 @@ def test_stand_in_of_the_wheel_refuses_float16() -> None:
     halves = {name: arguments[name].half() for name in ("q", "k", "v", "out")}
     with pytest.raises(RuntimeError, match="does not support FP16"):
         function(**arguments | halves)
+
+
+def test_the_help_says_the_default_block_size_of_each_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defaults = {
+        "cpu": CPU.default_block_size,
+        "triton": TRITON.default_block_size,
+        "FlashAttention-3": find(monkeypatch, WHEEL).default_block_size,
+        "FlashAttention-2": find(monkeypatch, FA2).default_block_size,
+        "reference": REFERENCE.default_block_size,
+    }
+    [option] = [each for each in fields(EngineConfig) if each.name == "block_size"]
+    stated: dict[str, int] = {}
+    for part in option.metadata["help"].partition("by default ")[2].split(", "):
+        size, _, backends = part.partition(" with ")
+        stated |= {name: int(size) for name in defaults if name in backends}
+    assert stated == defaults

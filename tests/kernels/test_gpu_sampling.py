@@ -98,17 +98,17 @@ def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:
     )
 
 
-def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
+def weights_alone(gap_rows: GapRows, limit: torch.Tensor) -> torch.Tensor:
     """Each token's weight as the kernel computes it if the token is the only one in its block,
     int64 [R, V].
     """
-    logits = gaps.logits_BV
+    logits = gap_rows.logits_BV
     apart = torch.full(
         (len(logits), logits.shape[1] * BLOCK_COLUMNS), -torch.inf, dtype=logits.dtype
     )
     apart[:, ::BLOCK_COLUMNS] = logits
     apart_gaps = dataclasses.replace(
-        gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
+        gap_rows, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -363,19 +363,19 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
 def test_a_graph_replays_every_kernel_over_new_logits() -> None:
     def step(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         max_B, column_B, block_max = GPU.row_best(logits)
-        gaps = GapRows(
+        gap_rows = GapRows(
             logits_BV=logits,
             block_max_BX=block_max,
             rows_R=rows,
             max_R=max_B,
             temperature_R=temperatures,
         )
-        lists = GPU.list_nearest(gaps, top_k, 20)
+        lists = GPU.list_nearest(gap_rows, top_k, 20)
         limit, kept = GPU.listed_limits(
             lists[None], top_k, top_k, torch.full_like(max_B, torch.inf)
         )
-        sums, total = GPU.block_weights(gaps, limit)
-        counts = GPU.gap_histogram(gaps, limit, rows.int() * 0, 0, True)
+        sums, total = GPU.block_weights(gap_rows, limit)
+        counts = GPU.gap_histogram(gap_rows, limit, rows.int() * 0, 0, True)
         return (
             max_B,
             column_B,
@@ -384,7 +384,7 @@ def test_a_graph_replays_every_kernel_over_new_logits() -> None:
             kept,
             total,
             counts,
-            GPU.pick_column(gaps, limit, sums, total // 2),
+            GPU.pick_column(gap_rows, limit, sums, total // 2),
         )
 
     first = make_logits("normal", 9000, torch.bfloat16).to(DEVICE)

@@ -82,7 +82,7 @@ class MixedGraphs:
         """Record every size, the largest first: the others share its memory. Returns the first
         graph, if any. Waits for the device.
         """
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         largest: Graph | None = None
         for size in reversed(self.sizes):
             make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
@@ -92,7 +92,7 @@ class MixedGraphs:
         logger.info(
             "%d graphs of steps with prompts captured in %.1f s, for up to %d tokens",
             len(self._graphs),
-            time.perf_counter() - began,
+            time.perf_counter() - began_s,
             max(self.sizes, default=0),
         )
         return largest

@@ -216,7 +216,7 @@ class BatchState:
         )
 
         def inputs() -> StepInputs:
-            token_ids_T, slot_mapping_T = self.look_up(slots_T, positions_T, cached_T)
+            token_ids_T, kv_places_T = self.look_up_tokens(slots_T, positions_T, cached_T)
             num_columns = -(-rows.max_seq_len // self.block_size)
             return StepInputs(
                 token_ids_T=token_ids_T,
@@ -226,7 +226,7 @@ class BatchState:
                     seq_start_B1=seq_start_B1,
                     seq_lens_B=seq_lens_B,
                     block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
-                    slot_mapping_T=slot_mapping_T,
+                    kv_places_T=kv_places_T,
                     max_query_len=rows.max_query_len,
                     max_seq_len=rows.max_seq_len,
                     decode=decode,
@@ -271,11 +271,11 @@ class BatchState:
             arrived_BK=self._arrived_SK,
         )
 
-    def look_up(
+    def look_up_tokens(
         self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, where each token's KV goes), see `Kernels.look_up`."""
-        return self._kernels.look_up(
+        """(token ids, where each token's KV goes), see `Kernels.look_up_tokens`."""
+        return self._kernels.look_up_tokens(
             self.tokens_SL, self.block_table_SW, slots_T, positions_T, cached_T, self.block_size
         )
 

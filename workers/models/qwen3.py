@@ -74,7 +74,7 @@ class Attention:
             positions_T,
             k_cache,
             v_cache,
-            attn.slot_mapping_T,
+            attn.kv_places_T,
         )
         out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
         return self.out(out_THD.flatten(1))

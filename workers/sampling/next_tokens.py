@@ -77,13 +77,13 @@ class NextTokens:
         """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
         `largest`. Waits for the device.
         """
-        began, self._hidden_SE = time.perf_counter(), hidden_SE
+        began_s, self._hidden_SE = time.perf_counter(), hidden_SE
         for size in reversed(self.sizes):
             for kind in USUAL_KINDS:
                 run = partial(self._run, size, kind)
                 self.graphs[size, kind] = self._device.capture(run, largest)
                 largest = largest or self.graphs[size, kind]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began_s
         logger.info("%d graphs of sampling captured in %.1f s", len(self.graphs), seconds)
 
     def stage(self, rows: StepRows, put: Put, wait_for_mask: WaitForMask | None = None) -> Sample:

@@ -255,59 +255,61 @@ class Sampler:
         )
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
-    def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
-        limit_R, kept_NR = self._limits(gaps, rows.filters)
-        sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
+    def _draw(self, gap_rows: GapRows, rows: DrawRows) -> torch.Tensor:
+        limit_R, kept_NR = self._limits(gap_rows, rows.filters)
+        sums_RX, mine_R = self._kernels.block_weights(gap_rows, limit_R)
         if kept_NR is None:
             kept_NR = self._group.all_gather(mine_R)
         index_R = self._kernels.draw_index(
             rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
         )
-        column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
+        column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, index_R)
         return self._group.all_reduce_max(
             torch.where(column_R >= 0, column_R + self._vocab_start, -1)
         )
 
     def _limits(
-        self, gaps: GapRows, filters: Filters | None
+        self, gap_rows: GapRows, filters: Filters | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
-            return torch.full_like(gaps.max_R, torch.inf), None
+            return torch.full_like(gap_rows.max_R, torch.inf), None
         if not filters.listed:
-            return self._descend(gaps, filters), None
-        list_RK = self._kernels.list_nearest(gaps, filters.top_k_R, filters.max_top_k)
+            return self._descend(gap_rows, filters), None
+        list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
         return self._kernels.listed_limits(
             lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R
         )
 
-    def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
+    def _descend(self, gap_rows: GapRows, filters: Filters) -> torch.Tensor:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
         everything_R, nothing_R = (
-            torch.full_like(gaps.max_R, torch.inf),
-            torch.full_like(gaps.max_R, -1.0),
+            torch.full_like(gap_rows.max_R, torch.inf),
+            torch.full_like(gap_rows.max_R, -1.0),
         )
         within_R, limit_R = everything_R, filters.max_gap_R
         if filters.max_top_k > 0:
             has_R = filters.top_k_R > 0
             within_R = self._limit(
-                gaps, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
+                gap_rows, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
             )
             within_R = torch.where(has_R, within_R, everything_R)
         if filters.uses_top_p:
             has_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(has_R, torch.minimum(within_R, filters.bound_R), nothing_R)
-            _, kept_R = self._kernels.block_weights(gaps, torch.where(has_R, within_R, nothing_R))
+            _, kept_R = self._kernels.block_weights(
+                gap_rows, torch.where(has_R, within_R, nothing_R)
+            )
             target_R = sampling.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
-            top_p_limit_R = self._limit(gaps, bound_R, target_R, by_weight=True)
+            top_p_limit_R = self._limit(gap_rows, bound_R, target_R, by_weight=True)
             limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
         return torch.minimum(limit_R, within_R)
 
     def _limit(
-        self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
+        self, gap_rows: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
     ) -> torch.Tensor:
         """The smallest gap within which there are `wanted_R` tokens, or that much weight, over all
         ranks.
@@ -315,7 +317,7 @@ class Sampler:
         prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
         for radix_pass in range(len(sampling.RADIX_PASSES)):
             histogram_RX = self._kernels.gap_histogram(
-                gaps, within_R, prefix_R, radix_pass, by_weight
+                gap_rows, within_R, prefix_R, radix_pass, by_weight
             )
             digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
             prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)

@@ -97,14 +97,14 @@ class VocabularyShard:
         top_LM, top_ids_LM = self._top(logits_LV, num_top)
         max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
-        gaps = GapRows(
+        gap_rows = GapRows(
             logits_BV=logits_LV,
             block_max_BX=block_max_LX,
             rows_R=torch.arange(len(ids_L), device=ids_L.device),
             max_R=max_L,
             temperature_R=one_L,
         )
-        _, mass_L = self._kernels.block_weights(gaps, torch.full_like(max_L, torch.inf))
+        _, mass_L = self._kernels.block_weights(gap_rows, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self.start
         here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
         own_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)

@@ -4,6 +4,7 @@ those of a step that is launched kernel by kernel.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,23 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a minimum of tokens": GREEDY | {"min_tokens": 9, "stop_token_ids": frozenset({1})},
     "log probabilities": GREEDY | {"logprobs": 2},
 }
+
+# For each parameter that decides a token, a value other than that of a row of `LISTED`.
+OTHER_VALUES: dict[str, Any] = {
+    "seed": 1,
+    "temperature": 0.5,
+    "top_k": 10,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": ((3, 5.0),),
+    "min_tokens": 9,
+    "logprobs": 2,
+}
+# These decide when an output ends, or what is said of its prompt.
+DECIDE_NO_TOKEN = {"max_tokens", "stop_token_ids", "prompt_logprobs"}
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +116,27 @@ def test_what_a_graph_does_not_know_is_launched(make: MakeRunner, name: str) -> 
     rows = rows_of(pair, GREEDY, OTHERS[name])
     assert sampled_by(pair, rows, 3) is None
     assert sampled_by(pair, rows) is None
+
+
+@pytest.mark.parametrize(
+    "name", [each.name for each in dataclasses.fields(Sampling) if each.name not in DECIDE_NO_TOKEN]
+)
+def test_a_parameter_is_known_to_graphs_or_keeps_its_row_away_from_them(name: str) -> None:
+    """Else a graph would ignore it in silence."""
+    usual_row = {"seed": 0, "max_tokens": 100, **LISTED}
+    with_other_value = usual_row | {name: OTHER_VALUES[name]}
+    assert sampled_in_a_graph(with_other_value) != sampled_in_a_graph(usual_row)
+
+
+def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
+    """All that the graph of one row reads of these parameters; None if no graph samples it."""
+    shard = state.SamplingState(100, 0, 100, 4, torch.device("cpu"))
+    shard.admit(2, Sampling(**row), 3)
+    slots, kept = np.array([2]), state.KeptRows(4, torch.from_numpy)
+    if (kind := shard.usual_kind(slots)) is None:
+        return None
+    shard.fill(kept, slots, np.array([3]))
+    return repr(kept.batch(1, kind))
 
 
 def test_two_kinds_of_draw_in_one_step_are_launched(make: MakeRunner) -> None:
