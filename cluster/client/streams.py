@@ -26,6 +26,14 @@ Item = tuple[int, "Chunk"]  # place of the prompt among those submitted together
 TakeNow = Callable[[list[Item]], bool]  # whether it has taken them
 
 
+class SmallEvent(asyncio.Event):
+    """An event for few waiters, in a list: the base's deque takes 0.7 KiB if it is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: list[asyncio.Future[bool]] = []  # type: ignore[assignment]
+
+
 class Relay:
     """The way from any thread to one event loop."""
 
@@ -69,7 +77,7 @@ class ChunkStream:
         self._num_open = 0
         self._ends: list[Future[None]] = []  # of generations
         self._items: list[Item] = []
-        self._changed = asyncio.Event()
+        self._changed = SmallEvent()
         self._take_now: TakeNow | None = None  # while the reader waits
         self._failure: Exception | None = None  # of `_take_now`
 

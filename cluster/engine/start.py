@@ -64,6 +64,10 @@ class EngineProcesses:
         """The driver actor. After its death, this is its successor."""
         return self._owner.driver
 
+    def recovery_waits_for(self) -> str:
+        """What the replacement of the driver waits for, in one line."""
+        return self._owner.recovery_waits_for()
+
     def places(self) -> list[Place]:
         """Where the ranks are. Raises `WorkerError` while a node is missing."""
         return self._owner.placement.places()

@@ -143,3 +143,21 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
             assert engine == home
             table.end(request_id)
     assert len(table._engines_by_hash) <= 100 and len(table._engine_by_request) == 1
+
+
+def test_processes_that_know_nothing_of_each_other_agree_on_the_engine_of_a_session() -> None:
+    tables = [PrefixTable(is_only_one=False) for _ in range(3)]
+    homes = dict[str, str]()
+    for number in range(60):
+        session, tokens = f"session {number}", [number] * 40
+        chosen = [put(table, tokens, "abc", session) for table in tables]
+        [homes[session]] = {engine for _, engine in chosen}
+        for table, (request_id, _) in zip(tables, chosen, strict=True):
+            table.end(request_id)
+    counts = [[*homes.values()].count(engine) for engine in "abc"]
+    assert min(counts) > 10, "all engines have some"
+    fewer = PrefixTable(is_only_one=False)
+    for session, home in homes.items():
+        request_id, engine = put(fewer, [1], "ab", session)
+        fewer.end(request_id)
+        assert home == engine or home == "c", "those of an engine that stays stay"
