@@ -19,10 +19,10 @@ beside more rows than usual they get less. After a sudden growth the present row
 
 A prompt that comes beside few rows is worth more than their smooth streams: computed at once, it
 delays one token of each of them, once. So one token in `TOKENS_PER_LONG_GAP` may wait for a step
-without that limit, fewer than the hundredth above the 99th percentile. Every row that decodes counts
-towards the next such step, and each row of such a step costs that many; what is saved is enough for
-`MAX_LONG_GAP_ROWS` rows at the most, so the limit holds beside more of them. Under load there are
-more, and nothing changes.
+without that limit, fewer than the hundredth above the 99th percentile. Every row that decodes
+counts towards the next such step, and each row of such a step costs that many; what is saved is
+enough for `MAX_LONG_GAP_ROWS` rows at the most, so the limit holds beside more of them. Under load
+there are more, and nothing changes.
 
 Has no clock: seconds come with the results, so a replay decides the same.
 """
