@@ -29,6 +29,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.pool import leave_cores
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
@@ -86,6 +87,7 @@ class CpuInt8:
             _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
             return out_TY
         _quantize(x, codes, scales[2])
+        leave_cores()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),

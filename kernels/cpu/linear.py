@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kernels.cpu import few_rows
 from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.pool import leave_cores
 from kernels.cpu.tile import has_dot_products
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
@@ -63,5 +64,6 @@ def linear(
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
+    leave_cores()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(torch.Tensor, product)
