@@ -39,7 +39,7 @@ logger = logging.getLogger("eagleray")
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it is imported
 # How often a thread of torch's OpenMP library looks for work before it sleeps, when it is imported.
 OPENMP_SPINS, OPENMP_WAITS = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-_SPINS = "1000"  # some 30 us; left to itself it is 10 ms, while others wait for the core
+_SPINS = "3000"  # about 0.1 ms; left to itself it is 10 ms, while others wait for the core
 
 
 def actor_environment() -> dict[str, Any]:

@@ -59,7 +59,7 @@ def linear(
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = vars(packed_YX).get(_ADDRESS_ATTRIBUTE)
-    if address is not None and len(x_TX) <= max_rows():
+    if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
