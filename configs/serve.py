@@ -81,7 +81,8 @@ class ServeConfig:
     )
     max_open_requests: int = option(
         1024,
-        help="Outputs that run or wait, per engine; beyond it requests get 503.",
+        help="Outputs that run or wait, per engine; a request with n counts n times. Beyond it,"
+        " requests get 503.",
         at_least=1,
         at_most=2**20,
     )

@@ -23,13 +23,28 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, body_of, http_error
-from cluster.api.exchange import JsonResponse
+from cluster.api.exchange import WRITE_NOW, JsonResponse
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
 # Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
 _FRAME = 8
+
+
+class _Cycle(RequestResponseCycle):
+    """An exchange of HTTP/1.1."""
+
+    def write_now(self, data: bytes) -> bool:
+        """Write a part of the body of an answer that has begun, as one chunk. False, with nothing
+        written, where the answer has not begun, or would have to wait for the client, or the client
+        has left. Without data: whether it could be written.
+        """
+        if self.flow.write_paused or self.disconnected or not self.chunked_encoding:
+            return False
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class _OldCycle(RequestResponseCycle):
@@ -58,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
+        self._running_cycle: RequestResponseCycle | None = None  # `cycle` is the one read last
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
@@ -90,6 +106,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.without_request.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
+        # The base tells only the exchange whose request was read last.
+        if self._running_cycle is not None:
+            self._running_cycle.disconnected = True
+            self._running_cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and not (self._is_reading_body or self._is_answering):
@@ -159,9 +179,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
+        # The base makes the cycle, whose task has not begun.
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _OldCycle  # the base makes it, and its task has not begun
+            self.cycle.__class__ = _OldCycle
             self.cycle.waiting_for_100_continue = False
+        else:
+            cycle: Any = self.cycle
+            cycle.__class__ = _Cycle
+            cycle.scope[WRITE_NOW] = cycle.write_now
+        if not self.pipeline:
+            self._running_cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._bare_bytes -= _FRAME * len(body)
@@ -178,6 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._running_cycle = self.pipeline[-1][0] if self.pipeline else None
         if not self._is_answering:
             self.without_request[self] = None
             # What is left of a body is read, so that the client sees the answer, but not forever.

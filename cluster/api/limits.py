@@ -28,7 +28,7 @@ class ApiLimits:
     max_body_bytes: int = HTTP["body"].most
     max_bodies_bytes: int = HTTP["bodies"].most
     small_body_bytes: int = HTTP["small body"].most
-    max_outputs: int = 128
+    max_outputs_per_request: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
     body_time_s: float = HTTP["body time"].most
@@ -50,10 +50,10 @@ class Admission:
         """Reserve room for the outputs of one request. Raises `OverloadedError` when there is none
         now, `RequestError` for a request that can never have room.
         """
-        if num_outputs > self.limits.max_outputs:
+        if num_outputs > self.limits.max_outputs_per_request:
             raise RequestError(
                 f"the request asks for {num_outputs} outputs (prompts times n); at most"
-                f" {self.limits.max_outputs} are possible. Send several requests",
+                f" {self.limits.max_outputs_per_request} are possible. Send several requests",
                 "n",
             )
         self.check_room(num_outputs)
@@ -70,7 +70,7 @@ class Admission:
         if self.num_open + num_outputs > self.limits.max_open:
             raise OverloadedError(
                 f"{self.num_open} outputs are running or waiting, of {self.limits.max_open}"
-                " possible; try again later"
+                " possible (--max-open-requests for each engine); try again later"
             )
 
 

@@ -44,7 +44,7 @@ def check_port(host: str, port: int) -> None:
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        failures = [error for place in places if (error := _cannot_bind(place[0], place[4]))]
+        failures = [error for place in places if (error := _bind_error(place[0], place[4]))]
         serious = [error for error in failures if error.errno not in _NOT_HERE]
         if serious or len(failures) == len(places):
             raise (serious or failures)[0]
@@ -55,7 +55,7 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def _cannot_bind(family: int, address: Any) -> OSError | None:
+def _bind_error(family: int, address: Any) -> OSError | None:
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

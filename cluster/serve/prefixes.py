@@ -31,7 +31,7 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:
         stride *= 2
     hashes = array("Q")
-    hasher = xxhash.xxh3_64(cache_salt.encode())
+    hasher = xxhash.xxh3_64(cache_salt.encode("utf-8", "surrogatepass"))
     token_array = array("i", token_ids)
     for end in range(stride, len(token_array) + 1, stride):
         hasher.update(token_array[end - stride : end].tobytes())
@@ -41,7 +41,7 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
 
 def session_hash(session_id: str) -> int:
     """The hash of a session, 64 bits."""
-    return xxhash.xxh3_64_intdigest(session_id.encode(), seed=1)
+    return xxhash.xxh3_64_intdigest(session_id.encode("utf-8", "surrogatepass"), seed=1)
 
 
 class PrefixTable:

@@ -103,7 +103,7 @@ class ApiReplica:
             engines,
             limits.block_size,
             timeouts.stuck_s,
-            timeouts.lease_s,
+            timeouts.lease_wait_s,
             holder=ray.get_runtime_context().current_actor,
         )
         return Client(setup.request_builder(limits), self._pool, self._pool.send)

@@ -27,6 +27,13 @@ def put(
     return request_id, table.choose(request_id, list(engines), prefix_hashes(tokens, 16), hashed)
 
 
+def test_a_salt_and_a_session_may_be_any_text_also_half_a_character() -> None:
+    """A handle's caller may give what HTTP refuses; the block manager takes it too."""
+    tokens = list(range(32))
+    assert prefix_hashes(tokens, 16, "a\ud800") != prefix_hashes(tokens, 16, "a\ud801")
+    assert session_hash("a\ud800") != session_hash("a\ud801")
+
+
 def test_a_prompt_that_goes_on_shares_the_hashes_of_its_beginning() -> None:
     rng = random.Random(0)
     tokens = [rng.randrange(1000) for _ in range(40_000)]
